@@ -1,0 +1,544 @@
+"""Every setting of Paddock: its name, type, default and meaning, and the layers that it is read from.
+
+Order: defaults < preset < `.env` / JSON file < environment < flags. One setting has one name: `MAX_STEPS` in `.env` and in the
+environment, `--max-steps` as a flag, `max_steps` in JSON and as an attribute. Nothing is read at import.
+"""
+
+import difflib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Optional
+
+from dotenv.parser import parse_stream
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from errors import SettingsError
+
+PRESETS_DIR = Path(__file__).parent / "presets"
+
+
+def setting(default, meaning: str, **limits):
+    """A field with its one line of meaning."""
+    return Field(default, description=meaning, **limits)
+
+
+class Section(BaseModel):
+    """A group of settings; frozen, so that what a run logs is what it does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class RunConfig(Section):
+    preset: str = setting("", "named settings from presets/, below .env; several with commas, the last wins")
+    training_stage: Literal["pretrain", "sft", "dpo"] = setting("pretrain", "what the model learns from")
+    output_dir: str = setting("runs", "folder of all runs")
+    run_name: Optional[str] = setting(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
+    resume: str = setting("auto", "auto = go on from the newest verified checkpoint of RUN_NAME, never, or a checkpoint's path")
+    pretrain_checkpoint: Optional[str] = setting(None, "start from this pretraining checkpoint (step name or path)")
+    instruct_checkpoint: Optional[str] = setting(None, "start from this SFT checkpoint (step name or path)")
+    dpo_checkpoint: Optional[str] = setting(None, "start from this DPO checkpoint (step name or path)")
+    reset_optimizer: bool = setting(False, "take only the weights of the checkpoint; optimizer and step begin anew")
+    start_step: Optional[int] = setting(None, "count steps from here, whatever the checkpoint says", ge=0)
+    allow_resume_mismatch: str = setting("", "settings that may differ from the checkpoint's, with commas")
+    seed: int = setting(1337, "of initialisation, row order, dropout and samples", ge=0, lt=2**32)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = cuda where there is one")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+        "auto", "of matmuls, over fp32 master weights; auto = bf16 where the hardware is fast at it, else fp32")
+    tf32: bool = setting(True, "let fp32 matmuls on CUDA use TensorFloat-32")
+    compile: bool = setting(True, "torch.compile; without a compiler the run goes on eagerly with a warning")
+    debug: bool = setting(False, "detailed checks: names the first module whose output is not finite (slow)")
+    distributed_timeout: float = setting(600, "seconds after which a collective that does not come is an error", gt=0)
+    world_size: int = setting(1, "number of processes, set by torchrun; with --check, the number to plan for", ge=1)
+
+
+class DataConfig(Section):
+    pretrain_data_path: Optional[str] = setting(None, "prepared token shards: a folder, a file or a glob")
+    sft_data_path: Optional[str] = setting(None, "prepared chats")
+    dpo_data_path: Optional[str] = setting(None, "prepared preference pairs")
+    hellaswag_path: Optional[str] = setting(None, "HellaSwag items, jsonl or jsonl.gz")
+    tokenizer_path: Optional[str] = setting(None, "a BPE file in tiktoken's format, a tokenizer.json, or a hub name")
+    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = setting("auto", "auto = by the look of TOKENIZER_PATH")
+    verify_data: Literal["auto", "always"] = setting("auto", "auto = hash a shard again only when its size or time changed")
+    document_mask: bool = setting(True, "documents in one row do not attend to each other and positions restart")
+    prefetch_steps: int = setting(2, "steps of rows that the loader keeps ready", ge=1)
+
+
+class PreparationConfig(Section):
+    shard_tokens: int = setting(100_000_000, "tokens in one prepared shard", ge=1)
+    validation_fraction: float = setting(0.005, "share of documents held out, chosen by their hash", ge=0, lt=1)
+    preparation_workers: int = setting(0, "processes that tokenise; 0 = one per core", ge=0)
+
+
+class ModelConfig(Section):
+    dim: int = setting(768, "width of the residual stream", ge=1)
+    n_layers: int = setting(12, "transformer blocks", ge=1)
+    n_heads: int = setting(12, "query heads", ge=1)
+    n_kv_heads: int = setting(4, "key/value heads (grouped-query attention)", ge=1)
+    ffn_dim: Optional[int] = setting(None, "width of the feed-forward; none = from the next two, as Meta does", ge=1)
+    multiple_of: int = setting(256, "the feed-forward's width is rounded up to a multiple of this", ge=1)
+    ffn_dim_multiplier: Optional[float] = setting(None, "factor on the feed-forward's width of 8/3 DIM", gt=0)
+    norm_eps: float = setting(1e-5, "epsilon of RMSNorm", gt=0)
+    rope_theta: float = setting(500_000.0, "base of the rotary embedding", gt=0)
+    rope_scaling_factor: Optional[float] = setting(None, "Llama 3.1's stretching of long wavelengths; none = off", ge=1)
+    rope_low_freq_factor: float = setting(1.0, "of Llama 3.1's scaling", gt=0)
+    rope_high_freq_factor: float = setting(4.0, "of Llama 3.1's scaling", gt=0)
+    rope_original_max_len: int = setting(8192, "context length before Llama 3.1's scaling", ge=1)
+    tie_embeddings: bool = setting(True, "one matrix for embedding and head")
+    init_std: float = setting(0.02, "standard deviation of initial weights; residual projections get / sqrt(2 N_LAYERS)", gt=0)
+    attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = setting(
+        "auto", "kernel of attention; a named one that is missing is an error, auto takes the fastest")
+    activation_checkpointing: Literal["none", "block"] = setting("none", "recompute each block's activations in the backward")
+    head_chunk_tokens: int = setting(0, "tokens whose logits exist at a time; 0 = by the vocabulary", ge=0)
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the feed-forward. Source: Llama 3's reference model."""
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        width = int(2 * 4 * self.dim / 3)
+        if self.ffn_dim_multiplier is not None:
+            width = int(self.ffn_dim_multiplier * width)
+        return -(-width // self.multiple_of) * self.multiple_of
+
+
+class OptimConfig(Section):
+    total_batch_size: int = setting(524_288, "tokens in one step, over all ranks; accumulation follows from it", ge=1)
+    micro_batch_size: int = setting(8, "rows in one forward of one rank", ge=1)
+    max_seq_len: int = setting(1024, "tokens in a row", ge=1)
+    max_steps: int = setting(1000, "optimizer steps of the whole run", ge=0)
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon = Muon for the blocks' matrices, AdamW for the rest")
+    learning_rate: float = setting(6e-4, "peak learning rate", gt=0)
+    min_learning_rate: Optional[float] = setting(None, "where the schedule ends; none = a tenth of LEARNING_RATE", ge=0)
+    warmup_steps: int = setting(100, "steps of linear warm-up", ge=0)
+    lr_schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "wsd = warm-up, stable, linear decay")
+    decay_fraction: float = setting(0.2, "share of MAX_STEPS in which wsd decays", gt=0, le=1)
+    weight_decay: float = setting(0.1, "AdamW's, on matrices only", ge=0)
+    adam_beta1: float = setting(0.9, "decay of AdamW's first moment", ge=0, lt=1)
+    adam_beta2: float = setting(0.95, "decay of AdamW's second moment", ge=0, lt=1)
+    adam_eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
+    muon_learning_rate: float = setting(0.02, "peak learning rate of the matrices under muon", gt=0)
+    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
+
+    @property
+    def final_learning_rate(self) -> float:
+        return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows in one step, over all ranks."""
+        return self.total_batch_size // self.max_seq_len
+
+
+class EvaluationConfig(Section):
+    validate_every: int = setting(250, "steps between validations; 0 = never", ge=0)
+    validation_rows: int = setting(256, "rows of the held-out split, always the same", ge=1)
+    hellaswag_every: int = setting(500, "steps between HellaSwag evaluations; 0 = never", ge=0)
+    hellaswag_examples: int = setting(0, "the first so many items; 0 = all", ge=0)
+    hellaswag_batch_tokens: int = setting(16_384, "tokens in one forward of HellaSwag", ge=64)
+    sample_every: int = setting(500, "steps between written samples; 0 = never", ge=0)
+    sample_prompts: str = setting("", "beginnings to continue, with | between; none = from the document's start")
+    sample_tokens: int = setting(96, "tokens of a sample at most", ge=1)
+    sample_temperature: float = setting(0.8, "0 = the likeliest token always", ge=0)
+    sample_top_p: float = setting(0.95, "nucleus of the distribution that is sampled from", gt=0, le=1)
+    early_stopping_patience: int = setting(0, "validations without a new best before the run stops; 0 = never", ge=0)
+    early_stopping_skip_steps: int = setting(0, "steps before early stopping begins to count", ge=0)
+
+
+class CheckpointConfig(Section):
+    save_every: int = setting(500, "steps between checkpoints (the last step is always saved); 0 = only the last", ge=0)
+    keep_last: int = setting(3, "newest checkpoints kept; 0 = all", ge=0)
+    keep_best: int = setting(1, "checkpoints of lowest validation loss kept besides", ge=0)
+
+
+class LogConfig(Section):
+    log_every: int = setting(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
+    log_all_ranks: bool = setting(False, "every rank on the console, not only rank 0")
+    peak_tflops: Optional[float] = setting(None, "the device's dense bf16 TFLOP/s, for MFU; none = known GPUs", gt=0)
+    wandb_enabled: bool = setting(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
+    wandb_project: str = setting("paddock", "project at Weights & Biases")
+    tensorboard_enabled: bool = setting(False, "write TensorBoard files too")
+    wandb_api_key: Optional[SecretStr] = setting(None, "secret; never as a flag")
+    hf_token: Optional[SecretStr] = setting(None, "secret, for gated repositories; never as a flag")
+
+
+class LoraConfig(Section):
+    lora_enabled: bool = setting(False, "train low-rank adapters only")
+    lora_rank: int = setting(16, "rank of the adapters", ge=1)
+    lora_alpha: float = setting(32.0, "scale of the adapters is alpha / rank", gt=0)
+    lora_dropout: float = setting(0.0, "dropout on the adapters' input", ge=0, lt=1)
+    lora_target_modules: str = setting("wq,wk,wv,wo,w1,w2,w3", "linear layers that get adapters, with commas")
+
+
+class PreferenceConfig(Section):
+    dpo_beta: float = setting(0.1, "strength of the pull towards the reference model", gt=0)
+
+
+class DistillationConfig(Section):
+    distillation_enabled: bool = setting(False, "learn from a teacher's distribution as well")
+    teacher_model: Optional[str] = setting(None, "a Hugging Face causal LM (name or folder) or a Paddock checkpoint")
+    distillation_temperature: float = setting(2.0, "softens both distributions", gt=0)
+
+
+# The stages that this version trains; the others' settings are declared, and refused with a clear word.
+STAGES = ("pretrain",)
+
+
+class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig, CheckpointConfig, LogConfig,
+             LoraConfig, PreferenceConfig, DistillationConfig):
+    """All sections, flat: a function takes just the section that it needs, and a Config is each of them."""
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches of one rank in one step."""
+        return self.rows_per_step // (self.micro_batch_size * self.world_size)
+
+    def public(self) -> dict[str, Any]:
+        """Every setting by its name, without secrets, as JSON-like values."""
+        return {name.upper(): value for name, value in self.model_dump(exclude=set(SECRETS)).items()}
+
+
+SECTIONS = Config.__bases__
+SECRETS = tuple(name for name, field in Config.model_fields.items() if field.annotation == Optional[SecretStr])
+
+
+class Problem(NamedTuple):
+    settings: tuple[str, ...]
+    message: str
+
+
+def rules(config: Config) -> Iterator[Problem]:
+    """What must hold between settings, whatever the files say."""
+    c = config
+    if c.training_stage not in STAGES:
+        yield Problem(("training_stage",), f"TRAINING_STAGE={c.training_stage} is not trained by this version; "
+                                           f"it trains {', '.join(STAGES)}")
+    for name in ("lora_enabled", "distillation_enabled"):
+        if getattr(c, name):
+            yield Problem((name,), f"{name.upper()}=true is not trained by this version; set it to false")
+    micro = c.micro_batch_size * c.max_seq_len
+    need = micro * c.world_size
+    if c.total_batch_size % need:
+        below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
+        yield Problem(("total_batch_size", "micro_batch_size", "max_seq_len", "world_size"),
+                      f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * world size "
+                      f"= {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; try "
+                      f"{' or '.join(str(size) for size in (below, above) if size)}")
+    if c.dim % c.n_heads or c.head_dim % 2:
+        yield Problem(("dim", "n_heads"), f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
+                                          f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
+    if c.n_heads % c.n_kv_heads:
+        divisors = [n for n in range(1, c.n_heads + 1) if c.n_heads % n == 0]
+        yield Problem(("n_heads", "n_kv_heads"), f"N_KV_HEADS={c.n_kv_heads} must divide N_HEADS={c.n_heads}; "
+                                                 f"try one of {', '.join(map(str, divisors))}")
+    if c.rope_high_freq_factor <= c.rope_low_freq_factor:
+        yield Problem(("rope_high_freq_factor", "rope_low_freq_factor"),
+                      f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")
+    if c.final_learning_rate > c.learning_rate:
+        yield Problem(("min_learning_rate", "learning_rate"),
+                      f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}")
+    if c.precision == "fp16" and c.device == "cpu":
+        yield Problem(("precision", "device"), "PRECISION=fp16 has no fast kernels on a CPU; use fp32, or bf16")
+    if c.early_stopping_patience and not c.validate_every:
+        yield Problem(("early_stopping_patience", "validate_every"),
+                      "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0")
+    path = f"{c.training_stage}_data_path"
+    if getattr(c, path) is None:
+        yield Problem((path,), f"{path.upper()} is not set; prepare data with scripts/load_pretrain_dataset.py, "
+                               "or try the embedded sample: bash scripts/run.sh --preset sample")
+    if c.tokenizer_path is None:
+        yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
+                                           "or train one with scripts/train_tokenizer.py")
+    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]+", c.run_name) or c.run_name.startswith(".")):
+        yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'")
+    checkpoints = [name for name in ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint") if getattr(c, name)]
+    if len(checkpoints) > 1:
+        yield Problem(tuple(checkpoints), f"{' and '.join(n.upper() for n in checkpoints)} are both set; "
+                                          "start from one checkpoint")
+
+
+class Layer(NamedTuple):
+    """Settings from one place: name -> (value, where it stands)."""
+
+    values: dict[str, tuple[Any, str]]
+    problems: list[str]
+
+
+# What other trainers call these settings.
+FOREIGN_NAMES = {"max_lr": "learning_rate", "lr": "learning_rate", "min_lr": "min_learning_rate", "batch_size": "micro_batch_size",
+                 "block_size": "max_seq_len", "max_batch_size": "micro_batch_size", "context_length": "max_seq_len",
+                 "seq_len": "max_seq_len", "max_iters": "max_steps", "grad_clip": "max_grad_norm", "dtype": "precision",
+                 "warmup_iters": "warmup_steps", "n_layer": "n_layers", "n_head": "n_heads", "n_embd": "dim",
+                 "grad_accum_steps": "total_batch_size", "gradient_accumulation_steps": "total_batch_size"}
+
+
+def nearest(name: str, known: Sequence[str] = (*Config.model_fields, "env-file", "config", "check")) -> Optional[str]:
+    """The known name that a misspelt one most likely means, or None."""
+    name = name.lower()
+    if name in FOREIGN_NAMES:
+        return FOREIGN_NAMES[name]
+    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def unknown(where: str, shown: str, name: str, as_flag: bool = False) -> str:
+    guess = nearest(name)
+    if guess:
+        guess = f"--{guess.replace('_', '-')}" if as_flag else guess.upper()
+    return f"{where}: unknown setting {shown}" + (f"; did you mean {guess}?" if guess else "; --help lists every setting")
+
+
+def read_env_file(path: Path) -> Layer:
+    """The settings of a `.env` file, each with its line. Empty values count as not given."""
+    values, problems = {}, []
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        return Layer({}, [f"{path}: cannot be read: {error}"])
+    for binding in parse_stream(io.StringIO(text)):
+        # A binding's text may begin with blank and comment lines; its own line is the first with something in it.
+        blank = len(binding.original.string) - len(binding.original.string.lstrip())
+        where = f"{path}:{binding.original.line + binding.original.string[:blank].count(chr(10))}"
+        if binding.error:
+            problems.append(f"{where}: not of the form NAME=value: {binding.original.string.strip()[:60]!r}")
+        elif binding.key is not None:
+            name = binding.key.lower()
+            if name not in Config.model_fields:
+                problems.append(unknown(where, binding.key, name))
+            elif name in values:
+                problems.append(f"{where}: {binding.key} is set a second time (first at {values[name][1]}); keep one")
+            elif binding.value is None:
+                problems.append(f"{where}: {binding.key} has no '=' and no value")
+            else:
+                values[name] = (binding.value, where)
+    return Layer({name: pair for name, pair in values.items() if pair[0] != ""}, problems)
+
+
+def read_json_file(path: Path) -> Layer:
+    """The settings of a JSON file, flat or grouped in sections of any name."""
+    values, problems = {}, []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        return Layer({}, [f"{path}: cannot be read: {error}"])
+    except ValueError as error:
+        return Layer({}, [f"{path}: not valid JSON: {error}"])
+    if not isinstance(content, dict):
+        return Layer({}, [f"{path}: expected an object of settings, got {type(content).__name__}"])
+
+    def walk(group: Mapping[str, Any], prefix: str) -> None:
+        for key, value in group.items():
+            name, where = key.lower().replace("-", "_"), f"{path}: {prefix}{key}"
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{key}.")
+            elif name not in Config.model_fields:
+                problems.append(unknown(str(path), prefix + key, name))
+            elif name in values:
+                problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
+            else:
+                values[name] = (",".join(map(str, value)) if isinstance(value, list) else value, where)
+
+    walk(content, "")
+    return Layer(values, problems)
+
+
+def read_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
+    """The settings of the process environment, and warnings of keys that look like a misspelt setting."""
+    values = {name: (environ[name.upper()], f"environment: {name.upper()}")
+              for name in Config.model_fields if environ.get(name.upper(), "") != ""}
+    warnings = []
+    for key in environ:
+        name = key.lower()
+        if key != key.upper() or name in Config.model_fields or len(name) < 6:
+            continue
+        match = difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)
+        if match:
+            warnings.append(f"environment: {key} is no setting; did you mean {match[0].upper()}?")
+    return Layer(values, []), warnings
+
+
+class Flags(NamedTuple):
+    layer: Layer
+    env_file: Optional[str]
+    config_files: list[str]
+    check: bool
+    rest: dict[str, str]
+
+
+def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
+    """The settings among the flags. `extra` names flags of a script of its own, handed back in `rest`."""
+    values, problems, rest, config_files = {}, [], {}, []
+    env_file, check = None, False
+    own = {name.replace("-", "_") for name in extra}
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        flag, has_value, value = argument.partition("=")
+        name = flag.removeprefix("--").lower().replace("-", "_")
+        if not flag.startswith("--"):
+            problems.append(f"command line: {argument!r} is no flag; write --name value")
+            continue
+        switch = name == "check" or (name in Config.model_fields and Config.model_fields[name].annotation is bool)
+        if name not in Config.model_fields and name not in own and name not in ("env_file", "config", "check"):
+            problems.append(unknown("command line", flag, name, as_flag=True))
+            if not has_value and arguments and not arguments[0].startswith("--"):
+                arguments.pop(0)
+            continue
+        if not has_value:
+            follows = bool(arguments) and not arguments[0].startswith("--")
+            if switch and not (follows and name != "check" and arguments[0].lower() in ("true", "false", "0", "1", "yes", "no")):
+                value = "true"
+            elif follows:
+                value = arguments.pop(0)
+            else:
+                problems.append(f"command line: {flag} needs a value")
+                continue
+        if name in SECRETS:
+            problems.append(f"command line: {flag} is a secret, which a flag would show to everyone; "
+                            f"set {name.upper()} in .env or the environment")
+        elif name == "check":
+            check = True
+        elif name == "env_file":
+            env_file = value
+        elif name == "config":
+            config_files.append(value)
+        elif name in own:
+            rest[name] = value
+        else:
+            values[name] = (value, f"command line: --{name.replace('_', '-')}")
+    return Flags(Layer(values, problems), env_file, config_files, check, rest)
+
+
+def read_preset(names: str) -> Layer:
+    """The settings of one preset, or of several with commas."""
+    values, problems = {}, []
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        path = PRESETS_DIR / f"{name}.env"
+        if not path.is_file():
+            known = sorted(file.stem for file in PRESETS_DIR.glob("*.env"))
+            guess = nearest(name, known)
+            problems.append(f"PRESET={name} is not known" + (f"; did you mean {guess}?" if guess else "") +
+                            f" There are: {', '.join(known)}")
+            continue
+        layer = read_env_file(path)
+        values.update(layer.values)
+        problems += layer.problems
+    return Layer(values, problems)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid configuration, where each setting that is not at its default was read, and what to warn of."""
+
+    config: Config
+    sources: dict[str, str]
+    warnings: list[str]
+    check: bool
+    rest: dict[str, str]
+
+
+def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *, extra_flags: Sequence[str] = (),
+                complete: bool = True) -> Loaded:
+    """Read all layers and return the configuration.
+
+    Args:
+        argv: flags, without the program's name.
+        environ: the process environment; None = os.environ.
+        extra_flags: names of flags that are a script's own, returned in `rest`.
+        complete: also check what holds between settings; scripts that need only a few settings pass False.
+    Raises:
+        SettingsError: everything that is wrong in any layer, one line each.
+    """
+    environ = os.environ if environ is None else environ
+    flags = read_flags(argv, extra_flags)
+    environment, warnings = read_environment(environ)
+    env_path = Path(flags.env_file or ".env")
+    files = [read_env_file(env_path)] if flags.env_file or env_path.is_file() else []
+    files += [read_json_file(Path(path)) for path in flags.config_files]
+    above = [*files, environment, flags.layer]
+    chosen = [layer.values["preset"] for layer in above if "preset" in layer.values]
+    layers = [read_preset(chosen[-1][0] if chosen else ""), *above]
+
+    merged: dict[str, tuple[Any, str]] = {}
+    for layer in layers:
+        merged.update(layer.values)
+    problems = [problem for layer in layers for problem in layer.problems]
+    config, invalid = validate(merged)
+    problems += invalid.values()
+    if complete:
+        if config.world_size > 1 and "RANK" not in environ and not flags.check:
+            problems.append(f"WORLD_SIZE={config.world_size}, but this process was not started by torchrun; "
+                            f"use torchrun --standalone --nproc_per_node {config.world_size} train.py")
+        problems += [problem.message for problem in rules(config) if not set(problem.settings) & set(invalid)]
+    if problems:
+        raise SettingsError("\n".join(problems))
+    return Loaded(config, {name: where for name, (_, where) in merged.items()}, warnings, flags.check, flags.rest)
+
+
+def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
+    """The configuration, with defaults in place of values that are invalid, and one message for each of those."""
+    values = {name: None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
+              for name, (value, _) in merged.items()}
+    try:
+        return Config(**values), {}
+    except ValidationError as error:
+        invalid = {}
+        for detail in error.errors():
+            name = str(detail["loc"][0])
+            got = "***" if name in SECRETS else repr(merged[name][0])
+            invalid.setdefault(name, f"{merged[name][1]}: {name.upper()}={got}: {detail['msg']}")
+        return Config(**{name: value for name, value in values.items() if name not in invalid}), invalid
+
+
+def describe_settings() -> Iterator[tuple[str, str, str, str]]:
+    """(section, NAME, default, meaning) of every setting, in order."""
+    for section in SECTIONS:
+        for name in section.__annotations__:
+            field = Config.model_fields[name]
+            default = "" if field.default is None else str(field.default).lower() if isinstance(field.default, bool) else field.default
+            choices = getattr(field.annotation, "__args__", ()) if "Literal" in str(field.annotation) else ()
+            meaning = field.description + (f" ({' | '.join(map(str, choices))})" if choices else "")
+            yield section.__name__.removesuffix("Config"), name.upper(), str(default), meaning
+
+
+def help_text(usage: str) -> str:
+    """What --help prints: every setting with its default and meaning."""
+    lines = [usage, "", "Order: defaults < preset < .env / JSON < environment < flags. MAX_STEPS in .env is --max-steps as a flag.", "",
+             "  --preset NAME        " + f"one of {', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
+             "  --config FILE.json   settings from a JSON file, flat or in sections",
+             "  --env-file FILE      settings from this file instead of .env",
+             "  --check              tell everything that can be known before the run, and end"]
+    section = None
+    for group, name, default, meaning in describe_settings():
+        if group != section:
+            lines += ["", group]
+            section = group
+        lines.append(f"  --{name.lower().replace('_', '-'):<28} [{default or 'none'}] {meaning}")
+    return "\n".join(lines)
+
+
+def exit_with(error: SettingsError) -> None:
+    """Print what is wrong, once among all ranks, and exit with code 2."""
+    if os.environ.get("RANK", "0") == "0":
+        lines = str(error).splitlines()
+        print(f"{len(lines)} thing{'s' if len(lines) > 1 else ''} to mend in the settings:", file=sys.stderr)
+        for line in lines:
+            print(f"  {line}", file=sys.stderr)
+    raise SystemExit(error.exit_code)
+
+
+def export_secrets(config: Config) -> None:
+    """Put secrets that came from `.env` where the libraries look for them."""
+    for name in SECRETS:
+        secret = getattr(config, name)
+        if secret is not None:
+            os.environ.setdefault(name.upper(), secret.get_secret_value())

@@ -1,0 +1,439 @@
+"""Llama 3 / 3.1 / 3.2 in plain PyTorch, with Meta's parameter names.
+
+Shapes: B rows, T tokens, S tokens that can be attended to (T, or T and the cache before it), D model, N query heads,
+K key/value heads, H head, F feed-forward, V vocabulary (padded to a multiple of 128 inside), M tokens of a flattened batch.
+
+The dtype of the residual stream is the compute dtype; weights stay fp32 and are cast where they are used, so there is no autocast.
+Source: Dubey et al. 2024 (arXiv:2407.21783) and Meta's reference model.
+"""
+
+import inspect
+import math
+from contextlib import nullcontext
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from config import ModelConfig
+from errors import SettingsError
+
+IGNORE_INDEX = -100  # a target that is not predicted
+SHARED_PREFIX = 0  # the document that every later one in its row sees
+HEAD_CHUNK_BYTES = 2**31  # of logits that exist at a time
+
+
+def padded(vocab_size: int) -> int:
+    """The vocabulary's size inside the model, a multiple of 128 for the sake of the matmul kernels."""
+    return -(-vocab_size // 128) * 128
+
+
+# ---------------------------------------------------------------------------------------------------------------- attention
+
+
+class Layout(NamedTuple):
+    """Who sees whom in a batch, and where each token stands. Made once per forward, used by every block."""
+
+    cos_BT1P: Tensor  # P = H / 2 pairs; the first axis is 1 where all rows are alike
+    sin_BT1P: Tensor
+    mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
+    cu_seqlens: Optional[Tensor] = None  # int32 borders of the documents in the flattened batch, for varlen kernels
+
+
+def positions_of(documents_BS: Tensor) -> Tensor:
+    """How many tokens each token sees before itself: its position for the rotary embedding."""
+    index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    starts_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0))
+    within_BS = index_S - (index_S * starts_BS).cummax(dim=1).values
+    prefix_B1 = (documents_BS == SHARED_PREFIX).sum(dim=1, keepdim=True)
+    return within_BS + torch.where(documents_BS == SHARED_PREFIX, 0, prefix_B1)
+
+
+def mask_of(documents_BS: Tensor, queries: int) -> Tensor:
+    """(B, 1, T, S), True where one of the last `queries` tokens may attend: earlier, and own document or shared prefix."""
+    length = documents_BS.shape[1]
+    index_S = torch.arange(length, device=documents_BS.device)
+    causal_TS = index_S[length - queries:, None] >= index_S
+    query_BT1, key_B1S = documents_BS[:, length - queries:, None], documents_BS[:, None, :]
+    return (causal_TS & ((query_BT1 == key_B1S) | (key_B1S == SHARED_PREFIX)))[:, None]
+
+
+def borders_of(documents_BT: Tensor) -> Tensor:
+    """int32 offsets at which a document of the flattened batch begins, and its end.
+
+    Padded with the end (empty documents) to a multiple of 64, so that compiled kernels see few shapes.
+    """
+    starts = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0), value=True).flatten().nonzero().flatten()
+    size = -(-(len(starts) + 1) // 64) * 64
+    return F.pad(starts, (0, size - len(starts)), value=documents_BT.numel()).to(torch.int32)
+
+
+def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Radians per position of each pair, float32; long wavelengths are stretched as in Llama 3.1 when scaling is set."""
+    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.rope_scaling_factor is None:
+        return frequencies
+    turns = config.rope_original_max_len * frequencies / (2 * math.pi)  # within the original context
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    share = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = as it was
+    return share * frequencies + (1 - share) * frequencies / config.rope_scaling_factor
+
+
+def rotate(x_BTNH: Tensor, cos_BT1P: Tensor, sin_BT1P: Tensor) -> Tensor:
+    """Turn each pair (2i, 2i + 1) by its angle, in float32. Source: Su et al. 2021 (arXiv:2104.09864), in Meta's pairing."""
+    even, odd = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos_BT1P - odd * sin_BT1P, even * sin_BT1P + odd * cos_BT1P), dim=-1)
+    return turned.flatten(-2).to(x_BTNH.dtype)
+
+
+def varlen_attention():
+    """torch's attention over documents of unequal length (CUDA), or flash-attn's, or None where neither is installed."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        try:
+            from flash_attn import flash_attn_varlen_func
+        except ImportError:
+            return None
+
+        def attend(q, k, v, borders, longest):
+            return flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
+
+        return attend
+    # torch 2.10 and 2.11 say is_causal; later ones window_size, and want to be told of grouped queries.
+    accepted = inspect.signature(varlen_attn).parameters
+    options = {"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)}
+    if "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    return lambda q, k, v, borders, longest: varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+
+
+SDPA_ORDER = {
+    "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
+
+
+def attention_kernels(backend: str):
+    """A context in which scaled_dot_product_attention takes the kernels of ATTENTION_BACKEND, in that order."""
+    return sdpa_kernel(SDPA_ORDER[backend], set_priority=True) if backend in SDPA_ORDER else nullcontext()
+
+
+def attention_taken(config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool) -> str:
+    """The kernel that training will use, found by trying it once.
+
+    Raises:
+        SettingsError: ATTENTION_BACKEND names a kernel that cannot run here.
+    """
+    backend = config.attention_backend
+    if documents and device.type == "cuda" and backend in ("auto", "flash") and varlen_attention() is not None:
+        return "flash (varlen)"
+    query = torch.zeros(1, config.n_heads, 128, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+    key = torch.zeros(1, config.n_kv_heads, 128, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 1, 128, 128, dtype=torch.bool, device=device).tril() if documents else None
+
+    def runs(order: Optional[list[SDPBackend]]) -> bool:
+        try:
+            with sdpa_kernel(order) if order else nullcontext():
+                F.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=mask is None,
+                                               enable_gqa=True).sum().backward()
+        except RuntimeError:
+            return False
+        return True
+
+    if device.type == "cpu" and backend == "auto":
+        return "sdpa"
+    if backend != "auto":
+        if not runs(SDPA_ORDER.get(backend)) or (device.type == "cpu" and backend in ("flash", "cudnn")):
+            raise SettingsError(f"ATTENTION_BACKEND={backend} cannot run here (device {device.type}, {dtype}, head dimension "
+                                f"{config.head_dim}, document mask {documents}); use auto")
+        return backend
+    return next(kernel.name.lower().removesuffix("_attention") for kernel in SDPA_ORDER["auto"] if runs([kernel]))
+
+
+class KVCache:
+    """Keys and values of the tokens so far, for generation.
+
+    Args:
+        length: tokens that fit, prompt included.
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layers, rows, length, config.n_kv_heads, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.documents_BS = torch.ones(rows, length, device=device, dtype=torch.int32)
+        self.used = 0
+
+    def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Append to one layer and return all of its keys and values."""
+        end = self.used + k_BTKH.shape[1]
+        self.keys[layer, :, self.used:end] = k_BTKH
+        self.values[layer, :, self.used:end] = v_BTKH
+        return self.keys[layer, :, :end], self.values[layer, :, :end]
+
+
+# ------------------------------------------------------------------------------------------------------------------- blocks
+
+
+class Linear(nn.Linear):
+    """A matrix without bias, cast to the dtype of what it multiplies."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def linear_together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """The outputs of several linear layers on one input, as one matmul where all of them are plain."""
+    if any(type(layer) is not Linear for layer in layers):
+        return tuple(layer(x) for layer in layers)
+    together = F.linear(x, torch.cat([layer.weight for layer in layers]).to(x.dtype))
+    return together.split([layer.out_features for layer in layers], dim=-1)
+
+
+class RMSNorm(nn.Module):
+    """Scale to unit root mean square, in float32. Source: Zhang & Sennrich 2019 (arXiv:1910.07467)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x32 = x.float()
+        return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps) * self.weight).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Source: Ainslie et al. 2023 (arXiv:2305.13245)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.wq = Linear(config.dim, config.n_heads * config.head_dim)
+        self.wk = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim)
+        self.wo = Linear(config.n_heads * config.head_dim, config.dim)
+
+    def forward(self, x_BTD: Tensor, layout: Layout, layer: int, cache: Optional[KVCache]) -> Tensor:
+        q_BTNH, k_BTKH, v_BTKH = (projected.unflatten(-1, (-1, self.head_dim))
+                                  for projected in linear_together(x_BTD, self.wq, self.wk, self.wv))
+        q_BTNH = rotate(q_BTNH, layout.cos_BT1P, layout.sin_BT1P)
+        k_BTKH = rotate(k_BTKH, layout.cos_BT1P, layout.sin_BT1P)
+        if cache is not None:
+            k_BTKH, v_BTKH = cache.store(layer, k_BTKH, v_BTKH)
+        if layout.cu_seqlens is not None:
+            attend = varlen_attention()
+            attended = attend(*(heads.flatten(0, 1) for heads in (q_BTNH, k_BTKH, v_BTKH)), layout.cu_seqlens, x_BTD.shape[1])
+            return self.wo(attended.reshape_as(q_BTNH).flatten(-2))
+        attended = F.scaled_dot_product_attention(
+            *(heads.transpose(1, 2) for heads in (q_BTNH, k_BTKH, v_BTKH)),
+            attn_mask=layout.mask_B1TS, is_causal=layout.mask_B1TS is None, enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2])
+        return self.wo(attended.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU. Source: Shazeer 2020 (arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.w1 = Linear(config.dim, config.hidden_dim)
+        self.w2 = Linear(config.hidden_dim, config.dim)
+        self.w3 = Linear(config.dim, config.hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = linear_together(x, self.w1, self.w3)
+        return self.w2(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+
+    def forward(self, x_BTD: Tensor, layout: Layout, cache: Optional[KVCache] = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), layout, self.layer, cache)
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+
+
+# --------------------------------------------------------------------------------------------------------------------- head
+
+
+def logits_of(hidden_MD: Tensor, weight_VD: Tensor, vocab_size: int) -> Tensor:
+    """Logits in the dtype of the hidden states; padded ids get minus infinity, so they are never predicted."""
+    logits_MV = F.linear(hidden_MD, weight_VD)
+    if vocab_size < weight_VD.shape[0]:
+        logits_MV = logits_MV.masked_fill(torch.arange(weight_VD.shape[0], device=logits_MV.device) >= vocab_size, -torch.inf)
+    return logits_MV
+
+
+def logprob_of(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> Tensor:
+    """(M,) float32 log-probabilities of the targets, 0 where the target is IGNORE_INDEX."""
+    return -F.cross_entropy(logits_of(hidden_MD, weight_VD, vocab_size).float(), targets_M, ignore_index=IGNORE_INDEX,
+                            reduction="none")
+
+
+def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The summed log-probability, and its gradient to the logits (M, V) in the dtype of the hidden states."""
+    logits_MV = logits_of(hidden_MD, weight_VD, vocab_size).float()
+    counted_M1 = (targets_M != IGNORE_INDEX)[:, None]
+    index_M1 = targets_M.clamp(min=0)[:, None]
+    lse_M1 = logits_MV.logsumexp(dim=-1, keepdim=True)
+    total = ((logits_MV.gather(1, index_M1) - lse_M1) * counted_M1).sum()
+    is_target_MV = torch.arange(logits_MV.shape[1], device=logits_MV.device) == index_M1
+    gradient_MV = (is_target_MV.float() - (logits_MV - lse_M1).exp()) * counted_M1
+    return total, gradient_MV.to(hidden_MD.dtype)
+
+
+class SummedLogprob(torch.autograd.Function):
+    """The sum of the targets' log-probabilities, whose gradients are made in the forward, a chunk of logits at a time.
+
+    The sum's gradient to each log-probability is one number, known to be a factor: so no logits are kept or made twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_MD, weight_VD, targets_M, vocab_size, chunk, logprob_and_gradient):
+        weight = weight_VD.to(hidden_MD.dtype)
+        total = torch.zeros((), device=hidden_MD.device)
+        hidden_gradient_MD = torch.empty_like(hidden_MD)
+        weight_gradient_VD = None
+        for start in range(0, len(hidden_MD), chunk):
+            part = slice(start, start + chunk)
+            part_total, gradient_MV = logprob_and_gradient(hidden_MD[part], weight, targets_M[part], vocab_size)
+            total += part_total
+            torch.mm(gradient_MV, weight, out=hidden_gradient_MD[part])
+            part_gradient_VD = gradient_MV.T @ hidden_MD[part]
+            weight_gradient_VD = (part_gradient_VD.to(weight_VD.dtype) if weight_gradient_VD is None
+                                  else weight_gradient_VD.add_(part_gradient_VD))
+        ctx.save_for_backward(hidden_gradient_MD, weight_gradient_VD)
+        return total
+
+    @staticmethod
+    def backward(ctx, factor):
+        hidden_gradient_MD, weight_gradient_VD = ctx.saved_tensors
+        return hidden_gradient_MD * factor.to(hidden_gradient_MD.dtype), weight_gradient_VD * factor, None, None, None, None
+
+
+# -------------------------------------------------------------------------------------------------------------- transformer
+
+
+class Transformer(nn.Module):
+    """Llama 3.
+
+    Args:
+        config: the shape.
+        vocab_size: ids of the tokenizer; inside, the embedding is padded to a multiple of 128.
+        compute_dtype: of the residual stream and the matmuls.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.vocab_size, self.compute_dtype = config, vocab_size, compute_dtype
+        self.tok_embeddings = nn.Embedding(padded(vocab_size), config.dim)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = None if config.tie_embeddings else Linear(config.dim, padded(vocab_size))
+        self.logprob_and_gradient = logprob_and_gradient  # replaced by its compiled form
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, D), the embedding's own matrix when tied."""
+        return self.tok_embeddings.weight if self.output is None else self.output.weight
+
+    @torch.no_grad()
+    def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
+        """Draw all weights anew: normal with INIT_STD, residual projections scaled by depth, padded ids zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+                continue
+            residual = name.endswith(("wo.weight", "w2.weight"))
+            std = self.config.init_std / (math.sqrt(2 * self.config.n_layers) if residual else 1)
+            parameter.normal_(0.0, std, generator=generator)
+            if parameter.shape[0] == padded(self.vocab_size) and ("tok_embeddings" in name or "output" in name):
+                parameter[self.vocab_size:] = 0
+
+    def layout(self, tokens: Tensor, documents: Optional[Tensor], cache: Optional[KVCache]) -> Layout:
+        """Positions and visibility of a batch. Documents may lie on the CPU, which spares a synchronisation."""
+        device, queries = tokens.device, tokens.shape[1]
+        mask = borders = None
+        if cache is not None:
+            new = 1 if documents is None else documents.to(device)
+            cache.documents_BS[:, cache.used:cache.used + queries] = new
+            documents = cache.documents_BS[:, :cache.used + queries]
+        if documents is None:
+            positions = torch.arange(queries, device=device)[None]
+        else:
+            varlen = (device.type == "cuda" and cache is None and self.compute_dtype != torch.float32
+                      and self.config.attention_backend in ("auto", "flash") and varlen_attention() is not None
+                      and (documents.device.type == "cuda" or not bool((documents == SHARED_PREFIX).any())))
+            if varlen:
+                borders = borders_of(documents).to(device, non_blocking=True)
+            documents = documents.to(device, non_blocking=True)
+            positions = positions_of(documents)[:, -queries:]
+            mask = None if varlen else mask_of(documents, queries)
+        angles = positions[:, :, None, None].float() * inverse_frequencies(self.config, device)
+        return Layout(angles.cos(), angles.sin(), mask, borders)
+
+    def hidden(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None) -> Tensor:
+        """The normalised last hidden states, (B, T, D) in the compute dtype."""
+        layout = self.layout(tokens_BT, documents_BT, cache)
+        x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
+        with attention_kernels(self.config.attention_backend):
+            for block in self.layers:
+                if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
+                    x_BTD = checkpoint(block, x_BTD, layout, use_reentrant=False)
+                else:
+                    x_BTD = block(x_BTD, layout, cache)
+        if cache is not None:
+            cache.used += tokens_BT.shape[1]
+        return self.norm(x_BTD)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Optional[Tensor] = None, *,
+                reduction: str = "none") -> Tensor:
+        """Log-probabilities of the targets in nats, float32, without ever holding all logits.
+
+        Args:
+            tokens_BT: int64 ids.
+            targets_BT: int64 ids, already shifted; IGNORE_INDEX = not predicted, counts 0.
+            documents_BT: int32 numbers of the documents; a token sees its own and SHARED_PREFIX. None = rows are whole.
+            reduction: "none" gives (B, T); "sum" their sum, whose backward costs one head matmul less.
+        """
+        return self.logprobs(self.hidden(tokens_BT, documents_BT), targets_BT, reduction=reduction)
+
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, reduction: str = "none") -> Tensor:
+        """The head's part of `forward`, for hidden states of any leading shape."""
+        hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+        chunk = self.config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES // (self.head_weight.shape[0] * 4))
+        if reduction == "sum" and torch.is_grad_enabled():
+            return SummedLogprob.apply(hidden_MD, self.head_weight, targets_M, self.vocab_size, chunk, self.logprob_and_gradient)
+        weight = self.head_weight.to(hidden_MD.dtype)
+        parts = zip(hidden_MD.split(chunk), targets_M.split(chunk))
+        if len(hidden_MD) > chunk and torch.is_grad_enabled():
+            logprob_M = torch.cat([checkpoint(logprob_of, hidden, weight, targets, self.vocab_size, use_reentrant=False)
+                                   for hidden, targets in parts])
+        else:
+            logprob_M = torch.cat([logprob_of(hidden, weight, targets, self.vocab_size) for hidden, targets in parts])
+        return logprob_M.sum() if reduction == "sum" else logprob_M.view_as(targets_BT)
+
+    def logits(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None, *,
+               last_only: bool = False) -> Tensor:
+        """All logits, (B, T, vocab_size) float32 without padded ids; (B, 1, vocab_size) with `last_only`."""
+        hidden_BTD = self.hidden(tokens_BT, documents_BT, cache)
+        hidden_BTD = hidden_BTD[:, -1:] if last_only else hidden_BTD
+        return F.linear(hidden_BTD, self.head_weight.to(hidden_BTD.dtype))[..., :self.vocab_size].float()

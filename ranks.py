@@ -1,0 +1,101 @@
+"""The process group: who am I, and what all ranks agree on. The one room that speaks torch.distributed."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among all, and the few collectives that the trainer needs.
+
+    The default is a single process, for which every collective is the identity.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add the values of all ranks, element by element, in float64. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether `ok` holds on every rank. Collective: every rank must call it."""
+        return self.sum([float(not ok)])[0] == 0
+
+    def broadcast(self, value):
+        """Rank 0's JSON-like value, on every rank. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return value
+        data = json.dumps(value).encode() if self.is_main else b""
+        size = int(self.sum([len(data)])[0])
+        buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
+        dist.broadcast(buffer, src=0)
+        return json.loads(bytes(buffer.tolist()))
+
+    def gather(self, value) -> list:
+        """Every rank's JSON-like value, in rank order, on every rank. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return [value]
+        data = json.dumps(value).encode()
+        size = int(max(self.sum([len(data) * (rank == self.rank) for rank in range(self.world_size)])))
+        mine = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective: every rank must call it."""
+        self.sum([0])
+
+
+def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
+    """Join the process group that torchrun describes in the environment; without torchrun, be alone.
+
+    Args:
+        device_type: "cuda" (nccl) or "cpu" (gloo).
+    Raises:
+        SettingsError: the environment describes a group that cannot be joined.
+    """
+    rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
+                                    (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise SettingsError(f"LOCAL_RANK={local_rank} but this machine shows {torch.cuda.device_count()} GPUs; "
+                                "start torchrun with --nproc_per_node no larger than that")
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ and world_size > 1:
+        timeout = timedelta(seconds=timeout_seconds)
+        where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
+        try:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout,
+                                    device_id=device if device_type == "cuda" else None)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise SettingsError(f"rank {rank} of {world_size} could not join the process group at {where}: {reason}; "
+                                "check that every node was started, with the same address and a free port") from error
+    return Ranks(rank, local_rank, world_size, device)
+
+
+def stop_ranks() -> None:
+    """Leave the process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

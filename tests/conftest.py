@@ -1,0 +1,20 @@
+"""What every test stands on: the modules on the path, one thread, and where real data may be."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets; a test that asks for it skips where there is none."""
+    folder = Path(os.environ.get("PADDOCK_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("no folder of real data; set PADDOCK_TEST_DATA")
+    return folder
