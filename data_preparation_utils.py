@@ -1,0 +1,424 @@
+"""Text becomes token shards and a manifest: once, by all cores, the same bytes whatever their number or how often it was killed.
+
+One process reads the sources and hands chunks of documents to workers; what they return is written in the order of the chunks.
+A journal says how much of that is safely on disk, so that a preparation that was killed goes on from there.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from functools import lru_cache, partial
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+import numpy as np
+from tqdm import tqdm
+
+from errors import DataError, PaddockError, SettingsError
+from records import Mix, Reading, Source, draw, fraction_read, identify, mix_of, pinned, read_texts
+from shards import HEADER_BYTES, MANIFEST, MANIFEST_FORMAT, dtype_for, header_bytes
+from tokenizer import load_tokenizer
+
+# Part of the cache key: raise it when the same text would give other tokens, or the same tokens other files.
+CODE_VERSION = 1
+SPLITS = ("train", "validation")
+CHUNK_CHARACTERS = 1_000_000
+JOURNAL_SECONDS = 10.0
+JOURNAL = "journal.json"
+EXAMPLE_SEARCH_TOKENS = 1_000_000
+EXAMPLE_TOKENS = 256
+KNOWN_FILES = ".known-files.json"
+
+
+def split_of(text: str, validation_fraction: float) -> str:
+    """The split that a document belongs to, by nothing but its text."""
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return SPLITS[int.from_bytes(digest[:8], "big") < int(validation_fraction * 2**64)]
+
+
+class Chunk(NamedTuple):
+    texts: list[str]
+    fraction: Optional[float]  # of the sources' bytes that was read when the chunk was full
+
+
+def cut_chunks(texts: Iterable[str], fraction: Callable[[], Optional[float]]) -> Iterator[Chunk]:
+    """Documents in chunks of about CHUNK_CHARACTERS."""
+    chunk, characters = [], 0
+    for text in texts:
+        chunk.append(text)
+        characters += len(text)
+        if characters >= CHUNK_CHARACTERS:
+            yield Chunk(chunk, fraction())
+            chunk, characters = [], 0
+    if chunk:
+        yield Chunk(chunk, fraction())
+
+
+class Encoding(NamedTuple):
+    """What a worker needs to know."""
+
+    tokenizer_path: str
+    tokenizer_backend: str
+    tokenizer_sha256: str
+    dtype: str
+    validation_fraction: float
+
+
+@lru_cache(maxsize=1)
+def worker_tokenizer(encoding: Encoding):
+    tokenizer = load_tokenizer(encoding.tokenizer_path, encoding.tokenizer_backend)
+    if tokenizer.sha256 != encoding.tokenizer_sha256:
+        raise DataError(f"{encoding.tokenizer_path} changed while it was used; start again")
+    return tokenizer
+
+
+class Tokens(NamedTuple):
+    ids: np.ndarray
+    documents: int
+
+
+def tokenize_chunk(encoding: Encoding, texts: list[str]) -> dict[str, Tokens]:
+    """The documents of each split as one flat array of ids, in order."""
+    tokenizer = worker_tokenizer(encoding)
+    parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    for text in texts:
+        ids = np.asarray(tokenizer.encode_document(text), encoding.dtype)
+        parts[split_of(text, encoding.validation_fraction)].append(ids)
+    return {split: Tokens(np.concatenate(part) if part else np.empty(0, encoding.dtype), len(part))
+            for split, part in parts.items()}
+
+
+def end_with_parent() -> None:
+    """Let a worker end when the process that started it is gone, even by kill -9."""
+
+    def watch() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def interrupts_held_back():
+    """Hold Ctrl-C back. A process that is started meanwhile never sees it: only the parent decides what it means."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def tokenize_in_order(encoding: Encoding, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[dict[str, Tokens], Chunk]]:
+    """Each chunk's tokens in the order of the chunks, with a few chunks a worker under way.
+
+    Workers are spawned, not forked, so they hold neither this process's lock nor its torch.
+    """
+    if workers == 1:
+        yield from ((tokenize_chunk(encoding, chunk.texts), chunk) for chunk in chunks)
+        return
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
+    pending: deque = deque()
+    try:
+        for chunk in chunks:
+            with interrupts_held_back():
+                pending.append((pool.submit(tokenize_chunk, encoding, chunk.texts), chunk))
+            if len(pending) > 2 * workers:
+                future, done = pending.popleft()
+                yield future.result(), done
+        while pending:
+            future, done = pending.popleft()
+            yield future.result(), done
+    except BrokenProcessPool as error:
+        raise PaddockError("a tokenising process was killed, perhaps for want of memory; lower PREPARATION_WORKERS and start "
+                           "again, it goes on where it was") from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class SplitWriter:
+    """The shards of one split while they are written: all full but the last."""
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: str, done: Optional[dict] = None):
+        """Go on behind the tokens that `done` (an earlier `sync()`) counts; what was written after it is cut off."""
+        self.folder, self.split, self.shard_tokens, self.dtype = folder, split, shard_tokens, np.dtype(dtype)
+        self.tokens, self.documents, self.shards = 0, 0, []
+        self.file = None
+        if done:
+            self.tokens, self.documents, self.shards = done["tokens"], done["documents"], done["shards"]
+            if self.in_shard:
+                self.file = open(self.path, "r+b")
+                self.file.truncate(HEADER_BYTES + self.in_shard * self.dtype.itemsize)
+                self.file.seek(0, os.SEEK_END)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"{self.split}-{len(self.shards):05d}.bin"
+
+    @property
+    def in_shard(self) -> int:
+        """Tokens in the shard that is being written."""
+        return self.tokens - sum(shard["tokens"] for shard in self.shards)
+
+    def write(self, tokens: Tokens) -> None:
+        ids = tokens.ids.astype(self.dtype.newbyteorder("<"), copy=False)
+        while len(ids):
+            if self.file is None:
+                self.file = open(self.path, "wb")
+                self.file.write(header_bytes(0, self.dtype.name))
+            part, ids = np.split(ids, [min(len(ids), self.shard_tokens - self.in_shard)])
+            self.file.write(part.data)
+            self.tokens += len(part)
+            if self.in_shard == self.shard_tokens:
+                self.end_shard()
+        self.documents += tokens.documents
+
+    def end_shard(self) -> None:
+        """Patch the shard's header to its true count, and hash the whole file."""
+        count, path = self.in_shard, self.path
+        self.file.seek(0)
+        self.file.write(header_bytes(count, self.dtype.name))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.file = None
+        digest = hashlib.sha256()
+        with open(path, "rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+        self.shards.append({"file": path.name, "tokens": count, "sha256": digest.hexdigest()})
+
+    def sync(self) -> dict:
+        """Bring everything written so far to the disk; returns the counts that stand for it."""
+        if self.file is not None:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        return {"tokens": self.tokens, "documents": self.documents, "shards": self.shards}
+
+    def finish(self) -> dict:
+        """End the last shard; returns the counts of the whole split."""
+        if self.file is not None:
+            self.end_shard()
+        return self.sync()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def write_durably(path: Path, content: Any) -> None:
+    """Write JSON so that after a crash there is either the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object that we wrote ourselves, {} where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+@contextmanager
+def locked(path: Path):
+    """Be the only one; wait for whoever holds the lock. The system lets go of it when its holder dies."""
+    with open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            print(f"{path.parent}: {file.read().strip() or 'another process'} prepares the same data; waiting for it", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+@contextmanager
+def naming_disk_errors(folder: Path):
+    try:
+        yield
+    except OSError as error:
+        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        raise DataError(f"{error.filename or folder}: cannot be written: {error.strerror}; "
+                        f"{shutil.disk_usage(place).free:,} bytes are free there") from error
+
+
+def progress_bar(**options) -> tqdm:
+    bar = tqdm(unit_scale=True, dynamic_ncols=True, **options)
+    if not bar.fp.isatty():
+        bar.mininterval = 30  # a log file wants a line now and then
+    return bar
+
+
+def prepare_pretrain(source: Union[str, Source, Mix], tokenizer_path: str, tokenizer_backend: str, output_dir: Union[str, Path], *,
+                     shard_tokens: int, validation_fraction: float, workers: int = 0, max_documents: int = 0,
+                     on_bad_record: str = "fail", journal_seconds: float = JOURNAL_SECONDS) -> Path:
+    """Prepare a set of token shards, or find that it was prepared before; returns its folder.
+
+    Args:
+        source: a path, URL, glob or hub name; a Source; or a weighted Mix of them.
+        shard_tokens: tokens in a shard.
+        validation_fraction: share of documents held out, chosen by the hash of their text.
+        workers: processes that tokenise; 0 = one per core. The result does not depend on it.
+        max_documents: the first so many documents only; 0 = all.
+        on_bad_record: "fail", or "skip" to count and list records that cannot be used.
+    Raises:
+        DataError: a source, record or tokenizer cannot be used, or the disk refuses.
+        SettingsError: a number is out of range.
+    """
+    if not 1 <= shard_tokens < 2**31:
+        raise SettingsError(f"SHARD_TOKENS={shard_tokens} must be at least 1 and below 2^31, what a shard's header can count")
+    if not 0 <= validation_fraction < 1:
+        raise SettingsError(f"VALIDATION_FRACTION={validation_fraction} must be at least 0 and below 1")
+    if on_bad_record not in ("fail", "skip"):
+        raise SettingsError(f"--on-bad-record {on_bad_record}: must be fail or skip")
+    tokenizer = load_tokenizer(tokenizer_path, tokenizer_backend)
+    output_dir = Path(output_dir)
+    with naming_disk_errors(output_dir):
+        output_dir.mkdir(parents=True, exist_ok=True)
+        mix = mix_of(source)
+        identities = identify_all(mix, output_dir)
+        settings = {"code_version": CODE_VERSION, "shard_tokens": shard_tokens, "validation_fraction": validation_fraction,
+                    "max_documents": max_documents, "seed": mix.seed, "stop": mix.stop,
+                    "weights": [part.weight for part in mix.sources]}
+        key = hashlib.sha256(json.dumps([identities, tokenizer.sha256, settings], sort_keys=True).encode()).hexdigest()[:16]
+        folder, working = output_dir / key, output_dir / f"tmp-{key}"
+        if not (folder / MANIFEST).is_file():
+            with locked(output_dir / f".{key}.lock"):
+                if not (folder / MANIFEST).is_file():
+                    encoding = Encoding(tokenizer_path, tokenizer_backend, tokenizer.sha256, dtype_for(tokenizer.vocab_size),
+                                        validation_fraction)
+                    prepared = write_shards(pinned(mix, identities), encoding, working, shard_tokens, max_documents,
+                                            on_bad_record, workers or core_count(), journal_seconds)
+                    if identify_all(mix, output_dir) != identities:
+                        shutil.rmtree(working)
+                        raise DataError("a source changed while it was read; start again when nothing writes to it")
+                    publish(working, folder, prepared, tokenizer, mix, identities, settings)
+    if on_bad_record == "fail" and (bad := read_json(folder / MANIFEST)["skipped"]["bad_records"]):
+        raise DataError(f"{bad[0]}; {folder} was prepared without such records: mend them, or accept it with "
+                        "--on-bad-record skip")
+    return folder
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def identify_all(mix: Mix, output_dir: Path) -> list[dict]:
+    """The identity of each source. Hashes of local files are remembered, so that a second call need not read them."""
+    known = read_json(output_dir / KNOWN_FILES)
+    before = json.dumps(known)
+    with progress_bar(desc="Hashing the sources", unit="B", delay=1, leave=False) as bar:
+        identities = [identify(source, known, bar.update) for source in mix.sources]
+    if json.dumps(known) != before:
+        write_durably(output_dir / KNOWN_FILES, known)
+    return identities
+
+
+def write_shards(mix: Mix, encoding: Encoding, folder: Path, shard_tokens: int, max_documents: int, on_bad_record: str,
+                 workers: int, journal_seconds: float) -> dict:
+    """Write all shards into `folder`, going on from its journal where there is one; returns splits and skipped counts."""
+    journal = read_json(folder / JOURNAL) or {"chunks": 0, "splits": {}}
+    if not journal["chunks"] and folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(exist_ok=True)
+    readings = [Reading(skip_bad=on_bad_record == "skip") for _ in mix.sources]
+    texts = draw(mix, [read_texts(source, reading) for source, reading in zip(mix.sources, readings)])
+    chunks = cut_chunks(islice(texts, max_documents or None), partial(fraction_read, mix, readings))
+    with ExitStack() as stack:
+        writers = {split: stack.enter_context(closing(SplitWriter(folder, split, shard_tokens, encoding.dtype,
+                                                                  journal["splits"].get(split)))) for split in SPLITS}
+        tokens_before = sum(writer.tokens for writer in writers.values())
+        if journal["chunks"]:
+            print(f"Going on behind the {tokens_before:,} tokens that are safely on disk", flush=True)
+        results = stack.enter_context(closing(tokenize_in_order(encoding, islice(chunks, journal["chunks"], None), workers)))
+        bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
+        last_sync = time.monotonic()
+        for chunks_done, (tokens_of, chunk) in enumerate(results, journal["chunks"] + 1):
+            for split, writer in writers.items():
+                writer.write(tokens_of[split])
+            if chunk.fraction:
+                bar.total = round(sum(writer.tokens for writer in writers.values()) / min(chunk.fraction, 1.0))
+            bar.update(sum(len(tokens.ids) for tokens in tokens_of.values()))
+            if time.monotonic() - last_sync >= journal_seconds:
+                splits = {split: writer.sync() for split, writer in writers.items()}
+                write_durably(folder / JOURNAL, {"chunks": chunks_done, "splits": splits})
+                last_sync = time.monotonic()
+        splits = {split: writer.finish() for split, writer in writers.items()}
+    bad_records = [where for reading in readings for where in reading.bad_records]
+    if not splits["train"]["documents"]:
+        found = sum(split["documents"] for split in splits.values())
+        raise DataError(f"no document is left to train on: {found} were found, {found} fell into validation, "
+                        f"{sum(reading.empty for reading in readings)} were empty, {sum(reading.bad for reading in readings)} bad; "
+                        "lower VALIDATION_FRACTION, or cut the text into more documents (--documents)")
+    return {"splits": splits, "skipped": {"empty": sum(reading.empty for reading in readings),
+                                          "bad": sum(reading.bad for reading in readings), "bad_records": bad_records}}
+
+
+def publish(working: Path, folder: Path, prepared: dict, tokenizer, mix: Mix, identities: list[dict], settings: dict) -> None:
+    """Write the manifest and give the whole folder its name."""
+    dtype = dtype_for(tokenizer.vocab_size)
+    sources = [{name: value for name, value in asdict(source).items() if value != ""} | {"identity": identity}
+               for source, identity in zip(mix.sources, identities)]
+    write_durably(working / MANIFEST, {
+        "format": MANIFEST_FORMAT, "dtype": dtype, "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
+        "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
+        "source": {"sources": sources, "seed": mix.seed, "stop": mix.stop}, "settings": settings,
+        "examples": decoded_examples(working, prepared["splits"], tokenizer, dtype)})
+    working.rename(folder)
+    fsync_folder(folder.parent)
+    (folder / JOURNAL).unlink(missing_ok=True)
+
+
+def decoded_examples(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
+    """The beginnings of the first three training documents, decoded from the first shard's ids."""
+    path = folder / splits["train"]["shards"][0]["file"]
+    ids = np.fromfile(path, np.dtype(dtype).newbyteorder("<"), count=EXAMPLE_SEARCH_TOKENS, offset=HEADER_BYTES)
+    starts = np.flatnonzero(ids == tokenizer.document_start_id)
+    ends = [*starts[1:], len(ids)]
+    return [tokenizer.decode(ids[start:min(end, start + EXAMPLE_TOKENS)].tolist()) for start, end in zip(starts[:3], ends)]
+
+
+def describe_prepared(folder: Path) -> str:
+    """What a prepared folder holds, for the screen: counts, what was skipped, and the examples."""
+    manifest = read_json(folder / MANIFEST)
+    splits, skipped = manifest["splits"], manifest["skipped"]
+    lines = [f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents, {len(split['shards'])} shards"
+             for name, split in splits.items()]
+    if manifest["settings"]["validation_fraction"] and not splits["validation"]["documents"]:
+        lines.append("Warning: no document fell into validation; raise VALIDATION_FRACTION, or cut the text into more documents "
+                     "(--documents)")
+    lines.append(f"Skipped: {skipped['empty']:,} empty documents, {skipped['bad']:,} bad records")
+    lines += [f"  {where}" for where in skipped["bad_records"][:20]]
+    if skipped["bad"] > 20:
+        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    for number, example in enumerate(manifest["examples"], 1):
+        lines += [f"Example {number}: {example[:300]!r}"]
+    return "\n".join(lines)

@@ -1,0 +1,430 @@
+"""Where text comes from: files of any kind and place, or the Hugging Face hub, as a stream of (where, record).
+
+`where` says file and line (or row) in every complaint. Every reader takes a `Reading`, which knows what to do with a record
+that cannot be used and how far the files have been read.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any, Optional, Union
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from errors import DataError, PaddockError, SettingsError
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
+         ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
+LISTED_BAD_RECORDS = 1000
+WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One origin of records: files (`path`) or a dataset of the hub (`name`)."""
+
+    path: str = ""  # a file, folder or glob, on any URL that fsspec knows
+    name: str = ""
+    config: str = ""
+    split: str = "train"
+    revision: str = ""
+    files: str = ""  # pattern of the hub repository's files, where it has no config for them
+    column: str = "text"
+    documents: str = "whole"  # how text becomes documents: whole, line, blank, wikitext, or a separating line
+    weight: float = 1.0
+
+
+SHORTCUTS = {
+    "fineweb-edu": Source(name="HuggingFaceFW/fineweb-edu", config="sample-10BT"),
+    "c4": Source(name="allenai/c4", files="en/c4-train.*.json.gz"),
+    "wikitext": Source(name="Salesforce/wikitext", config="wikitext-103-raw-v1", documents="wikitext"),
+}
+
+
+def source_of(text: str, **fields: str) -> Source:
+    """The source that a user means by a shortcut, a path, a URL, a glob, or the name of a dataset on the hub."""
+    if text in SHORTCUTS:
+        return replace(SHORTCUTS[text], **fields)
+    is_path = "://" in text or os.path.exists(text) or any(sign in text for sign in "*?[") or kind_of(text)[0]
+    return Source(path=text, **fields) if is_path else Source(name=text, **fields)
+
+
+@dataclass
+class Reading:
+    """What reading one source has met so far."""
+
+    skip_bad: bool = False
+    bad: int = 0
+    bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
+    empty: int = 0
+    bytes_done: int = 0
+    bytes_total: int = 0  # 0 where it is not known
+
+    def refuse(self, where: str, reason: str) -> None:
+        """Count and list a record that cannot be used.
+
+        Raises:
+            DataError: bad records are not to be skipped.
+        """
+        if not self.skip_bad:
+            raise DataError(f"{where}: {reason}; mend it, or go on without such records: --on-bad-record skip")
+        self.bad += 1
+        if len(self.bad_records) < LISTED_BAD_RECORDS:
+            self.bad_records.append(f"{where}: {reason}")
+
+
+@contextmanager
+def naming(what: str):
+    """Turn whatever a storage or format library raises into one DataError that names `what`."""
+    try:
+        yield
+    except PaddockError:
+        raise
+    except Exception as error:  # fsspec's back ends, arrow, zlib and the hub's client share no base class
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"{what}: {reason}") from error
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a source, as it was when the source was listed."""
+
+    fs: Any
+    name: str
+    size: int
+    kind: str
+    compression: Optional[str]
+
+    @property
+    def is_local(self) -> bool:
+        return "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+
+    @property
+    def url(self) -> str:
+        return self.name if self.is_local else self.fs.unstrip_protocol(self.name)
+
+    def stamp(self) -> list:
+        """What changes when the content does, read without reading the content."""
+        if not self.is_local:
+            return [self.fs.ukey(self.name)]
+        stat = os.stat(self.name)
+        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def kind_of(name: str) -> tuple[Optional[str], Optional[str]]:
+    """(kind, compression) by a file's suffixes; the kind is None where it is not one that can be read."""
+    stem, suffix = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(suffix)
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    return KINDS.get(suffix), compression
+
+
+def list_files(path: str) -> list[StoredFile]:
+    """The readable files behind a path, folder, glob or URL, in the order of their names.
+
+    Raises:
+        DataError: there are none, or the place cannot be reached.
+    """
+    with naming(path):
+        fs, root = url_to_fs(path)
+        if fs.isfile(root):
+            names = [root]
+        elif fs.isdir(root):
+            names = [name for name in sorted(fs.find(root)) if not os.path.basename(name).startswith((".", "_"))]
+        else:
+            names = sorted(fs.glob(root)) if any(sign in root for sign in "*?[") else []
+            names = [name for name in names if fs.isfile(name)]
+        if not names:
+            raise DataError(f"{path}: no such file or folder, or nothing that matches")
+        kinds = {name: kind_of(name) for name in names}
+        files = [StoredFile(fs, name, fs.size(name) or 0, *kinds[name]) for name in names if kinds[name][0]]
+    if not files:
+        raise DataError(f"{path}: no file of a kind that can be read ({READABLE})")
+    return files
+
+
+def content_hash(file: StoredFile, known: dict[str, list], advance: Callable[[int], Any]) -> str:
+    """SHA-256 of a local file, from `known` ({name: [stamp, hash]}, updated) where its stamp is unchanged."""
+    stamp = file.stamp()
+    if known.get(file.name, [None])[0] != stamp:
+        digest = hashlib.sha256()
+        with open(file.name, "rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+                advance(len(block))
+        known[file.name] = [stamp, digest.hexdigest()]
+    return known[file.name][1]
+
+
+def hub_revision(name: str, revision: str) -> str:
+    """The commit of a dataset on the hub that a revision (empty = the newest) means now."""
+    from huggingface_hub import HfApi
+
+    with naming(f"{name}: no such file or folder here, and the hub says"):
+        return HfApi().dataset_info(name, revision=revision or None).sha
+
+
+def identify(source: Source, known: dict[str, list], advance: Callable[[int], Any] = lambda count: None) -> dict:
+    """What decides this source's records, as JSON-like values: the content of local files wherever they lie, the version that
+    a remote store reports for each of its files, the commit of a dataset on the hub."""
+    how = {"column": source.column, "documents": source.documents}
+    if source.name:
+        return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
+                "revision": hub_revision(source.name, source.revision), **how}
+    files = []
+    for file in list_files(source.path):
+        with naming(file.url):
+            content = content_hash(file, known, advance) if file.is_local else file.stamp()[0]
+        files.append([file.kind, file.compression, file.size, content])
+    return {"files": files, **how}
+
+
+def read_records(source: Source, reading: Reading) -> Iterator[tuple[str, dict]]:
+    """Every record of a source as (where, record), in a fixed order. A line of a text file is a record with one column."""
+    for _, records in read_parts(source, reading):
+        yield from records
+
+
+def read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterator[tuple[str, dict]]]]:
+    """The records of a source file by file, each part with its kind; a dataset of the hub is one part."""
+    if source.name:
+        yield "hub", read_hub(source)
+        return
+    files = list_files(source.path)
+    reading.bytes_total = sum(file.size for file in files)
+    readers = {"jsonl": read_jsonl, "parquet": read_parquet, "text": read_text}
+    for file in files:
+        before = reading.bytes_done
+        yield file.kind, readers[file.kind](file, source.column, reading)
+        reading.bytes_done = before + file.size
+
+
+def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
+    """The lines of a file with their ends, as (file:line, text); UTF-8, with or without a BOM."""
+    before = reading.bytes_done
+    with naming(file.url), file.fs.open(file.name, "rb") as raw:
+        lines = raw if file.is_local else io.BufferedReader(raw, 1 << 20)
+        if file.compression:
+            if file.compression not in fsspec.compression.compr:
+                raise DataError(f"{file.url}: {file.compression} needs a package: pip install zstandard")
+            lines = fsspec.compression.compr[file.compression](lines, mode="rb")
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if number % 64 == 0 or len(line) > 1 << 16:
+                reading.bytes_done = before + raw.tell()
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                reading.refuse(f"{file.url}:{number}", f"byte {error.start + 1} of the line is not UTF-8")
+                continue
+            yield f"{file.url}:{number}", text
+
+
+def read_jsonl(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
+    """The objects of a JSON-lines file, with all their columns. Blank lines are passed over."""
+    for where, line in read_lines(file, reading):
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reading.refuse(where, f"not valid JSON: {error}")
+            continue
+        if isinstance(record, dict):
+            yield where, record
+        else:
+            reading.refuse(where, f"expected one JSON object in a line, got {type(record).__name__}")
+
+
+def read_text(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
+    """The lines of a text file, each ending in a plain newline where it had any end."""
+    for where, line in read_lines(file, reading):
+        yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
+
+
+def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
+    """The rows of a Parquet file: the one column where the file has it, else (for the caller to complain of) all."""
+    import pyarrow.parquet as pq
+
+    before = reading.bytes_done
+    with naming(file.url), file.fs.open(file.name, "rb") as raw:
+        table = pq.ParquetFile(raw)
+        columns = [column] if column in table.schema_arrow.names else None
+        row = 0
+        for batch in table.iter_batches(batch_size=1024, columns=columns):
+            for cells in zip(*batch.columns):
+                row += 1
+                try:
+                    record = dict(zip(batch.schema.names, (cell.as_py() for cell in cells)))
+                except UnicodeDecodeError as error:
+                    reading.refuse(f"{file.url}: row {row}", f"byte {error.start + 1} of the text is not UTF-8")
+                    continue
+                yield f"{file.url}: row {row}", record
+            reading.bytes_done = before + int(file.size * row / table.metadata.num_rows)
+
+
+def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
+    """The rows of a dataset on the hub, streamed at one fixed commit."""
+    import datasets
+
+    with naming(f"{source.name} ({source.config or 'default'}, {source.split})"):
+        rows = datasets.load_dataset(source.name, source.config or None, split=source.split, streaming=True,
+                                     revision=source.revision or None,
+                                     data_files={source.split: source.files} if source.files else None)
+        for number, record in enumerate(rows, 1):
+            yield f"{source.name}[{source.split}] row {number}", record
+
+
+def read_texts(source: Source, reading: Reading) -> Iterator[str]:
+    """The documents of a source: the texts of its column that are sound, cut as `source.documents` says, none of them empty."""
+    for kind, records in read_parts(source, reading):
+        texts = sound_texts(records, source.column, reading)
+        if kind == "text" or source.documents != "whole":
+            texts = join_lines(texts, source.documents)
+        for text in texts:
+            if text.strip():
+                yield text
+            else:
+                reading.empty += 1
+
+
+def join_lines(lines: Iterable[str], documents: str) -> Iterator[str]:
+    """Documents out of lines (of a text file, or rows that are lines, as WikiText's are on the hub).
+
+    Args:
+        documents: "whole" = one document, "line" = each line, "blank" = blank lines lie between, "wikitext" = each begins at a
+            line like ` = Title = `, anything else = a line equal to it lies between.
+    """
+    if documents == "line":
+        yield from lines
+        return
+    kept: list[str] = []
+    for line in lines:
+        between = documents == "blank" and line.isspace() or line.rstrip("\n") == documents
+        if kept and (between or documents == "wikitext" and WIKITEXT_TITLE.fullmatch(line)):
+            yield "".join(kept)
+            kept = []
+        if not between:
+            kept.append(line)
+    if kept:
+        yield "".join(kept)
+
+
+def sound_texts(records: Iterable[tuple[str, dict]], column: str, reading: Reading) -> Iterator[str]:
+    """The texts of a column; what is missing, no text, or cannot be encoded is refused."""
+    for where, record in records:
+        text = record.get(column)
+        if column not in record:
+            reading.refuse(where, f"has no column {column!r}; it has {', '.join(map(repr, record)) or 'none'} (--column)")
+        elif not isinstance(text, str):
+            reading.refuse(where, f"column {column!r} is {'null' if text is None else type(text).__name__}, expected text")
+        elif "\0" in text:
+            reading.refuse(where, f"column {column!r} holds a NUL at character {text.index(chr(0)) + 1}")
+        else:
+            try:
+                text.encode("utf-8")
+            except UnicodeEncodeError as error:
+                reading.refuse(where, f"column {column!r} holds a lone surrogate at character {error.start + 1}")
+                continue
+            yield text
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Several sources, drawn from at random by weight, document by document."""
+
+    sources: tuple[Source, ...]
+    seed: int = 0
+    stop: str = "first_exhausted"  # or all_exhausted: the others go on alone; no document comes twice
+
+
+def read_mix(path: Union[str, Path]) -> Mix:
+    """The mix that a JSON file describes: {"sources": [{"path" or "name": ..., "weight": ...}, ...], "seed": 0, "stop": ...}.
+
+    Raises:
+        SettingsError: the file cannot be read, or a field is unknown, missing or impossible.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{path}: cannot be read as JSON: {error}") from error
+    sources = content.get("sources") if isinstance(content, dict) else None
+    if not isinstance(sources, list) or not sources or not all(isinstance(source, dict) for source in sources):
+        raise SettingsError(f'{path}: expected {{"sources": [{{"path" or "name": ..., "weight": ...}}, ...]}}')
+    refuse_unknown(f"{path}", content, {"sources", "seed", "stop"})
+    known = {field.name for field in fields(Source)}
+    for number, source in enumerate(sources, 1):
+        where = f"{path}: source {number}"
+        refuse_unknown(where, source, known)
+        if ("path" in source) == ("name" in source):
+            raise SettingsError(f"{where}: give either a path (files) or a name (a dataset of the hub)")
+        weight = source.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise SettingsError(f"{where}: weight={weight!r} must be a number above 0")
+        for name in known - {"weight"}:
+            if not isinstance(source.get(name, ""), str):
+                raise SettingsError(f"{where}: {name}={source[name]!r} must be a string")
+    mix = Mix(tuple(Source(**source) for source in sources), content.get("seed", 0), content.get("stop", "first_exhausted"))
+    if mix.stop not in ("first_exhausted", "all_exhausted") or not isinstance(mix.seed, int):
+        raise SettingsError(f"{path}: stop must be first_exhausted or all_exhausted, and seed a whole number; "
+                            f"got {mix.stop!r} and {mix.seed!r}")
+    return mix
+
+
+def refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise SettingsError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def draw(mix: Mix, streams: Sequence[Iterator[str]]) -> Iterator[str]:
+    """Documents of several streams in the proportion of their weights, the same at every call.
+
+    Not datasets.interleave_datasets: our streams say file:line of each record, and its all_exhausted repeats documents.
+    """
+    random, live, weights = Random(mix.seed), list(streams), [source.weight for source in mix.sources]
+    while live:
+        bounds = list(accumulate(weights))
+        index = min(bisect_right(bounds, random.random() * bounds[-1]), len(live) - 1)
+        document = next(live[index], None)
+        if document is not None:
+            yield document
+        elif mix.stop == "first_exhausted":
+            return
+        else:
+            del live[index], weights[index]
+
+
+def fraction_read(mix: Mix, readings: Sequence[Reading]) -> Optional[float]:
+    """The share of a mix's bytes that was read, None where their number is not known."""
+    if not all(reading.bytes_total for reading in readings):
+        return None
+    if mix.stop == "first_exhausted":
+        return max(reading.bytes_done / reading.bytes_total for reading in readings)
+    return sum(reading.bytes_done for reading in readings) / sum(reading.bytes_total for reading in readings)
+
+
+def mix_of(source: Union[str, Source, Mix]) -> Mix:
+    if isinstance(source, str):
+        source = source_of(source)
+    return Mix((source,)) if isinstance(source, Source) else source
+
+
+def pinned(mix: Mix, identities: Sequence[dict]) -> Mix:
+    """The mix with each dataset of the hub at the very commit that its identity names."""
+    return replace(mix, sources=tuple(replace(source, revision=identity.get("revision", source.revision))
+                                      for source, identity in zip(mix.sources, identities)))
