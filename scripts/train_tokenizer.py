@@ -1,0 +1,48 @@
+"""Train a byte-level BPE on your own text and write it in tiktoken's format, for TOKENIZER_PATH.
+
+    python scripts/train_tokenizer.py --vocab-size 32000 --output data/tokenizer.model books/ "news/*.jsonl"
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import PaddockError
+from records import READABLE, Reading, read_texts, source_of
+from tokenizer import SPECIALS, train_bpe, write_tiktoken
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sources", nargs="+", metavar="SOURCE",
+                        help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
+    parser.add_argument("--vocab-size", type=int, required=True,
+                        help=f"number of ranks, the 256 bytes included; {len(SPECIALS)} special tokens come on top")
+    parser.add_argument("--output", required=True, help="file to write")
+    parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
+    parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
+                        help="what to do with a record that cannot be used (default: fail)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    reading = Reading(skip_bad=args.on_bad_record == "skip")
+    texts = (text for source in args.sources for text in read_texts(source_of(source, column=args.column), reading))
+    ranks = train_bpe(texts, args.vocab_size)
+    write_tiktoken(ranks, args.output)
+    for record in reading.bad_records:
+        print(f"skipped {record}", file=sys.stderr)
+    print(f"{args.output}: {len(ranks):,} ranks; with the {len(SPECIALS)} special tokens the vocabulary has "
+          f"{len(ranks) + len(SPECIALS):,} ids; {reading.bad:,} records skipped\n"
+          f"Use it with TOKENIZER_PATH={args.output}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PaddockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

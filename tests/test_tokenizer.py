@@ -1,0 +1,370 @@
+"""The tokenizer's truths: both backends and transformers agree on every id, and text stays text."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import tokenizer as tokenizer_module
+from errors import DataError, SettingsError
+from tokenizer import (PATTERN, SPECIALS, ChatFormat, HuggingFaceTokenizer, Tokenizer, load_tokenizer, read_tiktoken,
+                       split_long, train_bpe, write_tiktoken)
+
+ROOT = Path(__file__).parent.parent
+RANKS = 450
+SENTENCES = (
+    "Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow, and it'd better be there!\n\n",
+    "def f(x):\n    return [i ** 2 for i in range(1000000)]  # squares\n\tif x:\r\n\t\tpass\r\n",
+    "Ж жизни бывает всякое. 日本語のテキストと中文文本。 नमस्ते दुनिया 👩‍👩‍👧‍👦 e\u0301 caf\u00e9   \n "
+    "aaaa aaaaaaa aaa aa    ",
+)
+HARD_TEXTS = (
+    "", " ", "\n", "   \n\n  x", "\t\t x  \r\n\r\n", "👩‍👩‍👧‍👦🏳️‍🌈👍🏽", "e\u0301a\u0308\u1100\u1161\u11a8", "it's IT'S '\u017f we'LL",
+    "1234567 \u0661\u0662\u0663\u0664", "\0\x85\u00a0\u2003\u200b\ufeff\U0010ffff", "for(i=0;i<10;++i){a[i]+=1;}//   x",
+    "<|eot_id|><|begin_of_text|>", "aaaaaaaaaaaaa", "\ud800 lone", "\ud83d\ude00")
+any_text = st.text(st.characters()) | st.text("aelo '\n\r\t 1!é\u0301") | st.lists(
+    st.sampled_from((*HARD_TEXTS, *SPECIALS[:12], *SENTENCES))).map("".join)
+
+
+no_deadline = settings(deadline=None, database=None)  # the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return train_bpe(SENTENCES * 3, RANKS)
+
+
+@pytest.fixture(scope="module")
+def ours(ranks):
+    return Tokenizer(ranks)
+
+
+@pytest.fixture(scope="module")
+def folder(ours, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("huggingface")
+    ours.save_huggingface(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def transformers_tokenizer(folder):
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def meta(real_data):
+    path = real_data / "llama3_tokenizer.model"
+    if not path.is_file():
+        pytest.skip("no llama3_tokenizer.model in the folder of real data")
+    return load_tokenizer(str(path))
+
+
+def with_hard_texts(test):
+    for text in HARD_TEXTS:
+        test = example(text)(test)
+    return test
+
+
+@no_deadline
+@with_hard_texts
+@given(any_text)
+def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transformers_tokenizer, text):
+    ids = ours.encode(text)
+    assert theirs.encode(text) == ids
+    if not any(0xD800 <= ord(char) < 0xE000 for char in text):
+        plain = transformers_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        assert plain == ids
+
+
+@no_deadline
+@with_hard_texts
+@given(any_text)
+def test_text_comes_back_and_never_becomes_a_control_token(ours, theirs, text):
+    expected = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    ids = ours.encode(text)
+    assert all(token < len(ours.ranks) for token in ids)
+    assert ours.decode(ids) == theirs.decode(ids) == expected
+
+
+@no_deadline
+@given(st.lists(st.integers(0, RANKS + 255)))
+def test_any_ids_decode_alike(ours, theirs, transformers_tokenizer, ids):
+    assert ours.decode(ids) == theirs.decode(ids) == transformers_tokenizer.decode(ids)
+
+
+@no_deadline
+@given(st.text("abc ", min_size=1), st.lists(st.text("abc", min_size=2, max_size=5), max_size=30, unique=True))
+def test_folder_is_exact_for_ranks_that_no_training_made(tmp_path_factory, text, tokens):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for token in tokens:
+        ranks[token.encode()] = len(ranks)
+    tokenizer = Tokenizer(ranks)
+    folder = tmp_path_factory.mktemp("odd")
+    tokenizer.save_huggingface(folder)
+    assert load_tokenizer(str(folder)).encode(text) == tokenizer.encode(text)
+
+
+def test_trained_ranks_are_the_bpe_that_was_trained(monkeypatch):
+    import tokenizers
+    from tokenizers.trainers import BpeTrainer
+    texts = SENTENCES * 3
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated"),
+        tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    library.train_from_iterator(texts, BpeTrainer(
+        vocab_size=RANKS, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    ours = Tokenizer(train_bpe(texts, RANKS))
+    assert len(ours.ranks) == RANKS
+    for text in (*SENTENCES, *HARD_TEXTS[:13], "Anna will be there tomorrow, isn't it aaaa?"):
+        assert ours.encode(text) == library.encode(text).ids
+    assert len(ours.encode(SENTENCES[0])) < len(SENTENCES[0]) / 3
+
+
+def test_training_refuses_what_it_cannot_give():
+    with pytest.raises(SettingsError, match="256"):
+        train_bpe(SENTENCES, 255)
+    with pytest.raises(DataError, match="gives 2.. ranks.*5000"):
+        train_bpe(["abc abc"], 5000)
+
+
+def test_special_tokens_follow_the_ranks_in_metas_numbering(ours):
+    assert ours.vocab_size == RANKS + 256 and len(set(SPECIALS)) == 256
+    offsets = {"<|begin_of_text|>": 0, "<|end_of_text|>": 1, "<|reserved_special_token_0|>": 2,
+               "<|finetune_right_pad_id|>": 4, "<|start_header_id|>": 6, "<|end_header_id|>": 7, "<|eom_id|>": 8,
+               "<|eot_id|>": 9, "<|python_tag|>": 10, "<|reserved_special_token_2|>": 11,
+               "<|reserved_special_token_246|>": 255}
+    assert {name: ours.special_ids[name] - RANKS for name in offsets} == offsets
+    assert (ours.bos_id, ours.eos_id, ours.pad_id, ours.eot_id) == (RANKS, RANKS + 1, RANKS + 4, RANKS + 9)
+    assert ours.document_start_id == ours.bos_id
+
+
+def test_backends_share_one_surface(ours, theirs):
+    for name in ("vocab_size", "bos_id", "eos_id", "eot_id", "pad_id", "document_start_id", "special_ids"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.encode_document("a cat") == theirs.encode_document("a cat") == [RANKS, *ours.encode("a cat"), RANKS + 1]
+
+
+def test_metas_file_works_unchanged(meta, tmp_path):
+    assert (meta.vocab_size, meta.bos_id, meta.eos_id, meta.eot_id) == (128256, 128000, 128001, 128009)
+    # Published example of the Llama 3 repository's own test.
+    assert meta.encode_document("This is a test sentence.") == [128000, 2028, 374, 264, 1296, 11914, 13, 128001]
+    meta.save_huggingface(tmp_path)
+    theirs = load_tokenizer(str(tmp_path))
+    for text in (*SENTENCES, *HARD_TEXTS, " " * 60_000):
+        assert theirs.encode(text) == meta.encode(text)
+
+
+LONG_TEXTS = {"spaces": " " * 1_000_000, "letters": "a" * 1_000_000, "newlines": "\n" * 100_000,
+              "no space": "1!" * 50_000, "words": "é\u0301 " * 150_000}
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS.values(), ids=LONG_TEXTS)
+def test_long_texts_are_cut_alike_and_come_back(ours, theirs, text):
+    ids = ours.encode(text)
+    assert ours.decode(ids) == text
+    assert theirs.encode(text) == ids
+
+
+@no_deadline
+@given(st.lists(st.sampled_from(["a", "bb", " ", "\n\n", "ccccc", "     ", "\ud800"])).map("".join))
+def test_pieces_are_where_the_reference_cuts(text):
+    def reference(text, piece, run):
+        for start in range(0, max(len(text), 1), piece):
+            part, length, cut = text[start:start + piece], 0, 0
+            for i, char in enumerate(part):
+                length = length + 1 if i and char.isspace() == part[i - 1].isspace() else 1
+                if length > run:
+                    yield part[cut:i]
+                    cut, length = i, 1
+            yield part[cut:]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "MAX_PIECE_CHARS", 11)
+        patch.setattr(tokenizer_module, "MAX_RUN_CHARS", 3)
+        assert list(split_long(text)) == list(reference(text.replace("\ud800", "\ufffd"), 11, 3))
+
+
+def test_hash_follows_content_and_not_place(ranks, ours, theirs, folder, tmp_path):
+    first, second = tmp_path / "a.model", tmp_path / "b.model"
+    for path in (first, second):
+        write_tiktoken(ranks, path)
+    assert load_tokenizer(str(first)).sha256 == load_tokenizer(str(second)).sha256 == ours.sha256
+    # The same path with other content: tiktoken's own reader would give the old ranks.
+    swapped = {**ranks, **dict(zip(list(ranks)[-2:], (ranks[token] for token in list(ranks)[:-3:-1])))}
+    write_tiktoken(swapped, first)
+    assert load_tokenizer(str(first)).sha256 != ours.sha256
+    assert load_tokenizer(str(first)).ranks == swapped
+
+    (tmp_path / "copy").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    assert load_tokenizer(str(tmp_path / "copy")).sha256 == theirs.sha256
+    changed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    changed["model"]["merges"].pop()
+    (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(changed))
+    assert load_tokenizer(str(tmp_path / "copy")).sha256 != theirs.sha256
+
+
+def test_transformers_puts_the_bos_in_front_unless_told_not_to(ours, transformers_tokenizer):
+    ids = ours.encode("a cat")
+    assert transformers_tokenizer("a cat")["input_ids"] == [ours.bos_id, *ids]
+    assert transformers_tokenizer("a cat", add_special_tokens=False)["input_ids"] == ids
+    assert len(transformers_tokenizer) == ours.vocab_size
+    roles = ("bos", "eos", "pad")
+    assert [getattr(transformers_tokenizer, f"{role}_token_id") for role in roles] == [
+        getattr(ours, f"{role}_id") for role in roles]
+
+
+def test_folder_is_read_the_same_beside_a_llama_config(folder, ours, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ours.save_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}))
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in SENTENCES:
+        assert loaded(text)["input_ids"] == [ours.bos_id, *ours.encode(text)]
+
+
+def test_folder_saved_again_gives_the_same_ids(theirs, tmp_path):
+    theirs.save_huggingface(tmp_path)
+    again = load_tokenizer(str(tmp_path))
+    assert again.sha256 == theirs.sha256 and again.chat_template == theirs.chat_template
+    assert [again.encode(text) for text in SENTENCES] == [theirs.encode(text) for text in SENTENCES]
+
+
+messages_of = st.fixed_dictionaries({
+    "role": st.sampled_from(["system", "user", "assistant"]),
+    "content": st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text)})
+
+
+@no_deadline
+@given(st.lists(messages_of, min_size=1), st.booleans())
+@example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}], True)
+def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages, ask):
+    rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert ChatFormat(ours).encode_dialog(messages, add_generation_prompt=ask) == expected
+    assert ChatFormat(theirs).encode_dialog(messages, add_generation_prompt=ask) == expected
+
+
+def test_chat_is_spelled_as_metas(meta):
+    dialog = [{"role": "system", "content": "This is a test sentence."},
+              {"role": "user", "content": "This is a response."}]
+    # Published example of the Llama 3 repository's own test.
+    assert ChatFormat(meta).encode_dialog(dialog, add_generation_prompt=True) == [
+        128000, 128006, 9125, 128007, 271, 2028, 374, 264, 1296, 11914, 13, 128009,
+        128006, 882, 128007, 271, 2028, 374, 264, 2077, 13, 128009, 128006, 78191, 128007, 271]
+
+
+def test_control_tokens_in_a_chat_message_stay_text(ours):
+    ids = ChatFormat(ours).encode_message({"role": "user", "content": "x<|eot_id|><|start_header_id|>system"})
+    assert ids.count(ours.eot_id) == 1 and ids.count(ours.special_ids["<|start_header_id|>"]) == 1
+
+
+def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
+    document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    end = {**document["added_tokens"][0], "content": "<|endoftext|>"}
+    document.update(added_tokens=[end], post_processor=None, truncation={
+        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0})
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document))
+    for config in (None, {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"},
+                   {"eos_token": {"content": "<|endoftext|>"}},
+                   {"eos_token": "<|endoftext|>", "pad_token": "<not there>"}):
+        if config is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        foreign = load_tokenizer(str(path))
+        assert (foreign.bos_id, foreign.eos_id, foreign.eot_id, foreign.pad_id) == (None, RANKS, RANKS, None)
+        assert foreign.document_start_id == RANKS and foreign.vocab_size == RANKS + 1
+        assert foreign.encode_document(SENTENCES[0]) == [RANKS, *ours.encode(SENTENCES[0])]
+    with pytest.raises(DataError, match="start_header_id"):
+        ChatFormat(foreign)
+    foreign.save_huggingface(tmp_path)
+    assert not (tmp_path / "chat_template.jinja").exists()
+    loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+    assert len(loaded) == RANKS + 1 and loaded(SENTENCES[0])["input_ids"] == ours.encode(SENTENCES[0])
+
+    path.write_text(json.dumps({**document, "added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "special_tokens_map.json").unlink()
+    with pytest.raises(DataError, match="eos_token"):
+        load_tokenizer(str(path))
+
+
+def test_backend_by_the_look_of_the_path(ranks, folder, tmp_path):
+    write_tiktoken(ranks, tmp_path / "tokenizer.model")
+    for path in (folder, folder / "tokenizer.json"):
+        assert isinstance(load_tokenizer(str(path)), HuggingFaceTokenizer)
+    assert isinstance(load_tokenizer(str(tmp_path / "tokenizer.model")), Tokenizer)
+    with pytest.raises(DataError, match="tokenizer.json:1: "):
+        load_tokenizer(str(folder / "tokenizer.json"), "tiktoken")
+    with pytest.raises(DataError, match="not JSON"):
+        load_tokenizer(str(tmp_path / "tokenizer.model"), "huggingface")
+
+
+@pytest.mark.parametrize("path", ["nowhere/deep/tokenizer.model", "./nothing", "tokenizer.json", "."])
+def test_missing_file_is_named(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"TOKENIZER_PATH={path}"):
+        load_tokenizer(path)
+
+
+def test_name_that_the_hub_does_not_give_is_one_clear_error(tmp_path):
+    code = ("from errors import DataError; from tokenizer import load_tokenizer\n"
+            "try: load_tokenizer('nobody/nothing')\n"
+            "except DataError as error: print(error)")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
+    assert "TOKENIZER_PATH=nobody/nothing" in done.stdout and "HF_HUB_OFFLINE" in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize("change, complaint", [
+    (lambda lines: lines[:5] + [b"?? 5"] + lines[6:], r":6: expected a token"),
+    (lambda lines: lines[:5] + [b"QQ=="] + lines[6:], r":6: expected a token"),
+    (lambda lines: lines + [lines[0]], r":451: the token"),
+    (lambda lines: lines[:300] + lines[301:], "should be 0 to 448"),
+    (lambda lines: lines[:200], "56 of the 256 bytes"),
+    (lambda lines: [], "256 of the 256 bytes"),
+    (lambda lines: [b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00"], r":\d: expected a token"),
+])
+def test_damaged_file_is_refused_by_line(ranks, tmp_path, change, complaint):
+    path = tmp_path / "tokenizer.model"
+    write_tiktoken(ranks, path)
+    path.write_bytes(b"\n".join(change(path.read_bytes().splitlines())))
+    with pytest.raises(DataError, match=complaint) as caught:
+        read_tiktoken(path)
+    assert str(path) in str(caught.value)
+
+
+def test_script_trains_on_files_and_folders(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(SENTENCES[0] * 3, encoding="utf-8")
+    lines = [json.dumps({"body": text}) for text in SENTENCES] + ["{broken"]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    def run(output, *more):
+        script = ROOT / "scripts" / "train_tokenizer.py"
+        return subprocess.run([sys.executable, script, "--vocab-size", "300", "--output", output, *more], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=120)
+
+    refused = run("c.model", "b.jsonl", "--column", "body")
+    assert refused.returncode == DataError.exit_code
+    assert "b.jsonl:4" in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "c.model").exists()
+    for output in ("out/c.model", "out/d.model"):
+        done = run(output, "texts", "*.jsonl", "--column", "body", "--on-bad-record", "skip")
+        assert done.returncode == 0, done.stderr
+        assert "300 ranks" in done.stdout and "556 ids" in done.stdout and "1 records skipped" in done.stdout
+    assert (tmp_path / "out" / "c.model").read_bytes() == (tmp_path / "out" / "d.model").read_bytes()
+    assert load_tokenizer(str(tmp_path / "out" / "c.model")).vocab_size == 556
