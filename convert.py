@@ -1,0 +1,303 @@
+"""Weights and configuration to and from the Hugging Face and Meta formats: pure functions on state dicts.
+
+Paddock's own names are Meta's. Hugging Face names every tensor differently, rotates halves of a head where Meta rotates
+neighbouring pairs (so the rows of wq and wk change places), and knows nothing of the padding of our vocabulary.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from config import ModelConfig
+from errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
+
+HUGGINGFACE_NAMES = {
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}
+
+
+def huggingface_name(name: str) -> str:
+    """Hugging Face's name of one of our parameters."""
+    stem = name.removesuffix(".weight")
+    if not stem.startswith("layers."):
+        return f"{HUGGINGFACE_NAMES[stem]}.weight"
+    _, layer, part = stem.split(".", 2)
+    return f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}.weight"
+
+
+def unwrapped_name(name: str) -> str:
+    """The parameter's name without what torch.compile and DDP put into it."""
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
+
+
+def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every parameter of the model, in its own order."""
+    c = model_config
+    kv_dim = c.n_kv_heads * c.head_dim
+    block = {"attention.wq": (c.dim, c.dim), "attention.wk": (kv_dim, c.dim), "attention.wv": (kv_dim, c.dim),
+             "attention.wo": (c.dim, c.dim), "feed_forward.w1": (c.hidden_dim, c.dim),
+             "feed_forward.w2": (c.dim, c.hidden_dim), "feed_forward.w3": (c.hidden_dim, c.dim),
+             "attention_norm": (c.dim,), "ffn_norm": (c.dim,)}
+    shapes = {"tok_embeddings.weight": (vocab_rows, c.dim)}
+    for layer in range(c.n_layers):
+        shapes |= {f"layers.{layer}.{part}.weight": shape for part, shape in block.items()}
+    shapes["norm.weight"] = (c.dim,)
+    if not c.tie_embeddings:
+        shapes["output.weight"] = (vocab_rows, c.dim)
+    return shapes
+
+
+def _rotated_heads(name: str, model_config: ModelConfig) -> int:
+    """How many heads of this parameter are rotated; 0 for all but wq and wk."""
+    part = name.rsplit(".", 2)[-2]
+    return {"wq": model_config.n_heads, "wk": model_config.n_kv_heads}.get(part, 0)
+
+
+def _pairs_to_halves(weight: Tensor, heads: int) -> Tensor:
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def _halves_to_pairs(weight: Tensor, heads: int) -> Tensor:
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """Our parameters under Hugging Face's names, on the CPU, without the rows that pad the vocabulary.
+
+    A tied head is left out; `from_huggingface` gives back the same bits.
+    """
+    state = {unwrapped_name(name): tensor for name, tensor in state_dict.items()}
+    shapes = parameter_shapes(model_config, vocab_size)
+    foreign = set(state) - set(shapes) - {"output.weight"}
+    assert not foreign and set(shapes) <= set(state), f"not the parameters of this model: {foreign or set(shapes) - set(state)}"
+    tensors = {}
+    for name, shape in shapes.items():
+        weight = state[name].detach()
+        heads = _rotated_heads(name, model_config)
+        if heads:
+            weight = _pairs_to_halves(weight, heads)
+        if len(weight) > shape[0] and name in ("tok_embeddings.weight", "output.weight"):
+            weight = weight[:vocab_size]
+        assert weight.shape == shape, f"{name} is {tuple(weight.shape)}, expected {shape}"
+        tensors[huggingface_name(name)] = weight.cpu().contiguous()
+    return tensors
+
+
+def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int) -> dict[str, Tensor]:
+    """A Hugging Face Llama's tensors under our names, the vocabulary padded to `padded_vocab` rows with zeros.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or not of the shape that the settings give.
+    """
+    shapes = parameter_shapes(model_config, padded_vocab)
+    embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
+    if model_config.tie_embeddings and head is not None and (embedding is None or not torch.equal(embedding, head)):
+        raise CheckpointError("the weights have a head of their own; set TIE_EMBEDDINGS=false")
+    if not model_config.tie_embeddings and head is None:
+        raise CheckpointError("the weights have no head of their own (lm_head.weight); set TIE_EMBEDDINGS=true")
+    ours = {huggingface_name(name): name for name in shapes}
+    unknown = [name for name in tensors if not (name in ours or name == "lm_head.weight" or name.endswith("inv_freq"))]
+    missing = [name for name in ours if name not in tensors]
+    if unknown or missing:
+        what = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which this model has not"
+        raise CheckpointError(f"the weights {what} ({len(missing)} missing, {len(unknown)} unknown); "
+                              "set N_LAYERS and the other model settings as in the checkpoint's config.json")
+    state = {}
+    for name, shape in shapes.items():
+        weight = tensors[huggingface_name(name)]
+        if name in ("tok_embeddings.weight", "output.weight") and len(weight) < padded_vocab:
+            weight = torch.cat([weight, weight.new_zeros(padded_vocab - len(weight), weight.shape[1])])
+        if weight.shape != shape:
+            raise CheckpointError(f"{huggingface_name(name)} is {tuple(weight.shape)} in the checkpoint, but the settings and "
+                                  f"the tokenizer give {shape}; set the model settings as in the checkpoint's config.json")
+        heads = _rotated_heads(name, model_config)
+        state[name] = _halves_to_pairs(weight, heads) if heads else weight
+    return state
+
+
+def from_meta(tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The parameters and the model settings of one of Meta's Llama 3 checkpoints (consolidated.00.pth, params.json).
+
+    Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor of the
+    rotary scaling, which is 32; Llama 3.1's is 8. Source: the models' published configurations.
+    Raises:
+        CheckpointError: the file or the parameters are not a Llama 3's.
+    """
+    state = {name: tensor for name, tensor in tensors.items() if name != "rope.freqs"}
+    wanted = ("dim", "n_layers", "n_heads", "norm_eps")
+    lacking = [key for key in wanted if key not in params] + [
+        name for name in ("tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w1.weight") if name not in state]
+    if lacking:
+        raise CheckpointError(f"not a Llama 3 checkpoint of Meta's: no {', '.join(lacking)} in params.json and the weights")
+    tied = torch.equal(state["tok_embeddings.weight"], state["output.weight"])
+    if tied:
+        del state["output.weight"]
+    settings = {key: params[key] for key in wanted} | {
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": len(state["layers.0.feed_forward.w1.weight"]),
+        "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
+    if params.get("use_scaled_rope"):
+        settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
+        settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
+    expected = parameter_shapes(ModelConfig(**settings), len(state["tok_embeddings.weight"]))
+    wrong = [name for name in sorted(expected.keys() | state.keys())
+             if name not in state or tuple(state[name].shape) != expected.get(name)]
+    if wrong:
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors)")
+    return state, settings
+
+
+def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: int, bos: Optional[int], eos: int,
+                       dtype: torch.dtype) -> dict[str, Any]:
+    """The content of config.json, understood alike by transformers 4.57 and 5.
+
+    Version 5 reads `rope_parameters` and `dtype`, version 4 reads `rope_theta`, `rope_scaling` and `torch_dtype`, and
+    neither complains of the other's.
+    """
+    c = model_config
+    scaling = None
+    if c.rope_scaling_factor is not None:
+        scaling = {"rope_type": "llama3", "factor": c.rope_scaling_factor, "low_freq_factor": c.rope_low_freq_factor,
+                   "high_freq_factor": c.rope_high_freq_factor, "original_max_position_embeddings": c.rope_original_max_len}
+        # The scaling was made for this length, however short the rows of this run are.
+        max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size,
+        "hidden_size": c.dim, "intermediate_size": c.hidden_dim, "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
+        "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "tie_word_embeddings": c.tie_embeddings,
+        "max_position_embeddings": max_seq_len, "rope_theta": c.rope_theta, "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
+        "bos_token_id": bos, "eos_token_id": eos, "use_cache": True, "dtype": dtype_name, "torch_dtype": dtype_name,
+    }
+
+
+def generation_config(bos: Optional[int], eos: int, eot: Optional[int]) -> dict[str, Any]:
+    """The content of generation_config.json: where a text begins and ends, a turn's end included."""
+    return {"bos_token_id": bos, "eos_token_id": eos if eot in (None, eos) else [eos, eot]}
+
+
+def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ModelConfig that describe the model of a config.json.
+
+    Raises:
+        CheckpointError: it is not a Llama, or has a part that this model has not.
+    """
+    rope = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or rope
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    lacking = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+               if key not in config]
+    if config.get("model_type") != "llama" or lacking:
+        raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model"
+                              f"{' without ' + ', '.join(lacking) if lacking else ''}; only Llama models can be read")
+    dim, heads = config["hidden_size"], config["num_attention_heads"]
+    fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads, "pretraining_tp": 1}
+    unlike = [f"{key}={config[key]!r}" for key, value in fixed.items() if config.get(key) not in (value, None)]
+    if rope_type not in ("default", "llama3"):
+        unlike.append(f"rope_type={rope_type!r}")
+    if unlike:
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model cannot represent")
+    settings = {"dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
+                "n_kv_heads": config.get("num_key_value_heads") or heads, "ffn_dim": config["intermediate_size"],
+                "norm_eps": config.get("rms_norm_eps", 1e-6), "init_std": config.get("initializer_range", 0.02),
+                "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+                "rope_scaling_factor": None, "tie_embeddings": config.get("tie_word_embeddings", False)}
+    if rope_type == "llama3":
+        settings |= {"rope_scaling_factor": scaling["factor"], "rope_low_freq_factor": scaling["low_freq_factor"],
+                     "rope_high_freq_factor": scaling["high_freq_factor"],
+                     "rope_original_max_len": scaling["original_max_position_embeddings"]}
+    return settings
+
+
+def save_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write tensors as model.safetensors, or as several files and their index where one would be too large."""
+    shards: list[dict[str, Tensor]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file_name)
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def load_model_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a model folder under Hugging Face's names, for `from_huggingface`; only safetensors are read.
+
+    Raises:
+        CheckpointError: there are none, or a file of them is missing or damaged.
+    """
+    folder = Path(folder)
+    names = [WEIGHTS_FILE]
+    if not (folder / WEIGHTS_FILE).exists():
+        if not (folder / INDEX_FILE).exists():
+            raise CheckpointError(f"{folder} holds no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not read: "
+                                  "save the model as safetensors first")
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+        names = sorted(set(weight_map.values()))
+    tensors = {}
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / INDEX_FILE} points outside its folder: {name!r}")
+        try:
+            tensors |= load_file(folder / name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+    return tensors
+
+
+def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_config: ModelConfig, tokenizer,
+                      max_seq_len: int) -> None:
+    """Write a Hugging Face model folder: config.json, generation_config.json, the weights, and the tokenizer's files."""
+    folder = Path(folder)
+    tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
+    config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id, tokenizer.eos_id,
+                                tensors["model.embed_tokens.weight"].dtype)
+    save_weights(folder, tensors)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", generation_config(tokenizer.bos_id, tokenizer.eos_id, tokenizer.eot_id))
+    tokenizer.save_huggingface(folder)
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: it cannot be read, or holds no object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return content

@@ -1,0 +1,579 @@
+"""Checkpoints: whatever happens, one good one is left, and a bad one is never loaded."""
+
+import builtins
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import checkpoints
+from errors import CheckpointError
+from ranks import Ranks, start_ranks, stop_ranks
+
+fork_warning = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+def write_model(folder: Path) -> None:
+    save_file({"weight": torch.arange(64.0)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def save(folder: Path, step: int, val_loss=None, write=write_model) -> Path:
+    optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
+    return checkpoints.save(folder, step, Ranks(), write, {"step": step, "val_loss": val_loss}, optimizer)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_saved_checkpoint_reads_back(tmp_path):
+    folder = save(tmp_path / "checkpoints", 200, val_loss=1.5)
+    assert folder.name == "step-00000200"
+    manifest = checkpoints.verify(folder)
+    assert (manifest["step"], manifest["world_size"], manifest["val_loss"]) == (200, 1, 1.5)
+    # The manifest covers every file but itself.
+    assert set(manifest["files"]) | {checkpoints.MANIFEST} == set(names(folder))
+    for name, entry in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert checkpoints.read_state(folder) == {"step": 200, "val_loss": 1.5}
+    optimizer = checkpoints.read_optimizer(folder)
+    assert torch.equal(optimizer["weight.exp_avg"], torch.full((64,), 200.0))
+    assert optimizer["weight.step"].shape == () and optimizer["weight.step"] == 200
+
+
+def test_optimizer_state_may_be_empty_or_of_any_layout(tmp_path):
+    matrix = torch.arange(6.0).view(2, 3).T
+    folder = checkpoints.save(tmp_path, 1, Ranks(), write_model, {}, {"matrix": matrix})
+    assert torch.equal(checkpoints.read_optimizer(folder)["matrix"], matrix)
+    assert checkpoints.read_optimizer(checkpoints.save(tmp_path, 2, Ranks(), write_model, {}, {})) == {}
+
+
+def test_no_checkpoint_is_none_and_not_an_error(tmp_path):
+    assert checkpoints.newest_verified(tmp_path / "missing") == (None, [])
+    (tmp_path / "tmp-00000002-1").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert checkpoints.newest_verified(tmp_path) == (None, [])
+
+
+def test_newest_is_the_last_written_not_the_highest_step(tmp_path):
+    save(tmp_path, 400)
+    save(tmp_path, 600)
+    back = save(tmp_path, 450)
+    assert checkpoints.newest_verified(tmp_path) == (back, [])
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2, val_loss=3.0)
+    folder = save(tmp_path, 2, val_loss=2.0)
+    assert checkpoints.verify(folder)["val_loss"] == 2.0
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ damage
+
+
+FILES = ["MANIFEST.json", "config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "extend", "empty", "delete"])
+def test_damage_of_any_file_is_found_and_the_previous_loads(tmp_path, name, damage):
+    good = save(tmp_path, 1)
+    bad = save(tmp_path, 2)
+    path = bad / name
+    content = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes({"truncate": content[:-1], "extend": content + b"\n", "empty": b""}[damage])
+    with pytest.raises(CheckpointError, match=name):
+        checkpoints.verify(bad)
+    folder, messages = checkpoints.newest_verified(tmp_path)
+    assert folder == good
+    assert len(messages) == 1 and name in messages[0] and bad.name in messages[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_found(tmp_path, name):
+    folder = save(tmp_path, 1, val_loss=2.0)
+    path = folder / name
+    content = path.read_bytes()
+    stride = max(1, 8 * len(content) // 400)
+    for bit in range(0, 8 * len(content), stride):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=name):
+            checkpoints.verify(folder)
+    path.write_bytes(content)
+    checkpoints.verify(folder)
+
+
+def test_all_bad_is_refused_and_never_a_fresh_start(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints.*step-00000002/config.json is missing"):
+        checkpoints.newest_verified(tmp_path)
+
+
+def test_unlisted_files_are_ignored_but_none_outside_the_folder_is_listed(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "notes.txt").write_text("mine")
+    checkpoints.verify(folder)
+    manifest = checkpoints.read_manifest(folder)
+    del manifest["sha256"]
+    manifest["files"]["../elsewhere"] = manifest["files"]["config.json"]
+    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed(manifest))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        checkpoints.verify(folder)
+
+
+def test_another_format_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    manifest = {**checkpoints.read_manifest(folder), "format": 99}
+    del manifest["sha256"]
+    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed(manifest))
+    with pytest.raises(CheckpointError, match="format 99"):
+        checkpoints.verify(folder)
+
+
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_is_never_executed(tmp_path, name):
+    """Not even where an attacker has put the right hash into the manifest."""
+    bomb = tmp_path / "exploded"
+    folder = save(tmp_path / "checkpoints", 1)
+    content = pickle.dumps(Bomb(bomb))
+    (folder / name).write_bytes(content)
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        checkpoints.verify(folder)
+    if name == checkpoints.MANIFEST:
+        return
+    manifest = {"format": 1, "files": {name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}}
+    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed(manifest))
+    checkpoints.verify(folder)
+    for file_name, read in ((checkpoints.STATE, checkpoints.read_state), (checkpoints.OPTIMIZER, checkpoints.read_optimizer)):
+        if name == file_name:
+            with pytest.raises(CheckpointError, match=name):
+                read(folder)
+    assert not bomb.exists()
+
+
+# ------------------------------------------------------------------------------------------------------------------- crashes
+
+
+DEADLY = ["open", "os.open", "write", "os.fsync", "os.rename", "os.mkdir", "os.unlink", "os.rmdir"]
+
+
+def die_at(deadly_call: int, before: bool) -> list[str]:
+    """Make the n-th call that touches the disk the last of this process; returns the names of the calls so far."""
+    calls: list[str] = []
+
+    def deadly(name, real):
+        def call(*args, **kwargs):
+            calls.append(name)
+            last = len(calls) == deadly_call
+            if last and before:
+                os._exit(77)
+            try:
+                return real(*args, **kwargs)
+            finally:
+                if last:
+                    os._exit(77)
+        return call
+
+    class Half:
+        """A file of which a deadly write leaves half, on the disk."""
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, data):
+            calls.append("write")
+            if len(calls) == deadly_call:
+                self.file.write(data[:len(data) // 2])
+                self.file.flush()
+                os._exit(77)
+            return self.file.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.file.close()
+
+    real_open = deadly("open", io.open)
+    opened = lambda *args, **kwargs: Half(real_open(*args, **kwargs))  # noqa: E731
+    builtins.open = io.open = opened
+    for name in DEADLY:
+        if name.startswith("os."):
+            setattr(os, name[3:], deadly(name, getattr(os, name[3:])))
+    real_save = checkpoints.save_file
+
+    def half_safetensors(tensors, path, **kwargs):
+        calls.append("safetensors")
+        real_save(tensors, path, **kwargs)
+        if len(calls) == deadly_call:
+            os.truncate(path, os.path.getsize(path) // 2)
+            os._exit(77)
+
+    checkpoints.save_file = half_safetensors
+    return calls
+
+
+def in_child(work) -> int:
+    """The exit code of a forked process that does some work; 99 for an exception."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def save_and_prune(folder: Path) -> None:
+    save(folder, 2, val_loss=0.5)  # which is there already
+    checkpoints.prune(folder, keep_last=1, keep_best=0)
+
+
+@fork_warning
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_death_at_any_call_leaves_a_verified_checkpoint(tmp_path, before):
+    template = tmp_path / "template"
+    save(template, 1)
+    save(template, 2)
+    deaths = 0
+    while True:
+        folder = tmp_path / str(deaths)
+        shutil.copytree(template, folder)
+
+        def work():
+            calls = die_at(deaths + 1, before)
+            save_and_prune(folder)
+            (tmp_path / "calls.json").write_text(json.dumps(calls))
+
+        code = in_child(work)
+        if code == 0:
+            break
+        assert code == 77
+        deaths += 1
+        chosen, messages = checkpoints.newest_verified(folder)
+        assert chosen is not None and not messages, "nothing half-written ever carries a checkpoint's name"
+        checkpoints.sweep(folder)
+        after_sweep, messages = checkpoints.newest_verified(folder)
+        assert not messages
+        assert checkpoints.read_manifest(after_sweep)["written"] == max(
+            checkpoints.read_manifest(path)["written"] for path in folder.iterdir())
+        assert all(name.startswith("step-") for name in names(folder)), "the sweep leaves checkpoints only"
+        # Life goes on: the next save and prune work on what is left.
+        save_and_prune(folder)
+        assert names(folder) == ["step-00000002"]
+        assert checkpoints.verify(folder / "step-00000002")["val_loss"] == 0.5
+    seen = set(json.loads((tmp_path / "calls.json").read_text()))
+    print(f"{deaths} deaths, {before=}")
+    assert deaths >= 20
+    assert seen >= {"open", "write", "os.fsync", "os.rename", "os.unlink", "safetensors"}
+
+
+@fork_warning
+def test_kill_at_random_instants_leaves_a_verified_checkpoint(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    save(tmp_path, 1)
+
+    def save_for_ever():
+        for step in range(2, 10**6):
+            save(tmp_path, step)
+            checkpoints.prune(tmp_path, keep_last=2, keep_best=0)
+
+    for _ in range(10):
+        pid = os.fork()
+        if pid == 0:
+            save_for_ever()
+        time.sleep(0.02 + 0.1 * float(torch.rand((), generator=generator)))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        folder, messages = checkpoints.newest_verified(tmp_path)
+        assert folder is not None and not messages
+        checkpoints.sweep(tmp_path)
+        assert all(name.startswith("step-") for name in names(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------------- disks that are full
+
+
+def test_too_little_room_is_found_before_writing(tmp_path):
+    def never(folder):
+        raise AssertionError("written in spite of too little room")
+
+    with pytest.raises(CheckpointError, match=r"1,000,000,000,000,000,000 bytes needed, [\d,]+ free"):
+        checkpoints.save(tmp_path / "checkpoints", 1, Ranks(), never, {}, {}, weight_bytes=10**18)
+    assert names(tmp_path / "checkpoints") == []
+
+
+def no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["write_files", "bare", "save_file", "_sync_and_hash", "_sync_folder"])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
+    good = save(tmp_path, 1)
+
+    def write(folder):
+        write_model(folder)
+        if where == "write_files":
+            no_space()
+        if where == "bare":
+            raise Exception("No space left on device (os error 28)")  # as Rust's tokenizers do
+
+    if hasattr(checkpoints, where):
+        monkeypatch.setattr(checkpoints, where, no_space)
+    with pytest.raises(CheckpointError, match=r"step-00000002 could not be written: .*No space left.*needed, [\d,]+ free"):
+        save(tmp_path, 2, write=write)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoints.newest_verified(tmp_path) == (good, [])
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@fork_warning
+def test_a_file_size_limit_is_named(tmp_path):
+    save(tmp_path, 1)
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        for tensors in ({}, {"large": torch.zeros(4096)}):
+            try:
+                checkpoints.save(tmp_path, 2, Ranks(), lambda folder: save_file({"w": torch.zeros(4096)}, folder / "w"), {}, tensors)
+            except CheckpointError as error:
+                assert "File too large" in str(error) or "ulimit" in str(error)
+            else:
+                raise AssertionError("written beyond the limit")
+        assert names(tmp_path) == ["step-00000001"]
+
+    assert in_child(work) == 0
+
+
+def test_a_mistake_of_ours_is_not_called_a_disk_error(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, 1, write=lambda folder: 1 / 0)
+    assert names(tmp_path) == []
+
+
+@fork_warning
+def test_a_read_only_folder_is_named(tmp_path):
+    target = tmp_path / "runs"
+    target.mkdir()
+    tmp_path.chmod(0o755)
+    target.chmod(0o555)
+
+    def work():
+        if os.geteuid() == 0:
+            for parent in tmp_path.parents[:2]:
+                parent.chmod(0o755)  # pytest's own folders are for their owner alone
+            os.seteuid(65534)
+        for call in (lambda: save(target / "checkpoints", 1), lambda: checkpoints.check_writable(target, 10),
+                     lambda: checkpoints.lock_run(target / "run").__enter__()):
+            try:
+                call()
+            except CheckpointError as error:
+                assert str(target) in str(error) and "Permission denied" in str(error)
+            else:
+                raise AssertionError("nothing was said")
+
+    assert in_child(work) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ retention
+
+
+def test_retention_keeps_last_best_and_protected(tmp_path):
+    for step, val_loss in ((1, 5.0), (2, 1.0), (3, None), (4, 2.0), (5, float("nan")), (6, 9.0), (7, 8.0)):
+        save(tmp_path, step, val_loss)
+    removed = checkpoints.prune(tmp_path, keep_last=2, keep_best=2, protected=[tmp_path / "step-00000003"])
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 4, 6, 7)]
+    assert sorted(path.name for path in removed) == ["step-00000001", "step-00000005"]
+
+
+def test_retention_goes_by_order_of_writing(tmp_path):
+    for step in (800, 900, 100, 200):
+        save(tmp_path, step)
+    checkpoints.prune(tmp_path, keep_last=2, keep_best=0)
+    assert names(tmp_path) == ["step-00000100", "step-00000200"]
+
+
+def test_keep_last_0_keeps_all(tmp_path):
+    for step in range(1, 5):
+        save(tmp_path, step)
+    assert checkpoints.prune(tmp_path, keep_last=0, keep_best=0) == []
+    assert len(names(tmp_path)) == 4
+
+
+def test_nothing_is_deleted_while_the_newest_is_bad(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000003" / "config.json").write_text("{}")
+    with pytest.warns(UserWarning, match="step-00000003/config.json is damaged"):
+        assert checkpoints.prune(tmp_path, keep_last=1, keep_best=0) == []
+    assert len(names(tmp_path)) == 3
+
+
+def test_retention_leaves_what_it_cannot_read(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000001" / checkpoints.MANIFEST).write_text("{}")
+    checkpoints.prune(tmp_path, keep_last=1, keep_best=0)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
+    with pytest.warns(UserWarning, match="step-00000001 could not be deleted"):
+        checkpoints.prune(tmp_path, keep_last=1, keep_best=0)
+    monkeypatch.undo()
+    checkpoints.sweep(tmp_path)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- by a name
+
+
+def test_locate_takes_names_and_paths(tmp_path):
+    run = tmp_path / "run"
+    first, second = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
+    elsewhere = tmp_path / "elsewhere"
+    assert checkpoints.locate("step-00000001", run) == first
+    assert checkpoints.locate(str(first), elsewhere) == first
+    assert checkpoints.locate(str(run), elsewhere) == second
+    assert checkpoints.locate(str(run / "checkpoints"), elsewhere) == second
+    (second / "config.json").unlink()
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert checkpoints.locate(str(run), elsewhere) == first
+    with pytest.raises(CheckpointError, match="no checkpoint 'step-00000009'"):
+        checkpoints.locate("step-00000009", run)
+
+
+def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_path):
+    write_model(tmp_path)
+    assert checkpoints.locate(str(tmp_path), tmp_path / "run") == tmp_path
+    folder = save(tmp_path / "checkpoints", 1)
+    (folder / checkpoints.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="MANIFEST.json"):
+        checkpoints.locate(str(folder), tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="import_checkpoint"):
+        checkpoints.locate(str(tmp_path / "empty"), tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------------------------------------------- lock
+
+
+@fork_warning
+def test_a_second_job_leaves_at_once_and_names_the_holder(tmp_path):
+    def second():
+        try:
+            with checkpoints.lock_run(tmp_path):
+                pass
+        except CheckpointError as error:
+            assert f"process {os.getppid()} on " in str(error)
+            os._exit(5)
+
+    with checkpoints.lock_run(tmp_path):
+        started = time.monotonic()
+        assert in_child(second) == 5
+        assert time.monotonic() - started < 5
+    assert in_child(second) == 0
+
+
+@fork_warning
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
+    def holder():
+        with checkpoints.lock_run(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(holder) == -signal.SIGKILL
+    assert (tmp_path / checkpoints.LOCK).read_text().startswith("process ")
+    with checkpoints.lock_run(tmp_path):
+        assert f"process {os.getpid()} " in (tmp_path / checkpoints.LOCK).read_text()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoints.fcntl, "flock", unsupported)
+    with pytest.warns(UserWarning, match="cannot be locked"), checkpoints.lock_run(tmp_path):
+        pass
+
+
+# -------------------------------------------------------------------------------------------------------------- several ranks
+
+
+def two_ranks(rank: int, port: int, folder: Path, results) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks = start_ranks("cpu", 30)
+    checkpoints.save(folder, 1, ranks, write_model, {}, {})
+
+    def full(folder: Path) -> None:
+        assert rank == 0, "rank 0 alone writes"
+        no_space()
+
+    try:
+        checkpoints.save(folder, 2, ranks, full, {}, {})
+    except CheckpointError as error:
+        results.put((rank, str(error)))
+    ranks.barrier()
+    stop_ranks()
+
+
+def test_a_failure_of_rank_0_is_raised_on_every_rank(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=two_ranks, args=(rank, port, tmp_path, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    told = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert all("step-00000002 could not be written" in told[rank] for rank in range(2))
+    assert names(tmp_path) == ["step-00000001"]
+    assert checkpoints.verify(tmp_path / "step-00000001")["world_size"] == 2
