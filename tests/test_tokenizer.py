@@ -104,6 +104,8 @@ def test_any_ids_decode_alike(ours, theirs, transformers_tokenizer, ids):
 
 @no_deadline
 @given(st.text("abc ", min_size=1), st.lists(st.text("abc", min_size=2, max_size=5), max_size=30, unique=True))
+@example("abc", ["abc"])  # in the ranks, but no merge leads there
+@example("aaaaa", ["aa", "aaa"])
 def test_folder_is_exact_for_ranks_that_no_training_made(tmp_path_factory, text, tokens):
     ranks = {bytes([byte]): byte for byte in range(256)}
     for token in tokens:
@@ -193,6 +195,11 @@ def test_pieces_are_where_the_reference_cuts(text):
         patch.setattr(tokenizer_module, "MAX_PIECE_CHARS", 11)
         patch.setattr(tokenizer_module, "MAX_RUN_CHARS", 3)
         assert list(split_long(text)) == list(reference(text.replace("\ud800", "\ufffd"), 11, 3))
+
+
+def test_pieces_are_as_long_as_metas():
+    assert [len(piece) for piece in split_long("a" * 50_001)] == [25_000, 25_000, 1]
+    assert [len(piece) for piece in split_long("a " * 200_001)] == [400_000, 2]
 
 
 def test_hash_follows_content_and_not_place(ranks, ours, theirs, folder, tmp_path):
