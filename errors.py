@@ -5,6 +5,7 @@ class PaddockError(Exception):
     """One sentence for the user: what was got, what was expected, what to change."""
 
     exit_code = 1
+    told_by_main = False  # on ranks other than 0, when rank 0 raised it for all
 
 
 class SettingsError(PaddockError):

@@ -2,14 +2,21 @@
 
 import json
 import os
-from collections.abc import Sequence
+import signal
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from errors import SettingsError
+import errors
+from errors import PaddockError, SettingsError
+
+T = TypeVar("T")
+SECOND_SIGNAL_SECONDS = 1.0  # torchrun hands on a signal that the terminal has sent to the workers already
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,24 @@ class Ranks:
         dist.all_gather(everyone, mine)
         return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
 
+    def main_first(self, make: Callable[[], T]) -> Optional[T]:
+        """What make() gives, on rank 0; None on the others. Its PaddockError is raised on every rank, for one of them to tell.
+
+        Collective: every rank must call it.
+        """
+        value, failure = None, None
+        if self.is_main:
+            try:
+                value = make()
+            except PaddockError as error:
+                failure = [type(error).__name__, str(error)]
+        failure = self.broadcast(failure)
+        if failure is not None:
+            error = getattr(errors, failure[0])(failure[1])
+            error.told_by_main = not self.is_main
+            raise error
+        return value
+
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank must call it."""
         self.sum([0])
@@ -99,3 +124,20 @@ def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+class StopSignals:
+    """Remembers TERM, INT and USR1, for the loop to save and leave; a second one, a moment later, quits at once."""
+
+    def __init__(self) -> None:
+        self.received: Optional[int] = None
+        self.at = 0.0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if self.received is not None and now - self.at > SECOND_SIGNAL_SECONDS:
+            os._exit(128 + number)
+        if self.received is None:
+            self.received, self.at = number, now

@@ -1,0 +1,91 @@
+"""What is measured while the model learns, by all ranks together: validation, HellaSwag, samples."""
+
+from collections.abc import Iterable
+
+import torch
+from generate import generate
+from hellaswag_utils import Counts, evaluate_batches
+
+from config import Config
+from model import Transformer
+from ranks import Ranks, StopSignals
+from run_state import Run
+
+
+class Interrupted(Exception):
+    """A stop signal came in the middle of an evaluation; all ranks raise it together."""
+
+
+def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
+    """Collective: every rank must call it, and all raise Interrupted when one of them was signalled."""
+    if not ranks.all_agree(signals.received is None):
+        raise Interrupted
+
+
+@torch.no_grad()
+def validation_loss(model: Transformer, objective, batches: Iterable, ranks: Ranks, signals: StopSignals) -> float:
+    """The mean loss over the fixed validation rows. Collective: every rank must call it, with equally many batches."""
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    count = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    for batch in batches:
+        leave_if_stopped(ranks, signals)
+        batch = batch.to(ranks.device)
+        total += objective.loss_sum(model, batch).total
+        count += objective.count(batch)
+    model.train()
+    loss, targets = ranks.sum([float(total), float(count)])
+    return loss / targets
+
+
+def hellaswag(model: Transformer, tasks, config: Config, ranks: Ranks, signals: StopSignals) -> dict[str, float]:
+    """acc, acc_norm, n and the standard error of acc. Collective: every rank must call it."""
+    counts = Counts()
+    with torch.compiler.set_stance("force_eager"):
+        for part in evaluate_batches(model, tasks, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,
+                                     batch_tokens=config.hellaswag_batch_tokens):
+            leave_if_stopped(ranks, signals)
+            counts += part
+    counts = Counts(*(int(value) for value in ranks.sum(list(counts))))
+    return {"hellaswag_acc": counts.accuracy, "hellaswag_acc_norm": counts.accuracy_norm, "hellaswag_n": counts.n,
+            "hellaswag_stderr": counts.standard_error}
+
+
+def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:
+    """(prompt, continuation) pairs, the same at every call of the same step and on every rank."""
+    prompts = config.sample_prompts.split("|")
+    with torch.compiler.set_stance("force_eager"):
+        written = generate(model, [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts],
+                           max_new_tokens=config.sample_tokens, temperature=config.sample_temperature, top_p=config.sample_top_p,
+                           seed=config.seed + step, stop_ids={tokenizer.eos_id, tokenizer.document_start_id})
+    return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
+
+
+def due(every: int, step: int, last: bool) -> bool:
+    """Whether something is due after this step that is done every so many steps and at the end; 0 = never."""
+    return every > 0 and (step % every == 0 or last)
+
+
+def measure(run: Run, objective, last: bool) -> dict[str, float]:
+    """What is due after the finished step, as metrics; told on the console, and noted in the progress.
+
+    Collective: every rank must call it.
+
+    Raises:
+        Interrupted: a rank was signalled meanwhile.
+    """
+    config, step, metrics = run.config, run.progress.step, {}
+    if due(config.validate_every, step, last):
+        loss = validation_loss(run.model, objective, run.inputs.validation_batches(config, run.ranks), run.ranks, run.signals)
+        metrics["val_loss"] = loss
+        best = step > 0 and run.progress.note_validation(loss, config.early_stopping_skip_steps)
+        run.log.say(f"Validation [{step}/{config.max_steps}] | Loss: {loss:.4f}{' | best so far' if best else ''}")
+    if run.inputs.tasks and due(config.hellaswag_every, step, last):
+        metrics |= hellaswag(run.model, run.inputs.tasks, config, run.ranks, run.signals)
+        run.log.say(f"{config.hellaswag_name} [{step}/{config.max_steps}] | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
+                    f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
+                    f"N: {metrics['hellaswag_n']}")
+    if step > 0 and due(config.sample_every, step, last):
+        for prompt, text in samples(run.model, run.inputs.tokenizer, config, step):
+            run.log.sample(step, prompt, text)
+    return metrics

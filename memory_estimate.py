@@ -1,0 +1,55 @@
+"""A forecast of what a run will hold in memory, before anything is built."""
+
+from typing import NamedTuple
+
+from config import Config
+
+FLOAT32 = 4
+HEAD_CHUNK_BYTES = 2**31  # as in model.py
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes on each device."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def parameter_count(config: Config, vocab_size: int) -> int:
+    """Trainable weights, without the padding of the vocabulary."""
+    attention = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.head_dim
+    block = attention + 3 * config.dim * config.hidden_dim + 2 * config.dim
+    return config.n_layers * block + (1 if config.tie_embeddings else 2) * vocab_size * config.dim + config.dim
+
+
+def estimate_memory(config: Config, vocab_size: int, compute_bytes: int) -> MemoryEstimate:
+    """The forecast for one rank.
+
+    Args:
+        compute_bytes: of one number of the compute dtype: 2 for bf16 and fp16, 4 for fp32.
+    """
+    parameters = parameter_count(config, vocab_size)
+    matrices = parameters - (1 if config.tie_embeddings else 2) * vocab_size * config.dim
+    muon_saves = matrices if config.optimizer == "muon" else 0  # one moment instead of two
+    cast = parameters * compute_bytes if compute_bytes < FLOAT32 else 0  # weights in the compute dtype, kept for the backward
+    tokens = config.micro_batch_size * config.max_seq_len
+    heads_width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
+    # What a block keeps for its backward: its two inputs and their norms, q k v before and after rotation, the attended
+    # values with their log-sum, gate, up and their product.
+    block = compute_bytes * (4 * config.dim + 2 * heads_width + 2 * config.n_heads * config.head_dim + 4 * config.hidden_dim)
+    kept = config.n_layers * block
+    if config.activation_checkpointing == "block":
+        kept = config.n_layers * compute_bytes * config.dim + block
+    if not config.compile:  # eager norms and rotations keep float32 intermediates
+        kept += (1 if config.activation_checkpointing == "block" else config.n_layers) * FLOAT32 * (4 * config.dim + 2 * heads_width)
+    chunk = min(tokens, config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES // (vocab_size * FLOAT32)))
+    head = chunk * vocab_size * (compute_bytes * 2 + FLOAT32) + vocab_size * config.dim * (FLOAT32 + compute_bytes)
+    return MemoryEstimate(parameters * FLOAT32 + cast, parameters * FLOAT32, (2 * parameters - muon_saves) * FLOAT32,
+                          tokens * kept, head)

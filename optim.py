@@ -1,0 +1,85 @@
+"""The optimizer: which parameters decay, what they are updated with, and the learning rate of each step."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from config import OptimConfig
+
+
+def learning_rate(step: int, config: OptimConfig) -> float:
+    """The learning rate of the update that follows `step` finished ones; defined for every step from 0 on.
+
+    Linear warm-up, then cosine decay, or a plateau with a linear decay at the end (wsd), or a plateau.
+    Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
+    """
+    peak, final = config.learning_rate, config.final_learning_rate
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return peak
+    begin = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        begin = max(begin, config.max_steps - round(config.decay_fraction * config.max_steps))
+    progress = (step - begin) / max(1, config.max_steps - begin)
+    progress = min(1.0, max(0.0, progress))
+    share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+    return final + share * (peak - final)
+
+
+class Optimizer:
+    """AdamW, with Muon for the blocks' matrices when asked; one object whichever it is.
+
+    Trains the parameters that require gradients. Weights of two dimensions decay, norms do not.
+    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); Jordan et al. 2024 and Liu et al. 2025 (arXiv:2502.16982) for Muon.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig):
+        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        matrices = [p for p in self.names if p.ndim >= 2]
+        vectors = [p for p in self.names if p.ndim < 2]
+        with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")]
+        muon_ids = set(map(id, with_muon))
+        groups = [{"params": [p for p in matrices if id(p) not in muon_ids], "weight_decay": config.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
+                              betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
+        if with_muon:
+            # Updates matched to AdamW's in size, so that one learning rate serves both.
+            self.parts.append(torch.optim.Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay,
+                                               adjust_lr_fn="match_rms_adamw"))
+
+    def step(self, rate: float, scaler: "torch.amp.GradScaler | None" = None) -> None:
+        """Update the parameters at this learning rate; with a scaler, only where the gradients are finite."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            if scaler is None:
+                part.step()
+            else:
+                scaler.step(part)
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What resuming needs, as `<parameter>.<state>`; the tensors themselves, not copies."""
+        return {f"{self.names[parameter]}.{key}": value for part in self.parts
+                for parameter, state in part.state.items() for key, value in state.items()}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over the state of a checkpoint, in the dtype it was saved in."""
+        states: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            name, _, entry = key.rpartition(".")
+            states.setdefault(name, {})[entry] = tensor
+        for part in self.parts:
+            for group in part.param_groups:
+                for parameter in group["params"]:
+                    state = states.pop(self.names[parameter])
+                    # A fused AdamW counts its steps on the device.
+                    part.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+        assert not states, f"optimizer state of unknown parameters: {sorted(states)[:3]}"

@@ -1,0 +1,165 @@
+"""Everything a run tells: the console, one file a rank, metrics.jsonl, samples.jsonl, wandb, TensorBoard."""
+
+import json
+import os
+import queue
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional, TextIO
+
+from config import Config
+
+
+def duration(seconds: float) -> str:
+    """5:30, or 2:05:30 from an hour on."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def keep_lines_up_to(path: Path, step: int) -> None:
+    """Drop the lines of steps after `step`, which a resumed run will write again, and a torn last line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except ValueError:
+            break
+    beside = path.with_suffix(".tmp")
+    beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)
+
+
+class Tracker:
+    """wandb in a thread of its own: it can be slow, fail or hang, and training does not notice.
+
+    After the first error there is one warning and no further call.
+    """
+
+    def __init__(self, warn: Callable[[str], None]):
+        self.warn = warn
+        self.calls: queue.Queue[Optional[Callable[[], Any]]] = queue.Queue()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        failed = False
+        while (call := self.calls.get()) is not None:
+            if failed:
+                continue
+            try:
+                call()
+            # Whatever a tracker raises, SystemExit included, is not worth a run.
+            except BaseException as error:
+                failed = True
+                self.warn(f"wandb is off for the rest of this run: {type(error).__name__}: {str(error)[:200]}")
+
+    def submit(self, call: Callable[[], Any]) -> None:
+        self.calls.put(call)
+
+    def close(self, timeout_seconds: float) -> None:
+        self.calls.put(None)
+        self.thread.join(timeout_seconds)
+        if self.thread.is_alive():
+            self.warn("wandb did not finish in time; its files stay in the run's folder (wandb sync sends them)")
+
+
+class RunLog:
+    """The voice of one rank. Metrics go to every place that the settings name; only rank 0 has more than its file.
+
+    Args:
+        run_dir: the run's folder; None = console only (before the folder is known, and for --check).
+    """
+
+    def __init__(self, config: Config, rank: int, device_type: str, run_dir: Optional[Path] = None,
+                 wandb_run_id: Optional[str] = None, step: int = 0):
+        self.prefix = f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
+        self.on_console = rank == 0 or config.log_all_ranks
+        self.file: Optional[TextIO] = None
+        self.metrics: Optional[TextIO] = None
+        self.samples: Optional[TextIO] = None
+        self.tracker: Optional[Tracker] = None
+        self.board = None
+        self.wandb_run_id = wandb_run_id or uuid.uuid4().hex[:8]
+        if run_dir is None:
+            return
+        (run_dir / "log").mkdir(parents=True, exist_ok=True)
+        self.file = open(run_dir / "log" / f"rank-{rank}.txt", "a", encoding="utf-8")
+        if rank > 0:
+            return
+        for name in ("metrics", "samples"):
+            keep_lines_up_to(run_dir / f"{name}.jsonl", step)
+            setattr(self, name, open(run_dir / f"{name}.jsonl", "a", encoding="utf-8"))
+        if config.wandb_enabled:
+            self.tracker = Tracker(self.warn)
+            self.tracker.submit(lambda: self._start_wandb(config, run_dir))
+        if config.tensorboard_enabled:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+
+    def _start_wandb(self, config: Config, run_dir: Path) -> None:
+        import wandb
+
+        online = bool(os.environ.get("WANDB_API_KEY"))
+        self.wandb = wandb.init(project=config.wandb_project, name=run_dir.name, id=self.wandb_run_id, resume="allow", dir=run_dir,
+                                config=config.public(), mode="online" if online else "offline",
+                                settings=wandb.Settings(init_timeout=30, finish_timeout=60, console="off", silent=True))
+
+    def say(self, text: str, everywhere: bool = False) -> None:
+        """A line to this rank's file, and to the console where this rank speaks there."""
+        line = f"{self.prefix} {text}"
+        if self.on_console or everywhere:
+            print(line, flush=True)
+        if self.file:
+            print(line, file=self.file, flush=True)
+
+    def warn(self, text: str) -> None:
+        """A warning, to the error stream and the file."""
+        if self.on_console:
+            print(f"{self.prefix} warning: {text}", file=sys.stderr, flush=True)
+        if self.file:
+            print(f"{self.prefix} warning: {text}", file=self.file, flush=True)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """One logged step: an object in metrics.jsonl, and the trackers."""
+        if self.metrics:
+            print(json.dumps(metrics), file=self.metrics, flush=True)
+        values = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
+        if self.tracker:
+            self.tracker.submit(lambda: self.wandb.log(values, step=metrics["step"]))
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, metrics["step"])
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """One written sample: an object in samples.jsonl, and a line on the console."""
+        if self.samples:
+            print(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False), file=self.samples, flush=True)
+        self.say(f"Sample: {prompt}{text}")
+
+    def close(self) -> None:
+        """Finish the trackers and close the files."""
+        if self.tracker:
+            self.tracker.submit(lambda: self.wandb.finish())
+            self.tracker.close(timeout_seconds=90)
+        if self.board:
+            self.board.close()
+        for file in (self.file, self.metrics, self.samples):
+            if file:
+                file.close()
+
+
+def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float) -> str:
+    """The greppable line of a logged step."""
+    parts = [f"Step [{step}/{max_steps}]", f"Loss: {metrics['train_loss']:.4f}", f"LR: {metrics['learning_rate']:.2e}",
+             f"Grad Norm: {metrics['grad_norm']:.4f}", f"Tok/s: {metrics['tokens_per_second']:,.0f}"]
+    if "mfu" in metrics:
+        parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
+    return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])

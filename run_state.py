@@ -1,0 +1,286 @@
+"""Where a run stands: its inputs, its folder, its progress, and the way from and to a checkpoint."""
+
+import json
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from hellaswag_utils import prepare_tasks, read_items
+
+import checkpoints
+import convert
+from config import Config, ModelConfig
+from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
+from errors import CheckpointError
+from model import Transformer, padded
+from optim import Optimizer
+from ranks import Ranks, StopSignals
+from run_log import RunLog
+from shards import open_token_set
+from tokenizer import load_tokenizer
+
+# What must be as it was for a resumed run to be the same run. A change is refused unless ALLOW_RESUME_MISMATCH names it.
+IDENTITY = ("training_stage", "seed", "max_seq_len", "total_batch_size", "document_mask", "optimizer", *ModelConfig.model_fields)
+CAN_DIFFER = {"attention_backend", "activation_checkpointing", "head_chunk_tokens", "init_std", "ffn_dim", "multiple_of",
+              "ffn_dim_multiplier"}  # the last three show in hidden_dim
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: the tokenizer, rows to learn from, rows held out, and tasks."""
+
+    tokenizer: Any
+    rows: TokenRows
+    validation_rows: Optional[TokenRows]
+    tasks: Any  # None without HELLASWAG_PATH
+    fingerprint: str
+
+    def order(self, config: Config, ranks: Ranks) -> RowOrder:
+        """Which rows this rank reads in each step."""
+        return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.seed, ranks.rank, ranks.world_size)
+
+    def training_batches(self, config: Config, ranks: Ranks, first_step: int) -> StepLoader:
+        """This rank's micro-batches of every step from `first_step` on."""
+        return StepLoader(self.rows, self.order(config, ranks), ranks.device, first_step, config.prefetch_steps)
+
+    def validation_batches(self, config: Config, ranks: Ranks):
+        """This rank's share of the fixed validation rows."""
+        rows = min(config.validation_rows, len(self.validation_rows))
+        return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device, ranks.rank, ranks.world_size)
+
+
+def read_inputs(config: Config, verify: bool) -> Inputs:
+    """Open everything that the settings name.
+
+    Args:
+        verify: hash and scan the data as VERIFY_DATA says; one rank does it for all.
+    Raises:
+        DataError: a file cannot be used.
+    """
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+
+    def rows(split: str, minimum_tokens: int) -> TokenRows:
+        token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
+                                   tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
+                                   minimum_tokens=minimum_tokens, verify=config.verify_data if verify else "never")
+        return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
+
+    train = rows("train", config.total_batch_size + 1)
+    validation = rows("validation", config.max_seq_len + 1) if config.validate_every else None
+    tasks = None
+    if config.hellaswag_path and config.hellaswag_every:
+        items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
+        tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
+    return Inputs(tokenizer, train, validation, tasks, train.token_set.fingerprint)
+
+
+def open_inputs(config: Config, ranks: Ranks) -> Inputs:
+    """The same on every rank, verified by rank 0. Collective: every rank must call it."""
+    return ranks.main_first(lambda: read_inputs(config, verify=True)) or read_inputs(config, verify=False)
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers besides weights and optimizer."""
+
+    step: int = 0  # finished steps
+    tokens_seen: int = 0
+    skipped_steps: int = 0  # fp16 overflows
+    best_val_loss: Optional[float] = None
+    best_step: int = 0
+    validations_without_best: int = 0
+    wandb_run_id: Optional[str] = None
+
+    def advance(self, tokens: int, skipped: bool) -> None:
+        """Count one finished step."""
+        self.step += 1
+        self.tokens_seen += tokens
+        self.skipped_steps += skipped
+
+    def note_validation(self, loss: float, skip_steps: int) -> bool:
+        """Whether this validation loss is a new best; NaN never is."""
+        if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
+            self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
+            return True
+        if self.step > skip_steps:
+            self.validations_without_best += 1
+        return False
+
+
+@dataclass
+class Run:
+    """Everything that one rank of a run holds."""
+
+    config: Config
+    ranks: Ranks
+    signals: StopSignals
+    inputs: Inputs
+    folder: Path
+    model: Transformer
+    optimizer: Optimizer
+    scaler: Optional[torch.amp.GradScaler]
+    progress: Progress
+    started_from: Optional[Path]  # a checkpoint, which retention leaves alone
+    log: RunLog
+
+
+def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
+    """The run's folder, locked against a second job until the stack unwinds. Collective: every rank must call it."""
+    name = ranks.broadcast(config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = Path(config.output_dir) / name
+
+    def start() -> None:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"OUTPUT_DIR: {run_dir} cannot be made: {error.strerror}") from error
+        stack.enter_context(checkpoints.lock_run(run_dir))
+        if config.resume == "never" and (run_dir / "checkpoints").exists():
+            aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
+            aside.mkdir()
+            for entry in ("checkpoints", "metrics.jsonl", "samples.jsonl", "config.json", "log", "debug"):
+                if (run_dir / entry).exists():
+                    (run_dir / entry).rename(aside / entry)
+        checkpoints.sweep(run_dir / "checkpoints")
+        (run_dir / "config.json").write_text(json.dumps(config.public(), indent=2) + "\n")
+
+    ranks.main_first(start)
+    return run_dir
+
+
+def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
+    """The settings and hashes that a resumed run must share with its checkpoint."""
+    settings = {name.upper(): getattr(config, name) for name in IDENTITY if name not in CAN_DIFFER}
+    return settings | {"HIDDEN_DIM": config.hidden_dim, "PRETRAIN_DATA_PATH": inputs.fingerprint,
+                       "TOKENIZER_PATH": inputs.tokenizer.sha256}
+
+
+def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Optional[Path], bool, list[str]]:
+    """The checkpoint to start from, whether it continues this very run, and warnings. Collective: every rank must call it.
+
+    The run's own newest checkpoint comes first, so that a pre-empted job goes on with the command that it was started with.
+
+    Raises:
+        CheckpointError: the checkpoint that was asked for is missing or damaged, or all of the run's are.
+    """
+    def find() -> list:
+        folder, warnings = (None, []) if config.resume == "never" else checkpoints.newest_verified(run_dir / "checkpoints")
+        if config.resume not in ("auto", "never"):
+            folder, warnings = checkpoints.locate(config.resume, run_dir), []
+            checkpoints.verify(folder)
+        if folder is not None:
+            return [str(folder), True, warnings]
+        named = config.pretrain_checkpoint or config.instruct_checkpoint or config.dpo_checkpoint
+        if named is None:
+            return [None, False, warnings]
+        folder = checkpoints.locate(named, run_dir)
+        if (folder / checkpoints.MANIFEST).exists():
+            checkpoints.verify(folder)
+        return [str(folder), False, warnings]
+
+    folder, own, warnings = ranks.broadcast(ranks.main_first(find))
+    return (Path(folder) if folder else None), own, warnings
+
+
+def restore(config: Config, inputs: Inputs, run_dir: Path, model: Transformer, optimizer: Optimizer, scaler,
+            ranks: Ranks) -> tuple[Progress, Optional[Path], list[str]]:
+    """Load what RESUME and the checkpoint settings ask for; the progress, the checkpoint, and what to warn of.
+
+    Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or belongs to another run than the settings describe.
+    """
+    folder, own, warnings = find_checkpoint(config, run_dir, ranks)
+    progress = Progress()
+    if folder is not None:
+        state = checkpoints.read_state(folder) if (folder / checkpoints.STATE).exists() else None
+        continues = state is not None and state["identity"]["TRAINING_STAGE"] == config.training_stage and not config.reset_optimizer
+        if continues:
+            warnings += check_identity(state, config, inputs, folder, ranks)
+        load_weights(folder, model)
+        if continues:
+            optimizer.load_state_tensors(restore_padding(checkpoints.read_optimizer(folder), model))
+            known = {entry.name for entry in fields(Progress)}
+            progress = Progress(**{name: value for name, value in state["progress"].items() if name in known})
+            if scaler is not None and state["scaler"]:
+                scaler.load_state_dict(state["scaler"])
+        else:
+            warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
+        if not own:
+            progress.wandb_run_id = None
+    if config.start_step is not None and not own:
+        progress.step = config.start_step
+    return progress, folder, warnings
+
+
+def check_identity(state: dict, config: Config, inputs: Inputs, folder: Path, ranks: Ranks) -> list[str]:
+    """Warnings of harmless changes since the checkpoint.
+
+    Raises:
+        CheckpointError: a setting or input differs that makes it another run, and ALLOW_RESUME_MISMATCH does not name it.
+    """
+    before, now = state["identity"], identity(config, inputs)
+    allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
+    differing = {name for name in before if before[name] != now.get(name)}
+    refused = sorted(differing - allowed)
+    if refused:
+        shown = "; ".join(f"{name} was {before[name]}, is {now.get(name)}" for name in refused)
+        raise CheckpointError(f"{folder} belongs to a different run: {shown}. Restore the setting, choose another RUN_NAME, start from "
+                              f"its weights with --reset-optimizer, or accept it with ALLOW_RESUME_MISMATCH={','.join(refused)}")
+    warnings = [f"{name} changed from {before[name]} to {now.get(name)}, as ALLOW_RESUME_MISMATCH permits"
+                for name in sorted(differing & allowed)]
+    if state["world_size"] != ranks.world_size:
+        warnings.append(f"{state['world_size']} ranks before, {ranks.world_size} now: each step reads the same rows, "
+                        "but sums are rounded in another order")
+    return warnings
+
+
+def load_weights(folder: Path, model: Transformer) -> None:
+    """Put a folder's weights into the model.
+
+    Raises:
+        CheckpointError: they are of another shape than the settings say.
+    """
+    tensors = convert.from_huggingface(convert.load_model_weights(folder), model.config, padded(model.vocab_size))
+    model.load_state_dict(tensors)
+
+
+def cut_padding(tensors: dict[str, torch.Tensor], model: Transformer) -> dict[str, torch.Tensor]:
+    """The same without the rows of padded ids, which no saved folder shows."""
+    rows = padded(model.vocab_size)
+    return {name: tensor[:model.vocab_size] if is_vocabulary(name) and tensor.ndim == 2 and len(tensor) == rows else tensor
+            for name, tensor in tensors.items()}
+
+
+def restore_padding(tensors: dict[str, torch.Tensor], model: Transformer) -> dict[str, torch.Tensor]:
+    """The inverse of `cut_padding`; padded ids get no gradient, so their state is zero."""
+    missing = padded(model.vocab_size) - model.vocab_size
+    return {name: torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if is_vocabulary(name) and tensor.ndim == 2 else tensor
+            for name, tensor in tensors.items()}
+
+
+def is_vocabulary(name: str) -> bool:
+    return name.startswith(("tok_embeddings.", "output."))
+
+
+def save_checkpoint(run: Run, val_loss: Optional[float] = None) -> Path:
+    """Write a checkpoint of the last finished step, and drop what retention lets go. Collective: every rank must call it."""
+    config, progress, started = run.config, run.progress, time.perf_counter()
+    state = {"progress": asdict(progress), "identity": identity(config, run.inputs), "world_size": run.ranks.world_size,
+             "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": val_loss}
+
+    def write_model(folder: Path) -> None:
+        convert.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer, config.max_seq_len)
+
+    folder = checkpoints.save(run.folder / "checkpoints", progress.step, run.ranks, write_model, state,
+                              cut_padding(run.optimizer.state_tensors(), run.model),
+                              weight_bytes=sum(parameter.nbytes for parameter in run.model.parameters()))
+    protected = [run.started_from] if run.started_from else []
+    run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected))
+    run.log.say(f"Saved {folder} in {time.perf_counter() - started:.1f} s")
+    return folder
