@@ -186,9 +186,11 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     }
 
 
-def generation_config(bos: Optional[int], eos: int, eot: Optional[int]) -> dict[str, Any]:
-    """The content of generation_config.json: where a text begins and ends, a turn's end included."""
-    return {"bos_token_id": bos, "eos_token_id": eos if eot in (None, eos) else [eos, eot]}
+def generation_config(tokenizer) -> dict[str, Any]:
+    """The content of generation_config.json: the ids at which a text begins and ends, a turn's end included."""
+    ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
+    return {name: value for name, value in ids.items() if value is not None}
 
 
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +282,7 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_conf
                                 tensors["model.embed_tokens.weight"].dtype)
     save_weights(folder, tensors)
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", generation_config(tokenizer.bos_id, tokenizer.eos_id, tokenizer.eot_id))
+    write_json(folder / "generation_config.json", generation_config(tokenizer))
     tokenizer.save_huggingface(folder)
 
 

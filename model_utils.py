@@ -119,7 +119,7 @@ def wrap_model(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Optional[Grad
     if ranks.world_size == 1:
         return model, None
     parallel = DistributedDataParallel(model, device_ids=[ranks.local_rank] if ranks.device.type == "cuda" else None,
-                                       broadcast_buffers=False, gradient_as_bucket_view=True)
+                                       gradient_as_bucket_view=True)
     watch = GradientWatch(ranks.device)
     parallel.register_comm_hook(None, watch.hook)
     return parallel, watch

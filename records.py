@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Any, Optional, Union
+from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -105,7 +105,7 @@ class StoredFile:
     name: str
     size: int
     kind: str
-    compression: Optional[str]
+    compression: str | None
 
     @property
     def is_local(self) -> bool:
@@ -123,7 +123,7 @@ class StoredFile:
         return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def kind_of(name: str) -> tuple[Optional[str], Optional[str]]:
+def kind_of(name: str) -> tuple[str | None, str | None]:
     """(kind, compression) by a file's suffixes; the kind is None where it is not one that can be read."""
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
@@ -296,7 +296,7 @@ def read_texts(source: Source, reading: Reading) -> Iterator[str]:
         if kind == "text" or source.documents != "whole":
             texts = join_lines(texts, source.documents)
         for text in texts:
-            if text.strip():
+            if text and not text.isspace():
                 yield text
             else:
                 reading.empty += 1
@@ -352,7 +352,7 @@ class Mix:
     stop: str = "first_exhausted"  # or all_exhausted: the others go on alone; no document comes twice
 
 
-def read_mix(path: Union[str, Path]) -> Mix:
+def read_mix(path: str | Path) -> Mix:
     """The mix that a JSON file describes: {"sources": [{"path" or "name": ..., "weight": ...}, ...], "seed": 0, "stop": ...}.
 
     Raises:
@@ -409,7 +409,7 @@ def draw(mix: Mix, streams: Sequence[Iterator[str]]) -> Iterator[str]:
             del live[index], weights[index]
 
 
-def fraction_read(mix: Mix, readings: Sequence[Reading]) -> Optional[float]:
+def fraction_read(mix: Mix, readings: Sequence[Reading]) -> float | None:
     """The share of a mix's bytes that was read, None where their number is not known."""
     if not all(reading.bytes_total for reading in readings):
         return None
@@ -418,7 +418,7 @@ def fraction_read(mix: Mix, readings: Sequence[Reading]) -> Optional[float]:
     return sum(reading.bytes_done for reading in readings) / sum(reading.bytes_total for reading in readings)
 
 
-def mix_of(source: Union[str, Source, Mix]) -> Mix:
+def mix_of(source: str | Source | Mix) -> Mix:
     if isinstance(source, str):
         source = source_of(source)
     return Mix((source,)) if isinstance(source, Source) else source

@@ -273,3 +273,18 @@ def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path)
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.05)
+
+
+def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path):
+    item = {"ind": 1, "activity_label": "A", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": "2"}
+    (tmp_path / "items.jsonl").write_text((json.dumps(item) + "\n") * 5)
+    process = run_script("load_hellaswag_dataset.py", "--source", "items.jsonl", "--output", "deep/out.jsonl", cwd=tmp_path)
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    assert output.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
+    assert [json.loads(line) for line in (tmp_path / "deep/out.jsonl").read_text().splitlines()] == [item] * 5
+    (tmp_path / "items.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"label": 4}) + "\n")
+    process = run_script("load_hellaswag_dataset.py", "--source", "items.jsonl", "--output", "bad.jsonl", cwd=tmp_path)
+    _, error = process.communicate()
+    assert process.returncode == 3 and "items.jsonl:2: 'label' must be 0 to 3" in error.splitlines()[-1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "items.jsonl"]
