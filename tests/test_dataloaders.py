@@ -1,0 +1,266 @@
+import mmap
+import threading
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataloaders import Batch, RowOrder, StepLoader, TokenRows, number_documents, permutation, rows_of_step, validation_batches
+from model import IGNORE_INDEX
+from shards import HEADER_BYTES, Shard, TokenSet, header_bytes, open_token_set
+
+CPU = torch.device("cpu")
+
+
+# The order of rows
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
+def test_permutation_is_a_bijection(n, seed, epoch):
+    assert sorted(permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
+
+
+@settings(deadline=None, max_examples=30)
+@given(n=st.integers(10**10, 2**59), seed=st.integers(0, 2**31))
+def test_permutation_of_ten_billion_rows_and_more_stays_inside_without_repeats(n, seed):
+    positions = np.concatenate([np.arange(1000), np.arange(n - 1000, n)])
+    rows = permutation(n, seed, 3)(positions)
+    assert rows.dtype == np.int64 and len(set(rows.tolist())) == 2000 and rows.min() >= 0 and rows.max() < n
+
+
+def test_permutation_of_ten_billion_rows_is_made_without_memory():
+    tracemalloc.start()
+    rows = permutation(10**10, 1, 0)(np.arange(10**10 - 64, 10**10))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(set(rows.tolist())) == 64 and peak < 1 << 20
+
+
+@pytest.mark.parametrize("n", [1000, 10**10])
+def test_seeds_and_epochs_give_unrelated_orders(n):
+    positions = np.arange(1000)
+    orders = [permutation(n, seed, epoch)(positions) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    for index, one in enumerate(orders):
+        assert (one == positions).sum() < 10
+        for other in orders[:index]:
+            assert (one == other).sum() < 10
+
+
+def chi_squared(counts):
+    return ((counts - counts.mean()) ** 2).sum() / counts.mean()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 10, 17])
+def test_every_position_goes_everywhere_equally_often(n):
+    trials = 1000
+    rows = np.stack([permutation(n, seed, 0)(np.arange(n)) for seed in range(trials)])
+    for position in range(n):
+        spread = chi_squared(np.bincount(rows[:, position], minlength=n))
+        assert spread < n - 1 + 6 * np.sqrt(2 * (n - 1)), (position, spread)
+
+
+def test_the_order_looks_random():
+    n = 200_000
+    rows = permutation(n, 5, 2)(np.arange(n))
+    assert abs(np.corrcoef(np.arange(n), rows)[0, 1]) < 0.02
+    assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02
+    for part in rows.reshape(20, -1):  # any stretch of the epoch draws on the whole set
+        assert chi_squared(np.bincount(part * 50 // n, minlength=50)) < 49 + 6 * np.sqrt(2 * 49)
+
+
+@settings(deadline=None)
+@given(n=st.integers(1, 60), rows_per_step=st.integers(1, 150))
+def test_each_row_comes_once_an_epoch(n, rows_per_step):
+    steps = -(-3 * n // rows_per_step)
+    read = np.concatenate([rows_of_step(step, rows_per_step, n, 9) for step in range(steps)])[:3 * n].reshape(3, n)
+    assert (np.sort(read) == np.arange(n)).all()
+
+
+def test_the_first_rows_of_each_step_stay_as_they_are():
+    """A resumed run of an older version must see the rows that it has not seen yet: changing this breaks that."""
+    assert rows_of_step(0, 8, 1000, 1337).tolist() == [556, 552, 14, 70, 902, 759, 330, 958]
+    assert rows_of_step(10**6, 4, 10**10, 1337).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
+
+
+@pytest.mark.parametrize("step", [0, 3, 7, 1000])
+def test_each_step_reads_the_same_rows_at_any_number_of_ranks(step):
+    whole = rows_of_step(step, 16, 100, 4)
+    for world_size in (1, 2, 4):
+        parts = [RowOrder(100, 16, 2, 4, rank, world_size).micro_batches(step) for rank in range(world_size)]
+        assert all(part.shape == (8 // world_size, 2) for part in parts)
+        assert np.concatenate(parts).ravel().tolist() == whole.tolist()
+
+
+# What a row is
+
+
+def token_set(ids, dtype="uint16", cut=()):
+    """A TokenSet in memory, cut into shards."""
+    parts = np.split(np.asarray(ids, dtype), cut)
+    shards = []
+    for part in parts:
+        shard = Shard(None, dtype, 0, len(part))
+        shard.__dict__["ids"] = part
+        shards.append(shard)
+    return TokenSet(tuple(shards), "")
+
+
+def test_rows_follow_each_other_and_targets_are_the_next_tokens():
+    rows = TokenRows(token_set(range(50), cut=(11, 13, 30)), 8)
+    assert len(rows) == 6
+    batch = rows(np.array([5, 0, 1]))
+    assert batch.tokens_BT.tolist() == [list(range(i * 8, i * 8 + 8)) for i in (5, 0, 1)]
+    assert (batch.targets_BT == batch.tokens_BT + 1).all() and batch.documents_BT is None
+    for tensor in (batch.tokens_BT, batch.targets_BT):
+        assert tensor.dtype == torch.int64 and tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("tokens, rows", [(8, 0), (9, 1), (16, 1), (17, 2)])
+def test_the_last_row_has_a_last_target(tokens, rows):
+    assert len(TokenRows(token_set(range(tokens)), 8)) == rows
+
+
+def test_wide_ids_survive():
+    batch = TokenRows(token_set([128255, 2**32 - 1, 5], "uint32"), 2)(np.array([0]))
+    assert batch.tokens_BT.tolist() == [[128255, 2**32 - 1]] and batch.targets_BT.tolist() == [[2**32 - 1, 5]]
+
+
+def test_documents_are_numbered_from_one_at_each_start():
+    ids = [7, 1, 7, 2, 3, 4, 5, 6, 7, 7, 1, 1, 7]
+    batch = TokenRows(token_set(ids), 4, document_start_id=7)(np.array([0, 1, 2]))
+    assert batch.documents_BT.tolist() == [[1, 1, 2, 2], [1, 1, 1, 1], [1, 2, 2, 2]]
+    assert batch.documents_BT.dtype == torch.int32
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))
+def test_document_numbers_equal_a_naive_count(ids):
+    expected = [[1 + sum(token == 0 for token in row[1:end + 1]) for end in range(6)] for row in ids]
+    assert number_documents(np.array(ids), 0).tolist() == expected
+
+
+def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path):
+    tokens = 10**9
+    with open(tmp_path / "x_train.bin", "wb") as file:
+        file.write(header_bytes(tokens, "uint16"))
+        file.truncate(HEADER_BYTES + 2 * tokens)  # a sparse file of zeros
+        file.seek(-8, 2)
+        file.write(np.array([1, 2, 3, 4], np.uint16).tobytes())
+    tracemalloc.start()
+    rows = TokenRows(open_token_set(tmp_path, "train", vocab_size=5, verify="never"), 1024)
+    order = RowOrder(len(rows), 512, 8, 1, rank=3, world_size=4)
+    with StepLoader(rows, order, CPU, first_step=len(rows) // 512) as loader:
+        assert next(loader)[0].tokens_BT.shape == (8, 1024)
+    assert isinstance(rows.token_set.shards[0].ids.base.obj, mmap.mmap)
+    assert rows.token_set.read(tokens - 4, 4).tolist() == [1, 2, 3, 4]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20
+
+
+# Loading
+
+
+def identity_rows(indices):
+    """Rows that hold nothing but their index."""
+    tokens_BT = torch.from_numpy(np.repeat(indices[:, None], 3, axis=1))
+    return Batch(tokens_BT, tokens_BT + 1, tokens_BT.int())
+
+
+ORDER = RowOrder(n_rows=50, rows_per_step=12, micro_batch_size=3, seed=2, rank=1, world_size=2)
+
+
+def first_steps(loader, count):
+    return [[batch.tokens_BT[:, 0].tolist() for batch in next(loader)] for _ in range(count)]
+
+
+def test_loading_from_any_step_is_skipping_to_it():
+    with StepLoader(identity_rows, ORDER, CPU) as loader:
+        all_steps = first_steps(loader, 15)
+    assert all_steps == [ORDER.micro_batches(step).tolist() for step in range(15)]
+    for first in range(12):
+        with StepLoader(identity_rows, ORDER, CPU, first_step=first) as loader:
+            assert first_steps(loader, 3) == all_steps[first:first + 3]
+
+
+def read_ahead_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_the_thread_reads_no_further_than_it_may_and_ends_on_closing():
+    calls = []
+    loader = StepLoader(lambda rows: calls.append(rows) or identity_rows(rows), ORDER, CPU, ahead=3)
+    next(loader)
+    deadline = time.monotonic() + 10
+    while len(calls) < 8 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert len(calls) == 8  # the step that was taken and three ahead, of two micro-batches each
+    assert read_ahead_threads()
+    loader.close()
+    loader.close()
+    assert not read_ahead_threads()
+
+
+def test_an_error_in_the_thread_reaches_whoever_asks():
+    def fail_at_second_step(rows):
+        if rows.tolist() in ORDER.micro_batches(1).tolist():
+            raise OSError("the disk is gone")
+        return identity_rows(rows)
+
+    with StepLoader(fail_at_second_step, ORDER, CPU) as loader:
+        next(loader)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk is gone"):
+                next(loader)
+    assert not read_ahead_threads()
+
+
+def test_leaving_by_an_error_ends_the_thread():
+    with pytest.raises(KeyError), StepLoader(identity_rows, ORDER, CPU):
+        raise KeyError
+    assert not read_ahead_threads()
+
+
+def test_a_reader_that_hangs_does_not_keep_the_loader_open(monkeypatch):
+    monkeypatch.setattr("dataloaders.CLOSING_SECONDS", 0.05)
+    release = threading.Event()
+    with StepLoader(lambda rows: release.wait(60), ORDER, CPU):
+        pass
+    assert read_ahead_threads()
+    release.set()
+    for thread in read_ahead_threads():
+        thread.join(10)
+    assert not read_ahead_threads()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 7, 12, 13])
+def test_validation_is_the_same_sum_at_any_number_of_ranks(rows):
+    def of_rank(rank, world_size):
+        return list(validation_batches(identity_rows, rows, 2, CPU, rank, world_size))
+
+    for world_size in (1, 2, 3, 4):
+        ranks = [of_rank(rank, world_size) for rank in range(world_size)]
+        assert len({len(batches) for batches in ranks}) == 1
+        batches = [batch for batches in ranks for batch in batches]
+        assert all(batch.tokens_BT.shape == (2, 3) for batch in batches)
+        targets = torch.cat([batch.targets_BT for batch in batches])
+        padding = (targets == IGNORE_INDEX).all(dim=1)
+        assert targets[~padding][:, 0].tolist() == list(range(1, rows + 1))
+        assert (targets[~padding] != IGNORE_INDEX).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_on_the_gpu():
+    device = torch.device("cuda", 0)
+    with StepLoader(identity_rows, ORDER, device) as loader:
+        for step in range(20):
+            batches = next(loader)
+            assert all(batch.documents_BT.device == device for batch in batches)
+            assert [batch.tokens_BT[:, 0].tolist() for batch in batches] == ORDER.micro_batches(step).tolist()
+    assert identity_rows(np.arange(3)).pin_memory().targets_BT.is_pinned()
