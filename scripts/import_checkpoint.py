@@ -1,0 +1,120 @@
+"""Turn someone else's Llama into a checkpoint that Paddock starts from: a Hugging Face folder, or Meta's own download.
+
+    python scripts/import_checkpoint.py models/Llama-3.2-1B models/start
+    python scripts/import_checkpoint.py ~/.llama/checkpoints/Llama3.2-1B models/start
+
+Of a Hugging Face folder only safetensors are read. Meta's consolidated.00.pth is read without running code from it.
+"""
+
+import argparse
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from checkpoints import publish
+from config import ModelConfig
+from convert import (
+    MAX_SHARD_BYTES,
+    from_huggingface,
+    from_meta,
+    load_model_weights,
+    model_settings_from_huggingface,
+    read_json,
+    save_model_folder,
+)
+from errors import CheckpointError, PaddockError
+from tokenizer import load_tokenizer
+
+
+def read_huggingface(source: Path) -> tuple[dict[str, Tensor], ModelConfig, int]:
+    """Weights under our names, the model's settings, and the length that it was made for."""
+    content = read_json(source / "config.json")
+    config = checked(model_settings_from_huggingface(content), source)
+    tensors = load_model_weights(source)
+    rows = len(tensors.get("model.embed_tokens.weight", ()))
+    return from_huggingface(tensors, config, rows), config, content.get("max_position_embeddings", 2048)
+
+
+def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[str, Tensor], ModelConfig, int]:
+    """The same from consolidated.00.pth and the params.json beside it."""
+    if len(parts := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
+        raise CheckpointError(f"{file.parent} holds a model in {len(parts)} parts; take the same model in Hugging Face's format")
+    params = read_json(file.parent / "params.json")
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file} holds no plain weights, or is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise CheckpointError(f"{file} is no dictionary of tensors")
+    state, settings = from_meta(tensors, params)
+    if rope_scaling_factor is not None:
+        settings["rope_scaling_factor"] = rope_scaling_factor
+    return state, checked(settings, file.parent), 8192
+
+
+def checked(settings: dict[str, Any], source: Path) -> ModelConfig:
+    try:
+        return ModelConfig(**settings)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise CheckpointError(f"{source}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+
+
+def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
+                      rope_scaling_factor: Optional[float] = None) -> ModelConfig:
+    """Write the model in `source` to `output` as a verified checkpoint, and return its settings.
+
+    Raises:
+        CheckpointError: the source is no Llama that can be read, or the output is there already.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} exists; name a new folder")
+    meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
+    if (source / "config.json").is_file():
+        state, config, max_seq_len = read_huggingface(source)
+        tokenizer = load_tokenizer(tokenizer_path or str(source))
+    elif meta_file.is_file():
+        state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
+        tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
+    else:
+        raise CheckpointError(f"{source} holds neither config.json (Hugging Face) nor consolidated.00.pth (Meta); a model on the "
+                              "hub is fetched with: hf download NAME --local-dir FOLDER")
+    rows = len(state["tok_embeddings.weight"])
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; name the model's own with "
+                              "--tokenizer")
+    if tokenizer.vocab_size < rows:
+        print(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are left out.")
+    size = sum(tensor.nbytes for tensor in state.values())
+    publish(output, lambda folder: save_model_folder(folder, state, config, tokenizer, max_seq_len),
+            {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
+    return config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, help="a Hugging Face model folder, or Meta's folder or .pth file")
+    parser.add_argument("output", type=Path, help="the new checkpoint's folder")
+    parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, where it does not lie beside the weights")
+    parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
+                        help="of a model in Meta's format, which may not say it (default: 8, and 32 for tied heads)")
+    args = parser.parse_args()
+    config = import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer, args.rope_scaling_factor)
+    print(f"{args.output} is ready. The lines for .env:\nPRETRAIN_CHECKPOINT={args.output}\nTOKENIZER_PATH={args.output}")
+    for name, value in config.model_dump(exclude_defaults=True).items():
+        print(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PaddockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
