@@ -376,14 +376,13 @@ def write_shards(mix: Mix, encoding: Encoding, folder: Path, shard_tokens: int, 
                 write_durably(folder / JOURNAL, {"chunks": chunks_done, "splits": splits})
                 last_sync = time.monotonic()
         splits = {split: writer.finish() for split, writer in writers.items()}
-    bad_records = [where for reading in readings for where in reading.bad_records]
+    skipped = {"empty": sum(reading.empty for reading in readings), "bad": sum(reading.bad for reading in readings),
+               "bad_records": [where for reading in readings for where in reading.bad_records]}
     if not splits["train"]["documents"]:
-        found = sum(split["documents"] for split in splits.values())
-        raise DataError(f"no document is left to train on: {found} were found, {found} fell into validation, "
-                        f"{sum(reading.empty for reading in readings)} were empty, {sum(reading.bad for reading in readings)} bad; "
-                        "lower VALIDATION_FRACTION, or cut the text into more documents (--documents)")
-    return {"splits": splits, "skipped": {"empty": sum(reading.empty for reading in readings),
-                                          "bad": sum(reading.bad for reading in readings), "bad_records": bad_records}}
+        raise DataError(f"no document is left to train on: {splits['validation']['documents']} fell into validation, "
+                        f"{skipped['empty']} were empty, {skipped['bad']} bad; lower VALIDATION_FRACTION, or cut the text into "
+                        "more documents (--documents)")
+    return {"splits": splits, "skipped": skipped}
 
 
 def publish(working: Path, folder: Path, prepared: dict, tokenizer, mix: Mix, identities: list[dict], settings: dict) -> None:

@@ -93,8 +93,12 @@ def naming(what: str):
     except PaddockError:
         raise
     except Exception as error:  # fsspec's back ends, arrow, zlib and the hub's client share no base class
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"{what}: {reason}") from error
+        raise DataError(f"{what}: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, short enough for one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -170,11 +174,18 @@ def content_hash(file: StoredFile, known: dict[str, list], advance: Callable[[in
 
 
 def hub_revision(name: str, revision: str) -> str:
-    """The commit of a dataset on the hub that a revision (empty = the newest) means now."""
+    """The commit of a dataset on the hub that a revision (empty = the newest) means now.
+
+    Raises:
+        DataError: the hub does not know it, or cannot be reached.
+    """
     from huggingface_hub import HfApi
 
-    with naming(f"{name}: no such file or folder here, and the hub says"):
+    try:
         return HfApi().dataset_info(name, revision=revision or None).sha
+    except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
+        raise DataError(f"{name} is no file or folder here, and the hub does not give it: {first_line(error)}; "
+                        "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error
 
 
 def identify(source: Source, known: dict[str, list], advance: Callable[[int], Any] = lambda count: None) -> dict:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from settings import export_secrets, load_config  # noqa: E402
-from data_preparation_utils import describe_prepared, prepare_pretrain  # noqa: E402
-from errors import PaddockError, SettingsError  # noqa: E402
-from records import SHORTCUTS, read_mix, source_of  # noqa: E402
+from data_preparation_utils import describe_prepared, prepare_pretrain
+from errors import PaddockError, SettingsError
+from records import SHORTCUTS, read_mix, source_of
+from settings import export_secrets, load_config
 
 USAGE = f"""usage: python scripts/load_pretrain_dataset.py [--source SOURCE | --mix FILE] [--any-setting VALUE]
 

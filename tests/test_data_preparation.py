@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 
 import data_preparation_utils as preparation
 from data_preparation_utils import describe_prepared, prepare_pretrain, split_of
-from errors import DataError, SettingsError
+from errors import DataError, PaddockError, SettingsError
 from records import Mix, Source
 from shards import HEADER_BYTES, MANIFEST, open_token_set
 from tokenizer import load_tokenizer
@@ -79,7 +80,7 @@ def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_
 def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, tokenizer_path, monkeypatch):
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
     source = write_jsonl(tmp_path / "x.jsonl", stories(300))
-    alone, together = (prepare(source, tokenizer_path, tmp_path / name, workers=workers) for name, workers in (("1", 1), ("3", 3)))
+    alone, together = (prepare(source, tokenizer_path, tmp_path / str(workers), workers=workers) for workers in (1, 3))
     assert alone.name == together.name and shards_of(alone) == shards_of(together)
     assert json.loads((alone / MANIFEST).read_text()) == json.loads((together / MANIFEST).read_text())
 
@@ -150,8 +151,9 @@ def start_preparation(*arguments):
                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenizer_path):
-    source, kills = write_jsonl(tmp_path / "x.jsonl", stories(3000)), int(os.environ.get("PADDOCK_KILLS", 3))
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.soak)])
+def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenizer_path, kills):
+    source = write_jsonl(tmp_path / "x.jsonl", stories(1000 * kills))
     undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
     prepare_under_fire(source, tokenizer_path, tmp_path / "out", kills, random.Random())
     folder = tmp_path / "out" / undisturbed.name
@@ -174,7 +176,7 @@ def test_going_on_tokenizes_nothing_twice(tmp_path, tokenizer_path, monkeypatch)
     monkeypatch.setattr(preparation, "tokenize_chunk", failing)
     with pytest.raises(DataError, match="planted"):
         prepare(source, tokenizer_path, tmp_path / "out", journal_seconds=0.0)
-    monkeypatch.setattr(preparation, "tokenize_chunk", lambda encoding, texts: (seen.append(texts[0]), original(encoding, texts))[1])
+    monkeypatch.setattr(preparation, "tokenize_chunk", lambda encoding, texts: seen.append(texts[0]) or original(encoding, texts))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     assert len(seen) == len(set(seen)) > 20
     assert shards_of(folder) == shards_of(prepare(source, tokenizer_path, tmp_path / "calm"))
@@ -182,7 +184,7 @@ def test_going_on_tokenizes_nothing_twice(tmp_path, tokenizer_path, monkeypatch)
 
 def test_a_bad_record_stops_it_with_file_and_line_and_is_listed_when_skipped(tmp_path, tokenizer_path):
     path = tmp_path / "x.jsonl"
-    path.write_text(json.dumps({"text": "good one"}) + "\n" + '{"text": 5}\n{"text": ""}\n' + json.dumps({"text": "good two"}) + "\n")
+    path.write_text('{"text": "good one"}\n{"text": 5}\n{"text": ""}\n{"text": "good two"}\n')
     for workers in (1, 2):
         with pytest.raises(DataError, match=rf"{path}:2: column 'text' is int.*--on-bad-record skip"):
             prepare(str(path), tokenizer_path, tmp_path / "out", validation_fraction=0, workers=workers)
@@ -203,8 +205,8 @@ def test_nothing_to_train_on_is_an_error_and_no_validation_a_warning(tmp_path, t
 
 
 @pytest.mark.parametrize("options, reason", [
-    ({"shard_tokens": 0}, "SHARD_TOKENS=0"), ({"shard_tokens": 2**31}, "SHARD_TOKENS"), ({"validation_fraction": 1}, "VALIDATION_FRACTION"),
-    ({"on_bad_record": "ignore"}, "--on-bad-record ignore"),
+    ({"shard_tokens": 0}, "SHARD_TOKENS=0"), ({"shard_tokens": 2**31}, "SHARD_TOKENS"),
+    ({"validation_fraction": 1}, "VALIDATION_FRACTION=1"), ({"on_bad_record": "ignore"}, "--on-bad-record ignore"),
 ])
 def test_impossible_settings_are_refused(tmp_path, tokenizer_path, options, reason):
     with pytest.raises(SettingsError, match=reason):
@@ -258,33 +260,77 @@ def test_the_script_refuses_in_one_line_with_the_errors_exit_code(tmp_path, toke
     assert process.returncode == code and reason in error.splitlines()[-1] and "Traceback" not in error
 
 
-def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path):
-    write_jsonl(tmp_path / "x.jsonl", stories(100) * 1000)
+def start_long_preparation(tmp_path, tokenizer_path):
+    write_jsonl(tmp_path / "x.jsonl", stories(100) * 500)
     process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
                          "--preparation-workers", "2", cwd=tmp_path)
     while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):
         time.sleep(0.02)
+    return process
+
+
+def assert_no_process_left(group):
+    deadline = time.monotonic() + 10
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+
+
+def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path):
+    process = start_long_preparation(tmp_path, tokenizer_path)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in error
     assert error.splitlines()[-1] == "Stopped. The same command goes on where it was."
-    deadline = time.monotonic() + 10
-    with pytest.raises(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
-            time.sleep(0.05)
+    assert_no_process_left(process.pid)
 
 
-def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path):
+def test_kill_9_leaves_no_process(tmp_path, tokenizer_path):
+    process = start_long_preparation(tmp_path, tokenizer_path)
+    process.kill()
+    process.communicate(timeout=30)
+    assert_no_process_left(process.pid)
+
+
+def die(encoding, texts):
+    os._exit(9)
+
+
+def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(preparation, "tokenize_chunk", die)
+    with pytest.raises(PaddockError, match="lower PREPARATION_WORKERS"):
+        prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
+
+
+def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
+    source, output = write_jsonl(tmp_path / "x.jsonl", stories(1000)), tmp_path / "out"
+    both = [start_preparation(source, tokenizer_path, output) for _ in range(2)]
+    for process in both:
+        _, error = process.communicate()
+        assert process.returncode == 0, error
+    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
+    assert shards_of(output / undisturbed.name) == shards_of(undisturbed)
+    assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
+
+
+def test_workers_need_no_torch():
+    code = "import sys, data_preparation_utils; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(ROOT / "scripts" / "load_hellaswag_dataset.py"))
     item = {"ind": 1, "activity_label": "A", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": "2"}
-    (tmp_path / "items.jsonl").write_text((json.dumps(item) + "\n") * 5)
-    process = run_script("load_hellaswag_dataset.py", "--source", "items.jsonl", "--output", "deep/out.jsonl", cwd=tmp_path)
-    output, error = process.communicate()
-    assert process.returncode == 0, error
-    assert output.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
-    assert [json.loads(line) for line in (tmp_path / "deep/out.jsonl").read_text().splitlines()] == [item] * 5
-    (tmp_path / "items.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"label": 4}) + "\n")
-    process = run_script("load_hellaswag_dataset.py", "--source", "items.jsonl", "--output", "bad.jsonl", cwd=tmp_path)
-    _, error = process.communicate()
-    assert process.returncode == 3 and "items.jsonl:2: 'label' must be 0 to 3" in error.splitlines()[-1]
+    Path("items.jsonl").write_text((json.dumps(item) + "\n") * 5)
+    script["main"](["--source", "items.jsonl", "--output", "deep/out.jsonl"])
+    assert capsys.readouterr().out.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
+    assert [json.loads(line) for line in Path("deep/out.jsonl").read_text().splitlines()] == [item] * 5
+    Path("items.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"label": 4}) + "\n")
+    with pytest.raises(DataError, match="items.jsonl:2: 'label' must be 0 to 3"):
+        script["main"](["--source", "items.jsonl", "--output", "bad.jsonl"])
+    Path("items.jsonl").write_text("")
+    with pytest.raises(DataError, match="items.jsonl: holds no items"):
+        script["main"](["--source", "items.jsonl", "--output", "bad.jsonl"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "items.jsonl"]

@@ -1,0 +1,71 @@
+"""Get HellaSwag's items from the hub or a file, check every one, and write them where HELLASWAG_PATH can point."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tqdm import tqdm
+
+from errors import DataError, PaddockError
+from hellaswag_utils import parse_item
+from records import Reading, read_records, source_of
+from settings import export_secrets, load_config
+
+USAGE = """usage: python scripts/load_hellaswag_dataset.py [--source SOURCE] [--split NAME] [--revision REV] [--output FILE]
+
+  --source SOURCE   a dataset on the hub, or a .jsonl or .parquet file, local or on any fsspec URL   [Rowan/hellaswag]
+  --split NAME      the hub dataset's split                                                          [validation]
+  --revision REV    the hub dataset's branch, tag or commit                                          [newest]
+  --output FILE     the items as JSON lines                                                          [data/hellaswag/SPLIT.jsonl]
+
+Of the settings only HF_TOKEN counts here."""
+
+
+def main(argv: list[str]) -> None:
+    loaded = load_config(argv, extra_flags=("source", "split", "revision", "output"), complete=False)
+    export_secrets(loaded.config)
+    flags = {"source": "Rowan/hellaswag", "split": "validation", "revision": "", **loaded.rest}
+    source = source_of(flags["source"], split=flags["split"], revision=flags["revision"], column="")
+    output = Path(flags.get("output", f"data/hellaswag/{flags['split']}.jsonl"))
+    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        count = write_items(tqdm(read_records(source, Reading()), desc="Checking items", unit=" items"), unfinished)
+        if not count:
+            raise DataError(f"{flags['source']}: holds no items")
+        unfinished.replace(output)
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error.strerror}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    print(f"{count:,} items, every one checked. The line for .env:")
+    print(f"HELLASWAG_PATH={output}")
+
+
+def write_items(records, path: Path) -> int:
+    """Write records that are items of HellaSwag's schema, one a line; returns their number."""
+    count = 0
+    with open(path, "w", encoding="utf-8") as file:
+        for where, record in records:
+            line = json.dumps(record)
+            parse_item(line.encode(), where)
+            file.write(line + "\n")
+            count += 1
+    return count
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(USAGE)
+        raise SystemExit(0)
+    try:
+        main(sys.argv[1:])
+    except PaddockError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print("\nStopped. Nothing was written.", file=sys.stderr)
+        raise SystemExit(130) from None
