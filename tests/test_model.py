@@ -1,0 +1,354 @@
+"""The model against transformers' Llama, and against itself: every way to compute the same thing gives the same thing."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from config import ModelConfig
+from convert import huggingface_config, to_huggingface
+from errors import SettingsError
+from model import (IGNORE_INDEX, SHARED_PREFIX, Block, KVCache, Linear, Transformer, attention_taken, borders_of, linear_together,
+                   logits_of, mask_of, padded, positions_of)
+from torch import Tensor
+from torch.nn import functional as F
+
+SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
+LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
+SHAPES = {
+    "grouped queries, tied": {**SMALL},
+    "one head each, untied": {**SMALL, "n_kv_heads": 6, "tie_embeddings": False},
+    "one key head for all": {**SMALL, "n_kv_heads": 1, "norm_eps": 1e-3},
+    "Llama 3.1 scaling": {**SMALL, **LLAMA31, "rope_theta": 500_000.0, "dim": 96, "n_heads": 3, "n_kv_heads": 1},
+    "Llama 3.1 scaling, other factors": {**SMALL, **LLAMA31, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
+    "odd sizes": {**SMALL, "dim": 42, "n_heads": 3, "n_kv_heads": 3, "ffn_dim": 53, "n_layers": 3, "tie_embeddings": False},
+}
+VOCAB = 173  # padded to 256 inside
+
+
+def make(vocab_size: int = VOCAB, dtype: torch.dtype = torch.float32, **settings) -> Transformer:
+    """A model with weights so large that all parts matter to the logits, norms included."""
+    model = Transformer(ModelConfig(**{**SMALL, **settings}), vocab_size, dtype)
+    generator = torch.Generator().manual_seed(1)
+    model.init_weights(generator)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.mul_(6)
+    return model
+
+
+def random_ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model: Transformer) -> dict[str, Tensor]:
+    """Each parameter's gradient; afterwards there is none."""
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    """Each tensor within a share of its own largest value."""
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.abs().max() > 0, f"{name} is zero, which proves nothing"
+        error = float((got[name] - tensor).abs().max() / tensor.abs().max())
+        assert error < tolerance, f"{name}: {error:.2e}"
+
+
+# ---------------------------------------------------------------------------------------------------------- transformers
+
+
+def in_transformers(model: Transformer):
+    """The same model as transformers' Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32))
+    theirs = LlamaForCausalLM(config).eval()
+    lacking = theirs.load_state_dict(to_huggingface(model.state_dict(), model.config, model.vocab_size), strict=False)
+    assert set(lacking.missing_keys) <= {"lm_head.weight"} and not lacking.unexpected_keys
+    theirs.tie_weights()
+    return theirs
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_all_gradients_equal_transformers(shape):
+    ours = make(**SHAPES[shape])
+    theirs = in_transformers(ours)
+    tokens, targets = random_ids(3, 70), random_ids(3, 70, seed=1)
+    logits = theirs(tokens).logits
+    assert 0.3 < logits.std() < 30
+    assert (ours.logits(tokens) - logits).abs().max() < 1e-4
+
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").backward()
+    (-ours(tokens, targets, reduction="sum")).backward()
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    # The change of pairs for halves is a reordering of rows, so it maps gradients as it maps weights.
+    assert_all_close(to_huggingface(gradients(ours), ours.config, VOCAB), expected)
+
+
+def test_padded_ids_are_never_predicted_and_never_learn():
+    model = make(tie_embeddings=False)
+    tokens, targets = random_ids(2, 9), random_ids(2, 9, seed=1)
+    assert model.output.weight.shape[0] == padded(VOCAB) == 256 and padded(256) == 256
+    with torch.no_grad():  # as loud as they can be
+        model.output.weight[VOCAB:] = 100 * model.output.weight[:256 - VOCAB]
+    assert model.logits(tokens).shape == (2, 9, VOCAB)
+    assert (logits_of(model.hidden(tokens), model.head_weight, VOCAB)[..., VOCAB:] == -torch.inf).all()
+    expected = model.logits(tokens).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    for reduction in ("none", "sum"):
+        logprob = model(tokens, targets, reduction=reduction)
+        torch.testing.assert_close(logprob.sum(), expected.sum(), atol=1e-3, rtol=0)
+        logprob.sum().backward()
+        grads = gradients(model)
+        for name in ("output.weight", "tok_embeddings.weight"):
+            assert (grads[name][VOCAB:] == 0).all() and grads[name][:VOCAB].abs().max() > 0
+
+
+# ------------------------------------------------------------------------------------------------------------- documents
+
+
+def test_documents_in_a_row_equal_rows_of_their_own():
+    """Logits and gradients; one document fills a row, one is a single token, numbers need not be in order."""
+    model = make(**LLAMA31)
+    lengths = [[5, 1, 17, 9], [32], [20, 12]]
+    tokens, targets = random_ids(3, 32), random_ids(3, 32, seed=1)
+    documents = torch.tensor([[5] * 5 + [1] * 1 + [7] * 17 + [2] * 9, [1] * 32, [1] * 20 + [2] * 12], dtype=torch.int32)
+    logits = model.logits(tokens, documents)
+    model(tokens, targets, documents, reduction="sum").backward()
+    together = gradients(model)
+    for row, parts in enumerate(lengths):
+        start = 0
+        for length in parts:
+            part = (slice(row, row + 1), slice(start, start + length))
+            torch.testing.assert_close(model.logits(tokens[part]), logits[part], atol=1e-4, rtol=0)
+            model(tokens[part], targets[part], reduction="sum").backward()
+            start += length
+    assert_all_close(together, gradients(model))
+
+
+def test_a_shared_prefix_equals_rows_that_repeat_it():
+    model = make()
+    prefix, endings, padding = 6, [3, 1, 8], 4
+    tokens = random_ids(1, prefix + sum(endings) + padding)
+    documents = torch.tensor([[SHARED_PREFIX] * prefix + [1] * 3 + [2] * 1 + [3] * 8 + [9] * padding], dtype=torch.int32)
+    logits = model.logits(tokens, documents)
+    torch.testing.assert_close(model.logits(tokens[:, :prefix]), logits[:, :prefix], atol=1e-4, rtol=0)
+    start = prefix
+    for length in endings:
+        alone = model.logits(torch.cat([tokens[:, :prefix], tokens[:, start:start + length]], dim=1))
+        torch.testing.assert_close(alone[:, prefix:], logits[:, start:start + length], atol=1e-4, rtol=0)
+        start += length
+
+
+def test_positions_count_the_tokens_that_are_seen():
+    documents = torch.tensor([[1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 2], [2, 1, 1, 1, 4, 4]])
+    expected = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 2, 3], [0, 0, 1, 2, 0, 1]])
+    assert torch.equal(positions_of(documents), expected)
+    seen = mask_of(documents, documents.shape[1])[:, 0].sum(dim=-1) - 1
+    assert torch.equal(seen, expected)
+
+
+def test_borders_are_where_documents_begin_in_the_flattened_batch():
+    documents = torch.tensor([[1, 1, 2, 2], [2, 2, 3, 3], [1, 1, 1, 1]], dtype=torch.int32)
+    borders = borders_of(documents)
+    assert borders.dtype == torch.int32 and len(borders) == 64
+    assert borders[:6].tolist() == [0, 2, 4, 6, 8, 12], "a row's begin is a border even where the number goes on"
+    assert (borders[5:] == 12).all()
+    single = borders_of(torch.arange(64, dtype=torch.int32)[None])
+    assert single.tolist() == [*range(65)] + [64] * 63
+
+
+# ------------------------------------------------------------------------------------------------------------------ head
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [0, 1, 7, 64])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_chunks_and_sums_change_neither_value_nor_gradient(tied, chunk, reduction):
+    tokens, targets = random_ids(2, 15), random_ids(2, 15, seed=1)
+    targets[0, 3:9] = targets[1, -1] = IGNORE_INDEX
+    model = make(tie_embeddings=tied, head_chunk_tokens=chunk)
+    logprobs = model.logits(tokens).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    expected = logprobs.where(targets != IGNORE_INDEX, 0)
+    (expected.sum() * -0.25).backward()
+    expected_gradients = gradients(model)
+
+    logprob = model(tokens, targets, reduction=reduction)
+    assert logprob.dtype == torch.float32
+    if reduction == "none":
+        torch.testing.assert_close(logprob, expected, atol=1e-4, rtol=0)
+        assert (logprob[targets == IGNORE_INDEX] == 0).all()
+    torch.testing.assert_close(logprob.sum(), expected.sum(), atol=1e-3, rtol=1e-5)
+    (logprob.sum() * -0.25).backward()
+    assert_all_close(gradients(model), expected_gradients)
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens, targets, reduction=reduction), logprob, atol=1e-3, rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_batch_without_targets_gives_zero_and_zero_gradients(reduction):
+    model = make()
+    logprob = model(random_ids(1, 5), torch.full((1, 5), IGNORE_INDEX), reduction=reduction)
+    assert (logprob == 0).all()
+    logprob.sum().backward()
+    assert all((gradient == 0).all() for gradient in gradients(model).values())
+
+
+def test_the_head_takes_chosen_positions():
+    model = make()
+    tokens, targets = random_ids(2, 12), random_ids(2, 12, seed=1)
+    chosen = random_ids(2, 12, seed=2) % 3 == 0
+    with torch.no_grad():
+        some = model.logprobs(model.hidden(tokens)[chosen], targets[chosen])
+        torch.testing.assert_close(some, model(tokens, targets)[chosen], atol=1e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- equal ways
+
+
+def test_recomputed_activations_give_the_same_bits():
+    tokens, targets = random_ids(2, 16), random_ids(2, 16, seed=1)
+    documents = torch.tensor([[1] * 10 + [2] * 6, [1] * 16], dtype=torch.int32)
+    results = []
+    for how in ("none", "block"):
+        model = make(activation_checkpointing=how)
+        total = model(tokens, targets, documents, reduction="sum")
+        total.backward()
+        results.append({"total": total.detach(), **gradients(model)})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("steps", [[1] * 12, [7, 1, 3, 1]])
+def test_a_cache_changes_nothing(steps):
+    model = make(**LLAMA31)
+    tokens = random_ids(3, sum(steps))
+    cache = KVCache(model.config, 3, sum(steps), torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        parts = [model.logits(part, None, cache) for part in tokens.split(steps, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), atol=1e-4, rtol=0)
+        torch.testing.assert_close(model.logits(tokens, last_only=True), parts[-1][:, -1:], atol=1e-4, rtol=0)
+    assert cache.used == sum(steps)
+
+
+def test_a_cache_keeps_documents_apart():
+    """Rows that are padded on the left, then go on token by token."""
+    model = make()
+    tokens = random_ids(2, 10)
+    documents = torch.tensor([[2] * 4 + [1] * 3, [1] * 7], dtype=torch.int32)
+    cache = KVCache(model.config, 2, 10, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        model.logits(tokens[:, :7], documents, cache)
+        last = [model.logits(tokens[:, i:i + 1], None, cache) for i in range(7, 10)]
+        torch.testing.assert_close(torch.cat(last, 1)[0], model.logits(tokens[:1, 4:])[0, 3:], atol=1e-4, rtol=0)
+        torch.testing.assert_close(torch.cat(last, 1)[1], model.logits(tokens[1:])[0, 7:], atol=1e-4, rtol=0)
+
+
+def test_linear_layers_together_equal_each_alone():
+    layers = [Linear(12, outputs) for outputs in (5, 8, 8)]
+    x = torch.randn(3, 4, 12, generator=torch.Generator().manual_seed(0))
+    wrapped = torch.nn.Sequential(layers[0])  # as an adapter would be: not plain, so nothing may be concatenated
+    for group in (layers, [wrapped, *layers[1:]]):
+        for got, layer in zip(linear_together(x, *group), layers):
+            torch.testing.assert_close(got, layer(x))
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+def test_attention_backends_agree(backend):
+    tokens = random_ids(2, 16)
+    documents = torch.tensor([[1] * 10 + [2] * 6, [1] * 16], dtype=torch.int32)
+    for numbers in (None, documents):
+        torch.testing.assert_close(make(attention_backend=backend).logits(tokens, numbers), make().logits(tokens, numbers),
+                                   atol=1e-4, rtol=0)
+    config = make(attention_backend=backend).config
+    assert attention_taken(config, torch.device("cpu"), torch.float32, documents=True) == backend
+
+
+@pytest.mark.parametrize("backend", ["flash", "cudnn"])
+def test_an_attention_backend_that_is_missing_is_an_error(backend):
+    with pytest.raises(SettingsError, match=f"ATTENTION_BACKEND={backend} cannot run here"):
+        attention_taken(make(attention_backend=backend).config, torch.device("cpu"), torch.float32, documents=False)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("default")
+def test_a_compiled_block_equals_the_eager_one():
+    model = make()
+    layout = model.layout(random_ids(2, 16), torch.tensor([[1] * 10 + [2] * 6] * 2, dtype=torch.int32), None)
+    block: Block = model.layers[0]
+    x = torch.randn(2, 16, model.config.dim, generator=torch.Generator().manual_seed(0))
+    results = []
+    for forward in (block, torch.compile(block)):
+        own_x = x.clone().requires_grad_()
+        out = forward(own_x, layout)
+        out.square().sum().backward()
+        grads = {name: parameter.grad for name, parameter in block.named_parameters()}
+        block.zero_grad(set_to_none=True)
+        results.append({"out": out.detach(), "x": own_x.grad, **grads})
+    assert_all_close(results[1], results[0])
+
+
+# --------------------------------------------------------------------------------------------------- numbers and beginnings
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_bf16_is_close_to_fp32_and_its_gradients_are_fp32(reduction):
+    tokens, targets = random_ids(4, 32), random_ids(4, 32, seed=1)
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make(dtype=dtype)
+        assert model.hidden(tokens).dtype == dtype and all(p.dtype == torch.float32 for p in model.parameters())
+        logprob = model(tokens, targets, reduction=reduction)
+        assert logprob.dtype == torch.float32
+        logprob.sum().backward()
+        results.append((logprob.sum().detach() / targets.numel(), gradients(model)))
+    (exact, exact_gradients), (rough, rough_gradients) = results
+    assert rough == pytest.approx(float(exact), rel=0.01)
+    for name, gradient in exact_gradients.items():
+        assert rough_gradients[name].dtype == torch.float32
+        assert F.cosine_similarity(rough_gradients[name].flatten(), gradient.flatten(), dim=0) > 0.99, name
+
+
+def test_weights_begin_as_the_settings_say():
+    model = Transformer(ModelConfig(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, init_std=0.03, tie_embeddings=False), 1000)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for name, parameter in model.state_dict().items():
+        if parameter.ndim == 1:
+            assert (parameter == 1).all(), name
+            continue
+        expected = 0.03 / math.sqrt(2 * 8) if name.endswith(("wo.weight", "w2.weight")) else 0.03
+        drawn = parameter[:1000] if parameter.shape[0] == padded(1000) else parameter
+        assert float(drawn.std()) == pytest.approx(expected, rel=0.02), name
+        assert abs(drawn.mean()) < 5 * expected / math.sqrt(drawn.numel()), name
+    assert (model.output.weight[1000:] == 0).all() and (model.tok_embeddings.weight[1000:] == 0).all()
+    again = Transformer(model.config, 1000)
+    again.init_weights(torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
+
+
+def test_a_new_model_knows_nothing():
+    model = Transformer(ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=2), VOCAB)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = -model(random_ids(4, 64), random_ids(4, 64, seed=1)).mean()
+    assert float(loss) == pytest.approx(math.log(VOCAB), rel=0.02)
+
+
+def test_no_token_sees_a_later_one():
+    model = make()
+    tokens = random_ids(1, 20)
+    changed = tokens.clone()
+    changed[0, 12:] = random_ids(8, seed=5)
+    logits, other = model.logits(tokens), model.logits(changed)
+    assert torch.equal(logits[:, :12], other[:, :12]) and not torch.allclose(logits[:, 12:], other[:, 12:])
+
+
+def test_the_feed_forward_has_metas_width():
+    meta_8b = ModelConfig(dim=4096, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024)
+    meta_1b = ModelConfig(dim=2048, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, multiple_of=256)
+    assert (meta_8b.hidden_dim, meta_1b.hidden_dim) == (14336, 8192)
