@@ -26,6 +26,24 @@ SHARED_PREFIX = 0  # the document that every later one in its row sees
 HEAD_CHUNK_BYTES = 2**31  # of logits that exist at a time
 
 
+def cpu_multiplies_bf16() -> bool:
+    """Whether this CPU has bf16 arithmetic; one without is ten times faster in float32."""
+    return any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)() for feature in ("avx512_bf16", "amx_tile"))
+
+
+CPU_MULTIPLIES_BF16 = cpu_multiplies_bf16()
+
+
+def multipliable(x: Tensor) -> Tensor:
+    """The same numbers, widened to float32 where the hardware could multiply them only slowly."""
+    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16 else x
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of numbers rounded to the dtype of x, in that dtype."""
+    return F.linear(multipliable(x), multipliable(weight.to(x.dtype))).to(x.dtype)
+
+
 def padded(vocab_size: int) -> int:
     """The vocabulary's size inside the model, a multiple of 128 for the sake of the matmul kernels."""
     return -(-vocab_size // 128) * 128
@@ -189,14 +207,14 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight)
 
 
 def linear_together(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """The outputs of several linear layers on one input, as one matmul where all of them are plain."""
     if any(type(layer) is not Linear for layer in layers):
         return tuple(layer(x) for layer in layers)
-    together = F.linear(x, torch.cat([layer.weight for layer in layers]).to(x.dtype))
+    together = linear(x, torch.cat([layer.weight for layer in layers]))
     return together.split([layer.out_features for layer in layers], dim=-1)
 
 
@@ -236,9 +254,9 @@ class Attention(nn.Module):
             attended = attend(*(heads.flatten(0, 1) for heads in (q_BTNH, k_BTKH, v_BTKH)), layout.cu_seqlens, x_BTD.shape[1])
             return self.wo(attended.reshape_as(q_BTNH).flatten(-2))
         attended = F.scaled_dot_product_attention(
-            *(heads.transpose(1, 2) for heads in (q_BTNH, k_BTKH, v_BTKH)),
+            *(multipliable(heads.transpose(1, 2)) for heads in (q_BTNH, k_BTKH, v_BTKH)),
             attn_mask=layout.mask_B1TS, is_causal=layout.mask_B1TS is None, enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2])
-        return self.wo(attended.transpose(1, 2).flatten(-2))
+        return self.wo(attended.transpose(1, 2).flatten(-2).to(x_BTD.dtype))
 
 
 class FeedForward(nn.Module):
@@ -276,7 +294,7 @@ class Block(nn.Module):
 
 def logits_of(hidden_MD: Tensor, weight_VD: Tensor, vocab_size: int) -> Tensor:
     """Logits in the dtype of the hidden states; padded ids get minus infinity, so they are never predicted."""
-    logits_MV = F.linear(hidden_MD, weight_VD)
+    logits_MV = linear(hidden_MD, weight_VD)
     if vocab_size < weight_VD.shape[0]:
         logits_MV = logits_MV.masked_fill(torch.arange(weight_VD.shape[0], device=logits_MV.device) >= vocab_size, -torch.inf)
     return logits_MV
@@ -316,8 +334,9 @@ class SummedLogprob(torch.autograd.Function):
             part = slice(start, start + chunk)
             part_total, gradient_MV = logprob_and_gradient(hidden_MD[part], weight, targets_M[part], vocab_size)
             total += part_total
-            torch.mm(gradient_MV, weight, out=hidden_gradient_MD[part])
-            part_gradient_VD = gradient_MV.T @ hidden_MD[part]
+            gradient_MV = multipliable(gradient_MV)
+            hidden_gradient_MD[part] = gradient_MV @ multipliable(weight)
+            part_gradient_VD = gradient_MV.T @ multipliable(hidden_MD[part])
             weight_gradient_VD = (part_gradient_VD.to(weight_VD.dtype) if weight_gradient_VD is None
                                   else weight_gradient_VD.add_(part_gradient_VD))
         ctx.save_for_backward(hidden_gradient_MD, weight_gradient_VD)
@@ -436,4 +455,4 @@ class Transformer(nn.Module):
         """All logits, (B, T, vocab_size) float32 without padded ids; (B, 1, vocab_size) with `last_only`."""
         hidden_BTD = self.hidden(tokens_BT, documents_BT, cache)
         hidden_BTD = hidden_BTD[:, -1:] if last_only else hidden_BTD
-        return F.linear(hidden_BTD, self.head_weight.to(hidden_BTD.dtype))[..., :self.vocab_size].float()
+        return linear(hidden_BTD, self.head_weight)[..., :self.vocab_size].float()

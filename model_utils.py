@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from config import Config, RunConfig
 from errors import SettingsError
-from model import Transformer, logprob_and_gradient
+from model import CPU_MULTIPLIES_BF16, Transformer, logprob_and_gradient
 from ranks import Ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -34,7 +34,7 @@ def bf16_is_fast(device_type: str) -> bool:
     """Whether the hardware multiplies bf16 natively; a CPU without it is several times slower than in fp32."""
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)() for feature in ("avx512_bf16", "amx_tile"))
+    return CPU_MULTIPLIES_BF16
 
 
 def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
