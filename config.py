@@ -6,20 +6,25 @@ attribute. Where they are read from is the business of settings.py.
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple, Optional
+from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+LARGEST = 2**53  # a number above it is a slip, and would not survive JSON
+
 
 def setting(default, meaning: str, **limits):
-    """A field with its one line of meaning."""
+    """A field with its one line of meaning. Every number has an upper limit."""
+    if limits and not {"lt", "le"} & set(limits):
+        limits["le"] = LARGEST
     return Field(default, description=meaning, **limits)
 
 
 class Section(BaseModel):
     """A group of settings; frozen, so that what a run logs is what it does."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False,
+                              hide_input_in_errors=True)
 
 
 class RunConfig(Section):
@@ -65,8 +70,8 @@ class PreparationConfig(Section):
 
 class ModelConfig(Section):
     dim: int = setting(768, "width of the residual stream", ge=1)
-    n_layers: int = setting(12, "transformer blocks", ge=1)
-    n_heads: int = setting(12, "query heads", ge=1)
+    n_layers: int = setting(12, "transformer blocks", ge=1, le=65_536)
+    n_heads: int = setting(12, "query heads", ge=1, le=65_536)
     n_kv_heads: int = setting(4, "key/value heads (grouped-query attention)", ge=1)
     ffn_dim: Optional[int] = setting(None, "width of the feed-forward; none = from the next two, as Meta does", ge=1)
     multiple_of: int = setting(256, "the feed-forward's width is rounded up to a multiple of this", ge=1)
@@ -114,7 +119,6 @@ class OptimConfig(Section):
     adam_beta1: float = setting(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     adam_beta2: float = setting(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     adam_eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
-    muon_learning_rate: float = setting(0.02, "peak learning rate of the matrices under muon", gt=0)
     max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
 
     @property
@@ -231,7 +235,8 @@ def rules(config: Config) -> Iterator[Problem]:
                                                  f"try one of {', '.join(map(str, divisors))}")
     if c.rope_high_freq_factor <= c.rope_low_freq_factor:
         yield Problem(("rope_high_freq_factor", "rope_low_freq_factor"),
-                      f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")
+                      f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed "
+                      f"ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")
     if c.final_learning_rate > c.learning_rate:
         yield Problem(("min_learning_rate", "learning_rate"),
                       f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}")
@@ -255,12 +260,21 @@ def rules(config: Config) -> Iterator[Problem]:
                                           "start from one checkpoint")
 
 
-def describe_settings() -> Iterator[tuple[str, str, str, str]]:
-    """(section, NAME, default, meaning) of every setting, in order."""
+class SettingLine(NamedTuple):
+    """What the help, `.env.example` and the README say of a setting."""
+
+    section: str
+    name: str
+    default: str  # empty = none
+    meaning: str
+
+
+def describe_settings() -> Iterator[SettingLine]:
+    """Every setting, in order."""
     for section in SECTIONS:
-        for name in section.__annotations__:
-            field = Config.model_fields[name]
-            default = "" if field.default is None else str(field.default).lower() if isinstance(field.default, bool) else field.default
-            choices = getattr(field.annotation, "__args__", ()) if "Literal" in str(field.annotation) else ()
-            meaning = field.description + (f" ({' | '.join(map(str, choices))})" if choices else "")
-            yield section.__name__.removesuffix("Config"), name.upper(), str(default), meaning
+        for name, field in section.model_fields.items():
+            default = "" if field.default is None else str(field.default)
+            choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+            meaning = field.description + (f" ({' | '.join(choices)})" if choices else "")
+            yield SettingLine(section.__name__.removesuffix("Config"), name.upper(),
+                              default.lower() if field.annotation is bool else default, meaning)

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -30,27 +30,49 @@ class Layer(NamedTuple):
 
 
 # What other trainers call these settings.
-FOREIGN_NAMES = {"max_lr": "learning_rate", "lr": "learning_rate", "min_lr": "min_learning_rate", "batch_size": "micro_batch_size",
-                 "block_size": "max_seq_len", "max_batch_size": "micro_batch_size", "context_length": "max_seq_len",
-                 "seq_len": "max_seq_len", "max_iters": "max_steps", "grad_clip": "max_grad_norm", "dtype": "precision",
-                 "warmup_iters": "warmup_steps", "n_layer": "n_layers", "n_head": "n_heads", "n_embd": "dim",
-                 "grad_accum_steps": "total_batch_size", "gradient_accumulation_steps": "total_batch_size"}
+FOREIGN_NAMES = {
+    "max_lr": "learning_rate", "lr": "learning_rate", "max_learning_rate": "learning_rate", "peak_lr": "learning_rate",
+    "min_lr": "min_learning_rate", "batch_size": "micro_batch_size", "max_batch_size": "micro_batch_size",
+    "per_device_train_batch_size": "micro_batch_size", "global_batch_size": "total_batch_size",
+    "grad_accum_steps": "total_batch_size", "gradient_accumulation_steps": "total_batch_size", "block_size": "max_seq_len",
+    "context_length": "max_seq_len", "seq_len": "max_seq_len", "seq_length": "max_seq_len", "max_length": "max_seq_len",
+    "max_iters": "max_steps", "num_iterations": "max_steps", "epochs": "max_steps", "num_epochs": "max_steps",
+    "num_train_epochs": "max_steps", "warmup_iters": "warmup_steps", "lr_scheduler": "lr_schedule",
+    "lr_scheduler_type": "lr_schedule", "grad_clip": "max_grad_norm", "clip_grad": "max_grad_norm", "dtype": "precision",
+    "bf16": "precision", "fp16": "precision", "eval_interval": "validate_every", "eval_every": "validate_every",
+    "eval_steps": "validate_every", "save_interval": "save_every", "save_steps": "save_every", "log_interval": "log_every",
+    "logging_steps": "log_every", "out_dir": "output_dir", "data_path": "pretrain_data_path", "data_dir": "pretrain_data_path",
+    "n_layer": "n_layers", "num_layers": "n_layers", "num_hidden_layers": "n_layers", "n_head": "n_heads",
+    "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "n_embd": "dim", "d_model": "dim",
+    "hidden_size": "dim", "intermediate_size": "ffn_dim", "hidden_dim": "ffn_dim", "vocab_size": "tokenizer_path",
+    "gradient_checkpointing": "activation_checkpointing", "resume_from": "resume", "use_wandb": "wandb_enabled"}
+# Settings that hold several values, which JSON may write as a list, and what stands between the values elsewhere.
+LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|"}
+OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
+SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
+OWN_FLAGS = ("env_file", "config", "check")
 
 
-def nearest(name: str, known: Sequence[str] = (*Config.model_fields, "env-file", "config", "check")) -> Optional[str]:
+def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
     """The known name that a misspelt one most likely means, or None."""
-    name = name.lower()
+    name = name.lower().replace("-", "_")
     if name in FOREIGN_NAMES:
         return FOREIGN_NAMES[name]
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name[:60], known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 
-def unknown(where: str, shown: str, name: str, as_flag: bool = False) -> str:
+def unknown(where: str, name: str) -> str:
+    """What to say of a name in a file that is no setting."""
     guess = nearest(name)
-    if guess:
-        guess = f"--{guess.replace('_', '-')}" if as_flag else guess.upper()
-    return f"{where}: unknown setting {shown}" + (f"; did you mean {guess}?" if guess else "; --help lists every setting")
+    return (f"{where}: unknown setting {shown(name)}"
+            + (f"; did you mean {guess.upper()}?" if guess else "; --help lists every setting"))
+
+
+def shown(text: str) -> str:
+    """Text from a user on one line, not longer than what a line of a report can bear."""
+    text = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def read_env_file(path: Path) -> Layer:
@@ -58,24 +80,24 @@ def read_env_file(path: Path) -> Layer:
     values, problems = {}, []
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        return Layer({}, [f"{path}: cannot be read: {error}"])
+    except (OSError, ValueError) as error:
+        return Layer({}, [f"{path}: cannot be read: {reason(error)}"])
     for binding in parse_stream(io.StringIO(text)):
         # A binding's text may begin with blank and comment lines; its own line is the first with something in it.
         blank = len(binding.original.string) - len(binding.original.string.lstrip())
         where = f"{path}:{binding.original.line + binding.original.string[:blank].count(chr(10))}"
-        if binding.error:
-            problems.append(f"{where}: not of the form NAME=value: {binding.original.string.strip()[:60]!r}")
-        elif binding.key is not None:
-            name = binding.key.lower()
-            if name not in Config.model_fields:
-                problems.append(unknown(where, binding.key, name))
-            elif name in values:
-                problems.append(f"{where}: {binding.key} is set a second time (first at {values[name][1]}); keep one")
-            elif binding.value is None:
-                problems.append(f"{where}: {binding.key} has no '=' and no value")
-            else:
-                values[name] = (binding.value, where)
+        key, value = binding.key, binding.value
+        if key is None and not binding.error:
+            continue
+        # The line itself is not repeated: it may hold a secret.
+        if binding.error or value is None:
+            problems.append(f"{where}: not of the form NAME=value")
+        elif key.lower() not in Config.model_fields:
+            problems.append(unknown(where, key))
+        elif key.lower() in values:
+            problems.append(f"{where}: {key} is set a second time (first at {values[key.lower()][1]}); keep one")
+        else:
+            values[key.lower()] = (value, where)
     return Layer({name: pair for name, pair in values.items() if pair[0] != ""}, problems)
 
 
@@ -83,43 +105,68 @@ def read_json_file(path: Path) -> Layer:
     """The settings of a JSON file, flat or grouped in sections of any name."""
     values, problems = {}, []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        # As pairs, because a dictionary would hide a name that is there twice.
+        content = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=Pairs)
     except OSError as error:
-        return Layer({}, [f"{path}: cannot be read: {error}"])
-    except ValueError as error:
-        return Layer({}, [f"{path}: not valid JSON: {error}"])
-    if not isinstance(content, dict):
-        return Layer({}, [f"{path}: expected an object of settings, got {type(content).__name__}"])
-
-    def walk(group: Mapping[str, Any], prefix: str) -> None:
-        for key, value in group.items():
-            name, where = key.lower().replace("-", "_"), f"{path}: {prefix}{key}"
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{key}.")
-            elif name not in Config.model_fields:
-                problems.append(unknown(str(path), prefix + key, name))
-            elif name in values:
-                problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
-            else:
-                values[name] = (",".join(map(str, value)) if isinstance(value, list) else value, where)
-
-    walk(content, "")
+        return Layer({}, [f"{path}: cannot be read: {reason(error)}"])
+    except (ValueError, RecursionError) as error:
+        return Layer({}, [f"{path}: not valid JSON: {reason(error)}"])
+    if not isinstance(content, Pairs):
+        return Layer({}, [f"{path}: expected an object of settings, such as {{\"max_steps\": 1000}}"])
+    for section, key, value in leaves(content):
+        name, where = key.lower().replace("-", "_"), f"{path}: {shown(section + key)}"
+        if name not in Config.model_fields:
+            problems.append(unknown(str(path) + (f" in {shown(section[:-1])}" if section else ""), key))
+        elif name in values:
+            problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
+        elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
+            values[name] = (LISTS[name].join(value), where)
+        else:
+            values[name] = (value, where)
     return Layer(values, problems)
+
+
+class Pairs(tuple):
+    """A JSON object, as the pairs that it is written with."""
+
+
+def leaves(content: Pairs, section: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(section with a dot behind it, key, value) of everything that is not a section."""
+    for key, value in content:
+        if isinstance(value, Pairs):
+            yield from leaves(value, f"{section}{key}.")
+        else:
+            yield section, key, value
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without its path."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
     """The settings of the process environment, and warnings of keys that look like a misspelt setting."""
-    values = {name: (environ[name.upper()], f"environment: {name.upper()}")
+    values = {name: (environ[name.upper()], "environment")
               for name in Config.model_fields if environ.get(name.upper(), "") != ""}
-    warnings = []
-    for key in environ:
-        name = key.lower()
-        if key != key.upper() or name in Config.model_fields or len(name) < 6:
-            continue
-        match = difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)
-        if match:
-            warnings.append(f"environment: {key} is no setting; did you mean {match[0].upper()}?")
+    warnings = [f"environment: {key} is no setting; did you mean {guess.upper()}?"
+                for key in environ if (guess := misspelt(key)) is not None]
     return Layer(values, []), warnings
+
+
+def misspelt(key: str) -> Optional[str]:
+    """The setting that a key of the process environment seems to mean, or None.
+
+    The environment is full of other programs' keys: COMPILER, DEVICES, LOCAL_WORLD_SIZE are nobody's mistake.
+    """
+    name = key.lower()
+    if key != key.upper():
+        return name if name in Config.model_fields and "_" in name else None
+    if name in Config.model_fields or len(name) < 6:
+        return None
+    if name in FOREIGN_NAMES:
+        return FOREIGN_NAMES[name]
+    match = next(iter(difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)), None)
+    return None if match is None or ("_" not in match and name.startswith(match)) else match
 
 
 class Flags(NamedTuple):
@@ -139,30 +186,24 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
     while arguments:
         argument = arguments.pop(0)
         flag, has_value, value = argument.partition("=")
-        name = flag.removeprefix("--").lower().replace("-", "_")
-        if not flag.startswith("--"):
-            problems.append(f"command line: {argument!r} is no flag; write --name value")
+        name = flag.lstrip("-").lower().replace("-", "_")
+        if not flag.startswith("-"):
+            problems.append(f"command line: {shown(argument)} has no name; write --name value")
             continue
-        switch = name == "check" or (name in Config.model_fields and Config.model_fields[name].annotation is bool)
-        if name not in Config.model_fields and name not in own and name not in ("env_file", "config", "check"):
-            problems.append(unknown("command line", flag, name, as_flag=True))
-            if not has_value and arguments and not arguments[0].startswith("--"):
-                arguments.pop(0)
-            continue
-        if not has_value:
-            follows = bool(arguments) and not arguments[0].startswith("--")
-            if switch and not (follows and name != "check" and arguments[0].lower() in ("true", "false", "0", "1", "yes", "no")):
-                value = "true"
-            elif follows:
-                value = arguments.pop(0)
-            else:
-                problems.append(f"command line: {flag} needs a value")
-                continue
-        if name in SECRETS:
+        # What follows is the value, unless it is a flag, or the flag needs none.
+        if not has_value and arguments and not arguments[0].startswith("--") and name != "check":
+            value, has_value = arguments.pop(0), "="
+        elif not has_value and (name == "check" or name in SWITCHES):
+            value, has_value = "true", "="
+        if not flag.startswith("--") or (name not in Config.model_fields and name not in own and name not in OWN_FLAGS):
+            problems.append(unknown_flag(flag, [*Config.model_fields, *own, *OWN_FLAGS]))
+        elif name in SECRETS:
             problems.append(f"command line: {flag} is a secret, which a flag would show to everyone; "
                             f"set {name.upper()} in .env or the environment")
+        elif not has_value or (value == "" and name in ("env_file", "config")):
+            problems.append(f"command line: {flag} needs a value")
         elif name == "check":
-            check = True
+            check = value.lower() not in ("false", "0", "no", "off")
         elif name == "env_file":
             env_file = value
         elif name == "config":
@@ -170,24 +211,33 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
         elif name in own:
             rest[name] = value
         else:
-            values[name] = (value, f"command line: --{name.replace('_', '-')}")
+            values[name] = (value, "command line")
     return Flags(Layer(values, problems), env_file, config_files, check, rest)
 
 
-def read_preset(names: str) -> Layer:
+def unknown_flag(flag: str, known: Sequence[str]) -> str:
+    """What to say of a flag that is none."""
+    name = flag.lstrip("-").lower().replace("-", "_")
+    if name.removeprefix("no_") in SWITCHES:
+        return f"command line: unknown flag {flag}; did you mean --{name.removeprefix('no_').replace('_', '-')} false?"
+    guess = name if name in known else nearest(name, known)
+    return f"command line: unknown flag {shown(flag)}" + (
+        f"; did you mean --{guess.replace('_', '-')}?" if guess else "; --help lists every setting")
+
+
+def read_preset(names: str, where: str) -> Layer:
     """The settings of one preset, or of several with commas."""
     values, problems = {}, []
+    known = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
     for name in filter(None, (part.strip() for part in names.split(","))):
-        path = PRESETS_DIR / f"{name}.env"
-        if not path.is_file():
-            known = sorted(file.stem for file in PRESETS_DIR.glob("*.env"))
+        if name in known:
+            layer = read_env_file(known[name])
+            values.update(layer.values)
+            problems += layer.problems
+        else:
             guess = nearest(name, known)
-            problems.append(f"PRESET={name} is not known" + (f"; did you mean {guess}?" if guess else "") +
-                            f" There are: {', '.join(known)}")
-            continue
-        layer = read_env_file(path)
-        values.update(layer.values)
-        problems += layer.problems
+            problems.append(f"{where}: unknown preset {shown(name)}; " + (f"did you mean {guess}? " if guess in known else "")
+                            + f"there are {', '.join(known)}")
     return Layer(values, problems)
 
 
@@ -221,8 +271,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     files = [read_env_file(env_path)] if flags.env_file or env_path.is_file() else []
     files += [read_json_file(Path(path)) for path in flags.config_files]
     above = [*files, environment, flags.layer]
-    chosen = [layer.values["preset"] for layer in above if "preset" in layer.values]
-    layers = [read_preset(chosen[-1][0] if chosen else ""), *above]
+    chosen, where = next((layer.values["preset"] for layer in reversed(above) if "preset" in layer.values), ("", ""))
+    layers = [read_preset(chosen, where) if isinstance(chosen, str) else Layer({}, []), *above]
 
     merged: dict[str, tuple[Any, str]] = {}
     for layer in layers:
@@ -231,34 +281,50 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     config, invalid = validate(merged)
     problems += invalid.values()
     if complete:
-        if config.world_size > 1 and "RANK" not in environ and not flags.check:
-            problems.append(f"WORLD_SIZE={config.world_size}, but this process was not started by torchrun; "
-                            f"use torchrun --standalone --nproc_per_node {config.world_size} train.py")
+        if "world_size" not in invalid:
+            problems += launch_problems(config, environ, flags.check)
         problems += [problem.message for problem in rules(config) if not set(problem.settings) & set(invalid)]
     if problems:
         raise SettingsError("\n".join(problems))
     return Loaded(config, {name: where for name, (_, where) in merged.items()}, warnings, flags.check, flags.rest)
 
 
+def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> Iterator[str]:
+    """What is wrong between WORLD_SIZE and the launcher that started this process."""
+    if "RANK" not in environ:
+        if config.world_size > 1 and not check:
+            yield (f"WORLD_SIZE={config.world_size}, but this process was not started by torchrun; start it with "
+                   f"torchrun --standalone --nproc_per_node {config.world_size} train.py, or leave WORLD_SIZE out")
+    elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
+        yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
+    elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
+        yield f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; leave the setting out"
+
+
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
     """The configuration, with defaults in place of values that are invalid, and one message for each of those."""
-    values = {name: None if isinstance(value, str) and value.strip().lower() in ("none", "null") else value
+    nothing = ("", "none", "null")
+    values = {name: None if name in OPTIONAL and isinstance(value, str) and value.strip().lower() in nothing else value
               for name, (value, _) in merged.items()}
+    invalid = {name: "expected one value, not a list" for name, value in values.items() if isinstance(value, list)}
+    # JSON's true is no number, although Python counts with it.
+    invalid |= {name: "expected a number or text" for name, value in values.items()
+                if isinstance(value, bool) and name not in SWITCHES}
     try:
-        return Config(**values), {}
+        Config(**values)
     except ValidationError as error:
-        invalid = {}
         for detail in error.errors():
-            name = str(detail["loc"][0])
-            got = "***" if name in SECRETS else repr(merged[name][0])
-            invalid.setdefault(name, f"{merged[name][1]}: {name.upper()}={got}: {detail['msg']}")
-        return Config(**{name: value for name, value in values.items() if name not in invalid}), invalid
+            invalid.setdefault(str(detail["loc"][0]), detail["msg"][0].lower() + detail["msg"][1:])
+    messages = {name: f"{merged[name][1]}: {name.upper()}={'***' if name in SECRETS else shown(str(merged[name][0]))}: {message}"
+                for name, message in invalid.items()}
+    return Config(**{name: value for name, value in values.items() if name not in invalid}), messages
 
 
 def help_text(usage: str) -> str:
     """What --help prints: every setting with its default and meaning."""
-    lines = [usage, "", "Order: defaults < preset < .env / JSON < environment < flags. MAX_STEPS in .env is --max-steps as a flag.", "",
-             "  --preset NAME        " + f"one of {', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
+    lines = [usage, "",
+             "Order: defaults < preset < .env / JSON < environment < flags. MAX_STEPS in .env is --max-steps as a flag.", "",
+             f"  --preset NAME        one of {', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
              "  --config FILE.json   settings from a JSON file, flat or in sections",
              "  --env-file FILE      settings from this file instead of .env",
              "  --check              tell everything that can be known before the run, and end"]
@@ -267,13 +333,14 @@ def help_text(usage: str) -> str:
         if group != section:
             lines += ["", group]
             section = group
-        lines.append(f"  --{name.lower().replace('_', '-'):<28} [{default or 'none'}] {meaning}")
+        flag = f"{name} in .env" if name.lower() in SECRETS else f"--{name.lower().replace('_', '-')}"
+        lines.append(f"  {flag:<30} [{default or 'none'}] {meaning}")
     return "\n".join(lines)
 
 
 def exit_with(error: SettingsError) -> None:
-    """Print what is wrong, once among all ranks, and exit with code 2."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print what is wrong, once on each node, and exit with code 2."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         lines = str(error).splitlines()
         print(f"{len(lines)} thing{'s' if len(lines) > 1 else ''} to mend in the settings:", file=sys.stderr)
         for line in lines:
@@ -286,4 +353,4 @@ def export_secrets(config: Config) -> None:
     for name in SECRETS:
         secret = getattr(config, name)
         if secret is not None:
-            os.environ.setdefault(name.upper(), secret.get_secret_value())
+            os.environ[name.upper()] = secret.get_secret_value()
