@@ -66,9 +66,8 @@ class TokenRows:
 
     def __call__(self, indices: np.ndarray) -> Batch:
         length = self.row_tokens
-        ids_BT = np.empty((len(indices), length + 1), self.token_set.dtype)
-        for row, index in zip(ids_BT, indices.tolist()):
-            row[:] = self.token_set.read(index * length, length + 1)
+        ids_BT = np.concatenate([self.token_set.read(index * length, length + 1) for index in indices.tolist()])
+        ids_BT = ids_BT.reshape(-1, length + 1)
         tokens_BT, targets_BT = ids_BT[:, :-1].astype(np.int64), ids_BT[:, 1:].astype(np.int64)
         documents_BT = None
         if self.document_start_id is not None:
@@ -77,7 +76,7 @@ class TokenRows:
 
 
 def number_documents(ids_BT: np.ndarray, document_start_id: int) -> np.ndarray:
-    """Return int32 document numbers: 1 at a row's first token, whether or not it starts one, and one more at each start."""
+    """Return int32 document numbers: 1 from a row's first token on, whatever it is, one more at each later start."""
     starts_BT = ids_BT == document_start_id
     starts_BT[:, 0] = True
     return np.cumsum(starts_BT, axis=1, dtype=np.int32)
@@ -123,7 +122,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def rows_of_step(step: int, rows_per_step: int, n_rows: int, seed: int) -> np.ndarray:
-    """Return the int64 indices of the rows that all ranks together read in a step, which may span the end of an epoch."""
+    """Return the int64 indices of the rows that all ranks together read in a step, even across the end of an epoch."""
     positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
     epochs, within = np.divmod(positions, n_rows)
     return np.concatenate([permutation(n_rows, seed, epoch)(within[epochs == epoch])

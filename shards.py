@@ -65,7 +65,7 @@ class Shard:
         """All ids, read-only."""
         with open(self.path, "rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Rows lie anywhere: reading ahead around each would fetch megabytes for a few kilobytes (100 times slower, cold).
+        # Rows lie anywhere: reading ahead would fetch megabytes for each few kilobytes, 100 times slower when cold.
         mapping.madvise(mmap.MADV_RANDOM)
         return np.frombuffer(mapping, np.dtype(self.dtype).newbyteorder("<"), self.tokens, self.offset)
 
@@ -90,14 +90,9 @@ class TokenSet:
         """The number of tokens in all shards."""
         return self._starts[-1]
 
-    @cached_property
-    def dtype(self) -> np.dtype:
-        """The type of `read`'s ids, wide enough for every shard."""
-        return np.result_type(*{shard.dtype for shard in self.shards})
-
     def read(self, start: int, count: int) -> np.ndarray:
         """Return the tokens [start, start + count) as a read-only view, or as a copy where they span shards."""
-        assert 0 <= start and start + count <= self.tokens, f"[{start}, {start + count}) is outside {self.tokens} tokens"
+        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         index = bisect_right(self._starts, start) - 1
         begin = start - self._starts[index]
         if begin + count <= self.shards[index].tokens:
@@ -137,8 +132,8 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
         made_with = manifest["tokenizer_sha256"]
         if tokenizer_sha256 not in (None, made_with):
             raise DataError(f"{folder}: was made with another tokenizer ({made_with[:12]}) than the one given "
-                            f"({tokenizer_sha256[:12]}); set TOKENIZER_PATH to the one it was made with, or prepare the "
-                            "data again")
+                            f"({tokenizer_sha256[:12]}); set TOKENIZER_PATH to the one it was made with, or prepare "
+                            "the data again")
         shards = _prepared_shards(folder, manifest, split)
         document_start_id = manifest["document_start_id"]
         fingerprint = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
@@ -147,8 +142,8 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
         fingerprint = _sampled_fingerprint(shards)
     token_set = TokenSet(tuple(shards), fingerprint, document_start_id)
     if token_set.tokens < minimum_tokens:
-        raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but {minimum_tokens:,} are needed; "
-                        "prepare more text, or lower TOTAL_BATCH_SIZE or MAX_SEQ_LEN")
+        raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but {minimum_tokens:,} are "
+                        "needed; prepare more text, or lower TOTAL_BATCH_SIZE or MAX_SEQ_LEN")
     if verify != "never":
         _verify(shards, vocab_size, trust_earlier=verify == "auto")
     return token_set
@@ -173,7 +168,8 @@ def _read_manifest(folder: Path) -> dict:
         raise DataError(f"{path}: cannot be read as JSON ({error}); prepare the data again") from error
     form = manifest.get("format") if isinstance(manifest, dict) else None
     if form != MANIFEST_FORMAT:
-        raise DataError(f"{path}: has format {form}, this version reads format {MANIFEST_FORMAT}; prepare the data again")
+        raise DataError(f"{path}: has format {form}, this version reads format {MANIFEST_FORMAT}; prepare the data "
+                        "again")
     missing = [key for key in ("dtype", "tokenizer_sha256", "document_start_id", "splits") if key not in manifest]
     if missing or manifest["dtype"] not in MAGIC_AND_VERSION:
         what = f"lacks {', '.join(missing)}" if missing else f"has the unknown dtype {manifest['dtype']!r}"
@@ -186,9 +182,10 @@ def _prepared_shards(folder: Path, manifest: dict, split: str) -> list[Shard]:
         entries = [(folder / entry["file"], entry["tokens"], entry["sha256"])
                    for entry in manifest["splits"].get(split, {}).get("shards", [])]
     except (AttributeError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / MANIFEST}: the list of {split} shards is malformed; prepare the data again") from error
+        raise DataError(f"{folder / MANIFEST}: its {split} shards are malformed; prepare the data again") from error
     if not entries:
-        raise DataError(f"{folder / MANIFEST}: lists no {split} shards; prepare the data with a {split} split")
+        without = ", with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0" if split == "validation" else ""
+        raise DataError(f"{folder / MANIFEST}: lists no {split} shards; prepare more text{without}")
     return [_prepared_shard(path, manifest["dtype"], tokens, sha256) for path, tokens, sha256 in entries]
 
 
@@ -198,8 +195,8 @@ def _prepared_shard(path: Path, dtype: str, tokens: int, sha256: str) -> Shard:
     if shard is None:
         raise _wrong_magic(path, head)
     if (shard.dtype, shard.tokens) != (dtype, tokens):
-        raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} says {tokens} of "
-                        f"{dtype}; prepare the data again")
+        raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} says "
+                        f"{tokens} of {dtype}; prepare the data again")
     return shard
 
 
@@ -213,8 +210,8 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     else:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
     if not files:
-        raise DataError(f"{path}: " + (f"holds neither {MANIFEST} nor token files (.bin, .npy)" if path.is_dir() else
-                                       "no such file or folder") + "; prepare data with scripts/load_pretrain_dataset.py")
+        what = f"holds neither {MANIFEST} nor token files (.bin, .npy)" if path.is_dir() else "no such file or folder"
+        raise DataError(f"{path}: {what}; prepare data with scripts/load_pretrain_dataset.py")
     # A file that somebody pointed at is training data unless its name says otherwise; in a folder it could be anything.
     of_split = [file for file in files if (_split_in_name(file) or ("train" if chosen_by_hand else None)) == split]
     if not of_split:
@@ -223,8 +220,8 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
                         f"{', '.join(file.name for file in files[:5])}{' ...' if len(files) > 5 else ''}")
     kinds = {file.suffix for file in of_split}
     if len(kinds) > 1:
-        raise DataError(f"{path}: the {split} files are of several kinds ({', '.join(sorted(kinds))}), perhaps the same "
-                        "tokens twice; name one kind with a glob such as '*.bin'")
+        raise DataError(f"{path}: the {split} files are of several kinds ({', '.join(sorted(kinds))}), perhaps the "
+                        "same tokens twice; name one kind with a glob such as '*.bin'")
     return of_split
 
 
@@ -240,8 +237,8 @@ def _foreign_shard(path: Path, vocab_size: int) -> Shard:
     else:
         shard = _llmc_shard(path, size, head, None) or _raw_shard(path, size, head)
     if shard.dtype != "uint32" and dtype_for(vocab_size) == "uint32":
-        raise DataError(f"{path}: its ids are {shard.dtype}, too narrow for the vocabulary of {vocab_size:,}: it was made "
-                        "with another tokenizer; set TOKENIZER_PATH to that one, or tokenize the text again")
+        raise DataError(f"{path}: its ids are {shard.dtype}, too narrow for the vocabulary of {vocab_size:,}: it was "
+                        "made with another tokenizer; set TOKENIZER_PATH to that one, or tokenize the text again")
     return shard
 
 
@@ -299,7 +296,8 @@ def _npy_shard(path: Path, size: int, head: bytes) -> Shard:
     except ValueError as error:
         raise DataError(f"{path}: its header cannot be read ({error}); copy it again") from error
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
-        raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of uint16 or uint32")
+        raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of uint16 or "
+                        "uint32")
     shard = Shard(path, dtype.name, offset, shape[0])
     _check_size(shard, size)
     return shard

@@ -12,6 +12,7 @@ from shards import MANIFEST, VERIFIED, dtype_for, header_bytes, open_token_set
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
+EMPTY = {"format": 1, "dtype": "uint16", "tokenizer_sha256": "", "document_start_id": 0, "splits": {}}
 
 
 def write_llmc(path, ids, dtype="uint16"):
@@ -164,10 +165,9 @@ def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
     ("[]", "has format None"),
     ('{"format": 2}', "has format 2, this version reads format 1"),
     ('{"format": 1, "dtype": "uint16"}', "lacks tokenizer_sha256, document_start_id, splits"),
-    ('{"format": 1, "dtype": "float8", "tokenizer_sha256": "", "document_start_id": 0, "splits": {}}', "dtype 'float8'"),
-    ('{"format": 1, "dtype": "uint16", "tokenizer_sha256": "", "document_start_id": 0, "splits": {}}', "no train shards"),
-    ('{"format": 1, "dtype": "uint16", "tokenizer_sha256": "", "document_start_id": 0, "splits": {"train": {"shards": [1]}}}',
-     "list of train shards is malformed"),
+    (json.dumps(EMPTY | {"dtype": "float8"}), "dtype 'float8'"),
+    (json.dumps(EMPTY), "lists no train shards"),
+    (json.dumps(EMPTY | {"splits": {"train": {"shards": [1]}}}), "its train shards are malformed"),
 ])
 def test_a_bad_manifest_is_refused(tmp_path, manifest, message):
     (tmp_path / MANIFEST).write_text(manifest)
@@ -236,7 +236,8 @@ def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch)
 def foreign(tmp_path):
     """Writes 40 train tokens in two files and 10 of validation in one, in a format; returns the folder."""
     def write(kind):
-        parts = {"fineweb_train_000001": range(25), "fineweb_train_000002": range(25, 40), "fineweb_val_000000": range(10)}
+        parts = {"fineweb_train_000001": range(25), "fineweb_train_000002": range(25, 40),
+                 "fineweb_val_000000": range(10)}
         if kind == "nanogpt":
             parts = {"train": range(40), "val": range(10)}
         for name, ids in parts.items():
@@ -316,7 +317,8 @@ def test_a_bad_foreign_file_is_refused(tmp_path, name, data, message):
         open_train(tmp_path)
 
 
-@pytest.mark.parametrize("array", [np.zeros((3, 4), np.uint16), np.zeros(5, np.int64), np.zeros(5, ">u2"), np.array([None])])
+@pytest.mark.parametrize("array", [np.zeros((3, 4), np.uint16), np.zeros(5, np.int64), np.zeros(5, ">u2"),
+                                   np.array([None])])
 def test_an_npy_file_of_something_else_is_refused(tmp_path, array):
     np.save(tmp_path / "train.npy", array, allow_pickle=True)
     with pytest.raises(DataError, match="train.npy: holds an array of shape .*; expected one row of uint16 or uint32"):
