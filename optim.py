@@ -71,7 +71,9 @@ class Optimizer:
                 for parameter, state in part.state.items() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the state of a checkpoint, in the dtype it was saved in."""
+        """Take over the state of a checkpoint, in the dtype it was saved in; none was saved before the first update."""
+        if not tensors:
+            return
         states: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             name, _, entry = key.rpartition(".")

@@ -7,6 +7,7 @@ import difflib
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ def read_env_file(path: Path) -> Layer:
         blank = len(binding.original.string) - len(binding.original.string.lstrip())
         where = f"{path}:{binding.original.line + binding.original.string[:blank].count(chr(10))}"
         key, value = binding.key, binding.value
+        if re.match(r"[^=]*=[^\S\n]+#", binding.original.string[blank:]):
+            value = ""  # nothing but a comment, which the parser takes for the value
         if key is None and not binding.error:
             continue
         # The line itself is not repeated: it may hold a secret.

@@ -111,7 +111,8 @@ def test_every_preset_is_valid_once_the_data_is_named(name):
 
 
 def test_sections_of_json_may_have_any_name():
-    content = {"model": {"dim": 1536}, "training": {"steps": {"MAX_STEPS": 3}}, "max-seq-len": 512, "lr": {"learning_rate": "1e-3"}}
+    content = {"model": {"dim": 1536}, "training": {"steps": {"MAX_STEPS": 3}}, "max-seq-len": 512,
+               "lr": {"learning_rate": "1e-3"}}
     config = load(config=content).config
     assert (config.dim, config.max_steps, config.max_seq_len, config.learning_rate) == (1536, 3, 512, 1e-3)
 
@@ -127,10 +128,11 @@ def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
 
 def test_env_file_as_editors_and_shells_write_it():
     Path(".env").write_bytes("\ufeff# first\r\n\r\nexport MAX_STEPS=3\r\nRUN_NAME='a b'  \r\nOUTPUT_DIR=\"x y\" # why\r\n"
-                             "SEED = 5 # a seed\r\nHELLASWAG_PATH=\r\nhellaswag_name=a#b\r\n".encode())
+                             "SEED = 5 # a seed\r\nHELLASWAG_PATH=\r\nhellaswag_name=a#b\r\n"
+                             "SFT_DATA_PATH=   # none yet\r\n".encode())
     config = load_config([], {**DATA, "RUN_NAME": "run"}).config
     assert (config.max_steps, config.run_name, config.output_dir, config.seed) == (3, "run", "x y", 5)
-    assert (config.hellaswag_path, config.hellaswag_name) == (None, "a#b")
+    assert (config.hellaswag_path, config.hellaswag_name, config.sft_data_path) == (None, "a#b", None)
 
 
 def test_an_empty_value_leaves_the_layer_below_and_none_takes_it_away():
@@ -210,8 +212,9 @@ def test_an_unknown_preset_gets_its_nearest_neighbour():
 
 
 @pytest.mark.parametrize("key, meant", [
-    ("MAX_STEP", "max_steps"), ("LEARNIGN_RATE", "learning_rate"), ("PRECISON", "precision"), ("MICROBATCH_SIZE", "micro_batch_size"),
-    ("MAX_LR", "learning_rate"), ("BATCH_SIZE", "micro_batch_size"), ("max_steps", "max_steps"), ("OUTPUT_DIRS", "output_dir")])
+    ("MAX_STEP", "max_steps"), ("LEARNIGN_RATE", "learning_rate"), ("PRECISON", "precision"),
+    ("MICROBATCH_SIZE", "micro_batch_size"), ("MAX_LR", "learning_rate"), ("BATCH_SIZE", "micro_batch_size"),
+    ("max_steps", "max_steps"), ("OUTPUT_DIRS", "output_dir")])
 def test_an_environment_key_that_looks_misspelt_is_warned_of(key, meant):
     loaded = load(environ={key: "1"})
     assert loaded.warnings == [f"environment: {key} is no setting; did you mean {meant.upper()}?"]
@@ -229,7 +232,8 @@ ORDINARY_KEYS = """
     SLURM_PROCID SLURM_STEP_ID SLURM_NNODES OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK KUBERNETES_SERVICE_HOST CI GITHUB_ACTIONS
     RUNNER_TEMP JAVA_HOME GOPATH NODE_ENV CC CXX CFLAGS COMPILER COMPILE_COMMANDS DEVICES DEBUGGER DATA_DIRS OUTPUT MODEL_PATH
     HISTSIZE HISTFILESIZE MAIL MANPATH INFOPATH http_proxy HTTPS_PROXY no_proxy AWS_REGION GOOGLE_APPLICATION_CREDENTIALS
-    device resume seed compile COLORTERM TERM_PROGRAM PRESETS SEEDS LESSOPEN MOTD_SHOWN WSL_DISTRO_NAME PROMPT_COMMAND PIP_CACHE_DIR
+    device resume seed compile COLORTERM TERM_PROGRAM PRESETS SEEDS LESSOPEN MOTD_SHOWN WSL_DISTRO_NAME PROMPT_COMMAND
+    PIP_CACHE_DIR
 """.split()
 
 
@@ -259,7 +263,8 @@ def test_flags_in_every_spelling():
     (("--chekc",), "command line: unknown flag --chekc; did you mean --check?"),
     (("--debug", "maybe"), "command line: DEBUG=maybe: input should be a valid boolean, unable to interpret input"),
     (("--learning-rate", "-1"), "command line: LEARNING_RATE=-1: input should be greater than 0"),
-    (("--max-steps", "2.5"), "command line: MAX_STEPS=2.5: input should be a valid integer, unable to parse string as an integer"),
+    (("--max-steps", "2.5"), "command line: MAX_STEPS=2.5: input should be a valid integer, "
+                                "unable to parse string as an integer"),
     (("--lr-schedule", "linear"), "command line: LR_SCHEDULE=linear: input should be 'cosine', 'wsd' or 'constant'"),
 ])
 def test_flags_that_cannot_be_used(flags, expected):
@@ -288,8 +293,8 @@ def test_a_script_can_do_without_what_training_needs():
 
 
 @pytest.mark.parametrize("flags, words", [
-    (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * world size "
-                                       "= 8 * 1024 * 1 = 8192; try 499712 or 507904"),
+    (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
+                                       "world size = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
     (("--total-batch-size", "5"), "try 8192"),
     (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576"),
     (("--dim", "100"), "DIM=100 must be an even multiple of N_HEADS=12; try DIM=96"),
