@@ -33,8 +33,11 @@ class Batch:
                      None if self.documents_BT is None else change(self.documents_BT))
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch on a device; the copy of pinned memory does not wait."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return the batch on a device, without waiting for the copy of pinned memory.
+
+        The documents' numbers stay: the model makes what its kernels want of them on the CPU, and so waits for no GPU.
+        """
+        return Batch(self.tokens_BT.to(device, non_blocking=True), self.targets_BT.to(device, non_blocking=True), self.documents_BT)
 
     def pin_memory(self) -> "Batch":
         """Return the batch in memory that a GPU can fetch from by itself."""

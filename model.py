@@ -55,8 +55,8 @@ def padded(vocab_size: int) -> int:
 class Layout(NamedTuple):
     """Who sees whom in a batch, and where each token stands. Made once per forward, used by every block."""
 
-    cos_BT1P: Tensor  # P = H / 2 pairs; the first axis is 1 where all rows are alike
-    sin_BT1P: Tensor
+    cos_BT1H: Tensor  # of each pair's angle, twice; the first axis is 1 where all rows are alike
+    sin_BT1H: Tensor  # the same with the signs - and + of a rotation
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
     cu_seqlens: Optional[Tensor] = None  # int32 borders of the documents in the flattened batch, for varlen kernels
 
@@ -101,11 +101,11 @@ def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     return share * frequencies + (1 - share) * frequencies / config.rope_scaling_factor
 
 
-def rotate(x_BTNH: Tensor, cos_BT1P: Tensor, sin_BT1P: Tensor) -> Tensor:
+def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
     """Turn each pair (2i, 2i + 1) by its angle, in float32. Source: Su et al. 2021 (arXiv:2104.09864), in Meta's pairing."""
-    even, odd = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos_BT1P - odd * sin_BT1P, even * sin_BT1P + odd * cos_BT1P), dim=-1)
-    return turned.flatten(-2).to(x_BTNH.dtype)
+    x32 = x_BTNH.float()
+    swapped = x32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x32 * cos_BT1H, swapped, sin_BT1H).to(x_BTNH.dtype)
 
 
 def varlen_attention():
@@ -245,8 +245,8 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, layout: Layout, layer: int, cache: Optional[KVCache]) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (projected.unflatten(-1, (-1, self.head_dim))
                                   for projected in linear_together(x_BTD, self.wq, self.wk, self.wv))
-        q_BTNH = rotate(q_BTNH, layout.cos_BT1P, layout.sin_BT1P)
-        k_BTKH = rotate(k_BTKH, layout.cos_BT1P, layout.sin_BT1P)
+        q_BTNH = rotate(q_BTNH, layout.cos_BT1H, layout.sin_BT1H)
+        k_BTKH = rotate(k_BTKH, layout.cos_BT1H, layout.sin_BT1H)
         if cache is not None:
             k_BTKH, v_BTKH = cache.store(layer, k_BTKH, v_BTKH)
         if layout.cu_seqlens is not None:
@@ -307,14 +307,19 @@ def logprob_of(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_si
 
 
 def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The summed log-probability, and its gradient to the logits (M, V) in the dtype of the hidden states."""
+    """The summed log-probability, and its gradient to the logits (M, V) in the dtype of the hidden states.
+
+    In place from the logits to their gradient: on a CPU new memory costs more than the arithmetic.
+    """
     logits_MV = logits_of(hidden_MD, weight_VD, vocab_size).float()
-    counted_M1 = (targets_M != IGNORE_INDEX)[:, None]
+    counted_M1 = (targets_M != IGNORE_INDEX)[:, None].float()
     index_M1 = targets_M.clamp(min=0)[:, None]
-    lse_M1 = logits_MV.logsumexp(dim=-1, keepdim=True)
-    total = ((logits_MV.gather(1, index_M1) - lse_M1) * counted_M1).sum()
-    is_target_MV = torch.arange(logits_MV.shape[1], device=logits_MV.device) == index_M1
-    gradient_MV = (is_target_MV.float() - (logits_MV - lse_M1).exp()) * counted_M1
+    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
+    target_M1 = logits_MV.gather(1, index_M1) - highest_M1
+    exp_MV = logits_MV.sub_(highest_M1).exp_()
+    sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
+    total = ((target_M1 - sum_M1.log()) * counted_M1).sum()
+    gradient_MV = exp_MV.mul_(-counted_M1 / sum_M1).scatter_add_(1, index_M1, counted_M1)
     return total, gradient_MV.to(hidden_MD.dtype)
 
 
@@ -407,7 +412,8 @@ class Transformer(nn.Module):
             positions = positions_of(documents)[:, -queries:]
             mask = None if varlen else mask_of(documents, queries)
         angles = positions[:, :, None, None].float() * inverse_frequencies(self.config, device)
-        return Layout(angles.cos(), angles.sin(), mask, borders)
+        sin = angles.sin()
+        return Layout(angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2), mask, borders)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None) -> Tensor:
         """The normalised last hidden states, (B, T, D) in the compute dtype."""

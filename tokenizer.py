@@ -30,7 +30,7 @@ SPECIALS = NAMED_SPECIALS + tuple(f"<|reserved_special_token_{2 + i}|>" for i in
 # tiktoken's regex engine overflows its stack on longer runs; Meta cuts at the same places, so the ids agree.
 MAX_PIECE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
-RUN = re.compile(r"\s+|\S+")
+RUN, SPACE = re.compile(r"\s+|\S+"), re.compile(r"\s")
 
 # Where a Hugging Face tokenizer comes without a configuration, its control tokens are known by name.
 KNOWN_NAMES = {
@@ -375,12 +375,22 @@ def split_long(text: str) -> Iterator[str]:
     text = without_surrogates(text)
     for start in range(0, max(len(text), 1), MAX_PIECE_CHARS):
         part, cut = text[start:start + MAX_PIECE_CHARS], 0
-        if len(part) > MAX_RUN_CHARS:
+        if has_long_run(part):
             for run in RUN.finditer(part):
                 for end in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):
                     yield part[cut:end]
                     cut = end
         yield part[cut:]
+
+
+def has_long_run(text: str) -> bool:
+    """Whether a run of MAX_RUN_CHARS spaces or of as many others is possible, without walking through every word.
+
+    Such a run covers one of the blocks of half its length.
+    """
+    block = MAX_RUN_CHARS // 2
+    parts = (text[start:start + block] for start in range(0, len(text) - block + 1, block))
+    return any(part.isspace() or SPACE.search(part) is None for part in parts)
 
 
 def write_huggingface(folder: str | Path, tokenizer_json: str, names: dict[str, str],
