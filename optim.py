@@ -28,11 +28,55 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     return final + share * (peak - final)
 
 
+def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
+    """P matrices of R rows and C columns, with all singular values brought near 1 by a Newton-Schulz iteration.
+
+    Source: Jordan et al. 2024, whose coefficients they are.
+    """
+    tall = matrices_PRC.shape[1] > matrices_PRC.shape[2]
+    x = matrices_PRC.mT if tall else matrices_PRC
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised, as large as AdamW's would be, so that one learning rate serves both.
+
+    As torch.optim.Muon, which always iterates in bf16, one matrix at a time: here in float32 on a CPU, and matrices of one shape
+    together. Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
+    """
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault(parameter.shape, []).append(parameter)
+            for shape, parameters in alike.items():
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+                gradients = [p.grad for p in parameters]
+                torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+                updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+                if updates.device.type == "cuda":
+                    updates = updates.bfloat16()
+                updates = orthogonalised(updates).to(parameters[0].dtype).unbind()
+                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+                torch._foreach_add_(parameters, updates, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
+
+
 class Optimizer:
     """AdamW, with Muon for the blocks' matrices when asked; one object whichever it is.
 
     Trains the parameters that require gradients. Weights of two dimensions decay, norms do not.
-    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101); Jordan et al. 2024 and Liu et al. 2025 (arXiv:2502.16982) for Muon.
+    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig):
@@ -47,19 +91,14 @@ class Optimizer:
             torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
                               betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
         if with_muon:
-            # Updates matched to AdamW's in size, so that one learning rate serves both.
-            self.parts.append(torch.optim.Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay,
-                                               adjust_lr_fn="match_rms_adamw"))
+            self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
 
-    def step(self, rate: float, scaler: "torch.amp.GradScaler | None" = None) -> None:
-        """Update the parameters at this learning rate; with a scaler, only where the gradients are finite."""
+    def step(self, rate: float) -> None:
+        """Update the parameters at this learning rate."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate
-            if scaler is None:
-                part.step()
-            else:
-                scaler.step(part)
+            part.step()
 
     def zero_grad(self) -> None:
         for part in self.parts:

@@ -5,7 +5,7 @@ import torch
 
 from config import ModelConfig, OptimConfig
 from model import Transformer
-from optim import Optimizer, learning_rate
+from optim import Muon, Optimizer, learning_rate
 
 VOCAB = 100
 
@@ -107,7 +107,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
     model = make_model()
     optimizer = Optimizer(model, OptimConfig(optimizer="muon"))
     adamw, muon = ({optimizer.names[p] for group in part.param_groups for p in group["params"]} for part in optimizer.parts)
-    assert isinstance(optimizer.parts[0], torch.optim.AdamW) and isinstance(optimizer.parts[1], torch.optim.Muon)
+    assert isinstance(optimizer.parts[0], torch.optim.AdamW) and isinstance(optimizer.parts[1], Muon)
     assert adamw == {"tok_embeddings.weight", "norm.weight"} | {
         f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")}
     assert adamw | muon == {name for name, _ in model.named_parameters()} and not adamw & muon
@@ -205,3 +205,20 @@ def test_after_zero_grad_no_gradient_takes_memory():
     take_steps(model, optimizer, range(1))
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_muon_is_torchs_muon_in_float32():
+    torch.manual_seed(0)
+    shapes = [(8, 24), (24, 8), (8, 8), (8, 24)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    mine = Muon(ours, lr=0.1, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step()
+        reference.step()
+    for a, b in zip(ours, theirs):
+        assert torch.allclose(a, b, atol=0.02), (a - b).abs().max()  # theirs iterates in bf16
+        assert not torch.allclose(b, torch.ones_like(b), atol=0.1)
