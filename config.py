@@ -28,6 +28,8 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
+    """What kind of run it is, where it lives, what it starts from, and the machine's part."""
+
     preset: str = setting("", "named settings from presets/, below .env; several with commas, the last wins")
     training_stage: Literal["pretrain", "sft", "dpo"] = setting("pretrain", "what the model learns from")
     output_dir: str = setting("runs", "folder of all runs")
@@ -51,6 +53,8 @@ class RunConfig(Section):
 
 
 class DataConfig(Section):
+    """What is read, and how it becomes rows."""
+
     pretrain_data_path: Optional[str] = setting(None, "prepared token shards: a folder, a file or a glob")
     sft_data_path: Optional[str] = setting(None, "prepared chats")
     dpo_data_path: Optional[str] = setting(None, "prepared preference pairs")
@@ -63,12 +67,16 @@ class DataConfig(Section):
 
 
 class PreparationConfig(Section):
+    """How text becomes token shards."""
+
     shard_tokens: int = setting(100_000_000, "tokens in one prepared shard", ge=1)
     validation_fraction: float = setting(0.005, "share of documents held out, chosen by their hash", ge=0, lt=1)
     preparation_workers: int = setting(0, "processes that tokenise; 0 = one per core", ge=0)
 
 
 class ModelConfig(Section):
+    """The shape of the model, and the kernels that compute it."""
+
     dim: int = setting(768, "width of the residual stream", ge=1)
     n_layers: int = setting(12, "transformer blocks", ge=1, le=65_536)
     n_heads: int = setting(12, "query heads", ge=1, le=65_536)
@@ -91,6 +99,7 @@ class ModelConfig(Section):
 
     @property
     def head_dim(self) -> int:
+        """Width of one head."""
         return self.dim // self.n_heads
 
     @property
@@ -105,6 +114,8 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
+    """The batch, the length of the run, and how weights are updated."""
+
     total_batch_size: int = setting(524_288, "tokens in one step, over all ranks; accumulation follows from it", ge=1)
     micro_batch_size: int = setting(8, "rows in one forward of one rank", ge=1)
     max_seq_len: int = setting(1024, "tokens in a row", ge=1)
@@ -123,6 +134,7 @@ class OptimConfig(Section):
 
     @property
     def final_learning_rate(self) -> float:
+        """Where the schedule ends."""
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
 
     @property
@@ -132,6 +144,8 @@ class OptimConfig(Section):
 
 
 class EvaluationConfig(Section):
+    """What is measured while the model learns."""
+
     validate_every: int = setting(250, "steps between validations; 0 = never", ge=0)
     validation_rows: int = setting(256, "rows of the held-out split, always the same", ge=1)
     hellaswag_every: int = setting(500, "steps between HellaSwag evaluations; 0 = never", ge=0)
@@ -148,12 +162,16 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
     save_every: int = setting(500, "steps between checkpoints (the last step is always saved); 0 = only the last", ge=0)
     keep_last: int = setting(3, "newest checkpoints kept; 0 = all", ge=0)
     keep_best: int = setting(1, "checkpoints of lowest validation loss kept besides", ge=0)
 
 
 class LogConfig(Section):
+    """What a run tells, and whom."""
+
     log_every: int = setting(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
     log_all_ranks: bool = setting(False, "every rank on the console, not only rank 0")
     peak_tflops: Optional[float] = setting(None, "the device's dense bf16 TFLOP/s, for MFU; none = known GPUs", gt=0)
@@ -165,6 +183,8 @@ class LogConfig(Section):
 
 
 class LoraConfig(Section):
+    """Low-rank adapters."""
+
     lora_enabled: bool = setting(False, "train low-rank adapters only")
     lora_rank: int = setting(16, "rank of the adapters", ge=1)
     lora_alpha: float = setting(32.0, "scale of the adapters is alpha / rank", gt=0)
@@ -173,10 +193,14 @@ class LoraConfig(Section):
 
 
 class PreferenceConfig(Section):
+    """Learning from preferred answers."""
+
     dpo_beta: float = setting(0.1, "strength of the pull towards the reference model", gt=0)
 
 
 class DistillationConfig(Section):
+    """Learning from a teacher."""
+
     distillation_enabled: bool = setting(False, "learn from a teacher's distribution as well")
     teacher_model: Optional[str] = setting(None, "a Hugging Face causal LM (name or folder) or a Paddock checkpoint")
     distillation_temperature: float = setting(2.0, "softens both distributions", gt=0)
@@ -205,6 +229,8 @@ SECRETS = tuple(name for name, field in Config.model_fields.items() if field.ann
 
 
 class Problem(NamedTuple):
+    """What does not go together, and the settings that it is about."""
+
     settings: tuple[str, ...]
     message: str
 

@@ -173,6 +173,8 @@ def misspelt(key: str) -> Optional[str]:
 
 
 class Flags(NamedTuple):
+    """What stands on the command line."""
+
     layer: Layer
     env_file: Optional[str]
     config_files: list[str]
