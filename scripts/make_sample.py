@@ -1,0 +1,72 @@
+"""Make the embedded sample under data/sample: stories, items, questions, preferences, their tokenizer, and token shards.
+
+Needs no network and less than a minute; a second call finds everything there and returns at once.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from itertools import islice
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from errors import PaddockError  # noqa: E402
+
+FOLDER = Path("data/sample")
+STAMP = "made-from.json"
+STORIES = 40_000
+RANKS = 1024
+VALIDATION_FRACTION = 0.005
+# What the sample's bytes follow from: it is made anew when one of them has changed.
+SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py")
+
+
+def made_from() -> dict[str, str]:
+    """The content of the stamp that an up-to-date sample carries."""
+    return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}
+
+
+def is_up_to_date(folder: Path) -> bool:
+    """Whether the sample is there and was made by this very code."""
+    stamp = folder / STAMP
+    return stamp.is_file() and json.loads(stamp.read_text()) == made_from()
+
+
+def make(folder: Path) -> None:
+    """Write the whole sample into an empty folder."""
+    from data_preparation_utils import prepare_pretrain
+    from sample_world import parts, texts, write_jsonl
+    from tokenizer import train_bpe, write_tiktoken
+
+    for name, records in parts(STORIES).items():
+        print(f"  {name}: {write_jsonl(folder / name, records):,} records", flush=True)
+    tokenizer = folder / "tokenizer.model"
+    write_tiktoken(train_bpe(islice(texts(), 10_000), RANKS), tokenizer)
+    prepare_pretrain(str(folder / "stories.jsonl"), str(tokenizer), "tiktoken", folder / "pretrain",
+                     shard_tokens=100_000_000, validation_fraction=VALIDATION_FRACTION)
+    (folder / STAMP).write_text(json.dumps(made_from(), indent=1))
+
+
+def main() -> None:
+    os.chdir(ROOT)
+    if is_up_to_date(FOLDER):
+        return
+    print(f"Making the embedded sample in {FOLDER} (once, less than a minute) ...", flush=True)
+    unfinished = FOLDER.with_name(f".sample-{os.getpid()}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    make(unfinished)
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    unfinished.rename(FOLDER)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PaddockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
