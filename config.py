@@ -117,7 +117,7 @@ class OptimConfig(Section):
     """The batch, the length of the run, and how weights are updated."""
 
     total_batch_size: int = setting(524_288, "tokens in one step, over all ranks; accumulation follows from it", ge=1)
-    micro_batch_size: int = setting(8, "rows in one forward of one rank", ge=1)
+    micro_batch_size: int = setting(8, "rows in one forward of one rank; 0 = all of its rows of a step", ge=0)
     max_seq_len: int = setting(1024, "tokens in a row", ge=1)
     max_steps: int = setting(1000, "optimizer steps of the whole run", ge=0)
     optimizer: Literal["adamw", "muon"] = setting("adamw", "muon = Muon for the blocks' matrices, AdamW for the rest")

@@ -284,6 +284,8 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         merged.update(layer.values)
     problems = [problem for layer in layers for problem in layer.problems]
     config, invalid = validate(merged)
+    if config.micro_batch_size == 0:
+        config = config.model_copy(update={"micro_batch_size": max(1, config.rows_per_step // config.world_size)})
     problems += invalid.values()
     if complete:
         if "world_size" not in invalid:

@@ -6,33 +6,36 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 set_up requirements.txt
 
-preset=${PRESET:-}
-layered=no
-[ -e .env ] && layered=yes
-previous=
+preset=${PRESET:-} own_settings=no check=no previous=
+[ -e .env ] || [ -n "${PRETRAIN_DATA_PATH:-}" ] && own_settings=yes
 for flag in "$@"; do
     case "$flag" in
         --preset=*) preset=${flag#*=} ;;
-        --config | --config=* | --env-file | --env-file=* | --env_file | --env_file=*) layered=yes ;;
+        --config* | --env-file* | --env_file* | --pretrain-data-path* | --pretrain_data_path*) own_settings=yes ;;
+        --check) check=yes ;;
     esac
     [ "$previous" = --preset ] && preset=$flag
     previous=$flag
 done
-if [ -z "$preset" ] && [ "$layered" = no ]; then
-    preset=sample
-    set -- --preset sample "$@"
+[ -n "$preset" ] || preset=$(sed -n 's/^PRESET=//p' .env 2>/dev/null | tail -1)
+if [ "$own_settings" = no ] && [[ ",$preset," != *,sample,* ]]; then
+    preset=sample${preset:+,$preset}
+    set -- "$@" --preset "$preset"
 fi
 if [[ ",$preset," == *,sample,* ]]; then
     cat <<'END'
-Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from nothing.
-It takes about five minutes on two CPU cores, less on a GPU. Every few steps it is asked which of four endings fits a story that
-it has not seen: guessing gives 25 %. At the end it has written stories of its own, and a model folder to go on with.
+Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from random weights.
+It takes about five minutes on two CPU cores, less on a GPU. On the way it is asked which of four endings fits a story that it has
+not seen: guessing gives 25 %. At the end it writes stories of its own, and leaves a model folder to go on with.
 END
     python scripts/make_sample.py
 fi
 
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-if [ "$gpus" -gt 1 ]; then
+if [ "$check" = yes ]; then
+    exec env WORLD_SIZE="${WORLD_SIZE:-$((gpus > 1 ? gpus : 1))}" python train.py "$@"
+elif [ "$gpus" -gt 1 ]; then
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) / gpus > 0 ? $(nproc) / gpus : 1))}
     exec torchrun --standalone --nproc_per_node "$gpus" train.py "$@"
 fi
 exec python train.py "$@"
