@@ -1,6 +1,8 @@
 """What a run does to the machine, and what went wrong: FLOPs and MFU, throughput, non-finite dumps."""
 
 import json
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Optional
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 from config import ModelConfig
 
 # Dense bf16 TFLOP/s from the vendors' data sheets.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312,
-               "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71, "RTX 5090": 210, "V100": 125}
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "B200": 2250, "GB200": 2250, "A100": 312,
+               "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+               "RTX 5090": 210, "V100": 125}
 
 
 def matmul_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -37,15 +40,14 @@ def peak_flops(device: torch.device, override_tflops: Optional[float] = None) ->
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if known in name), None)
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{known}\b", name)), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory that this process has held: on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource
-    import sys
+    import resource  # not on Windows
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
@@ -115,15 +117,16 @@ def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def bad_ranks(reports: list[dict]) -> list[int]:
-    """The ranks whose own gradients were bad before the exchange; all, where none is known to be."""
-    return [report["rank"] for report in reports if not report["own_gradient_finite"]] or [report["rank"] for report in reports]
+    """The ranks whose own loss or gradients were bad, before the exchange; all, where none is known to be."""
+    return [report["rank"] for report in reports if not report["finite"]] or [report["rank"] for report in reports]
 
 
 def banner(reports: list[dict]) -> str:
     """The words on the screen when a step was not finite, from the reports of all ranks."""
     culprits = bad_ranks(reports)
     first = reports[culprits[0]]
-    lines = ["=" * 100, f"NON-FINITE in step {first['step']}, from rank {', '.join(map(str, culprits))}: the update was not made.",
+    lines = ["=" * 100,
+             f"NON-FINITE in step {first['step']}, from rank {', '.join(map(str, culprits))}: the update was not made.",
              f"loss {first['loss']}, gradient norm {first['grad_norm']}, rows of rank {first['rank']}: {first['rows']}"]
     if first["first_bad_module"]:
         lines.append(f"first module with a bad output: {first['first_bad_module']}")
