@@ -3,11 +3,12 @@
 from collections.abc import Iterable
 
 import torch
-from generate import generate
-from hellaswag_utils import Counts, evaluate_batches
 
 from config import Config
+from generate import generate
+from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
+from objectives import Objective
 from ranks import Ranks, StopSignals
 from run_state import Run
 
@@ -23,14 +24,13 @@ def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
 
 
 @torch.no_grad()
-def validation_loss(model: Transformer, objective, batches: Iterable, ranks: Ranks, signals: StopSignals) -> float:
+def validation_loss(model: Transformer, objective: Objective, batches: Iterable, ranks: Ranks, signals: StopSignals) -> float:
     """The mean loss over the fixed validation rows. Collective: every rank must call it, with equally many batches."""
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     count = torch.zeros((), dtype=torch.int64, device=ranks.device)
     for batch in batches:
         leave_if_stopped(ranks, signals)
-        batch = batch.to(ranks.device)
         total += objective.loss_sum(model, batch).total
         count += objective.count(batch)
     model.train()
@@ -61,31 +61,31 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
 
 
-def due(every: int, step: int, last: bool) -> bool:
+def due(every: int, step: int, last: bool = False) -> bool:
     """Whether something is due after this step that is done every so many steps and at the end; 0 = never."""
     return every > 0 and (step % every == 0 or last)
 
 
-def measure(run: Run, objective, last: bool) -> dict[str, float]:
-    """What is due after the finished step, as metrics; told on the console, and noted in the progress.
+def measure(run: Run, objective: Objective) -> None:
+    """Add what is due after the last step to its metrics, `progress.untold`; what they have already is not measured again.
 
     Collective: every rank must call it.
 
     Raises:
         Interrupted: a rank was signalled meanwhile.
     """
-    config, step, metrics = run.config, run.progress.step, {}
-    if due(config.validate_every, step, last):
+    config, progress, metrics = run.config, run.progress, run.progress.untold
+    place = f"[{progress.step}/{config.max_steps}]"
+    if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
         loss = validation_loss(run.model, objective, run.inputs.validation_batches(config, run.ranks), run.ranks, run.signals)
         metrics["val_loss"] = loss
-        best = step > 0 and run.progress.note_validation(loss, config.early_stopping_skip_steps)
-        run.log.say(f"Validation [{step}/{config.max_steps}] | Loss: {loss:.4f}{' | best so far' if best else ''}")
-    if run.inputs.tasks and due(config.hellaswag_every, step, last):
+        is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
+        run.log.say(f"Validation {place} | Loss: {loss:.4f}{' | best so far' if is_best else ''}")
+    if run.inputs.tasks and due(config.hellaswag_every, progress.step, run.finished):
         metrics |= hellaswag(run.model, run.inputs.tasks, config, run.ranks, run.signals)
-        run.log.say(f"{config.hellaswag_name} [{step}/{config.max_steps}] | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
+        run.log.say(f"{config.hellaswag_name} {place} | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
                     f"N: {metrics['hellaswag_n']}")
-    if step > 0 and due(config.sample_every, step, last):
-        for prompt, text in samples(run.model, run.inputs.tokenizer, config, step):
-            run.log.sample(step, prompt, text)
-    return metrics
+    if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
+        for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):
+            run.log.sample(progress.step, prompt, text)

@@ -100,7 +100,6 @@ class GradientWatch:
 
     def __init__(self, device: torch.device):
         self.sums = torch.zeros((), device=device)
-        self.last = True
 
     def hook(self, process_group, bucket):
         """DDP's all-reduce, after a look at the bucket."""
@@ -109,9 +108,9 @@ class GradientWatch:
 
     def read(self) -> bool:
         """Whether all gradients since the last reading were finite."""
-        self.last = bool(self.sums.isfinite())
+        finite = bool(self.sums.isfinite())
         self.sums.zero_()
-        return self.last
+        return finite
 
 
 def wrap_model(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Optional[GradientWatch]]:
@@ -125,10 +124,15 @@ def wrap_model(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Optional[Grad
     return parallel, watch
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """The norm of all gradients, which are scaled down to `max_norm` where it is above; 0 = only measured."""
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+def gradient_norm(model: nn.Module) -> Tensor:
+    """The norm of all gradients together."""
+    return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+
+
+def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients, whose norm is given, down to `max_norm` where it is above; 0 = never.
+
+    Only for finite gradients: one that is not would spread to all.
+    """
     if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)

@@ -1,8 +1,10 @@
 """The process group: who am I, and what all ranks agree on. The one room that speaks torch.distributed."""
 
+import ctypes
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ import errors
 from errors import PaddockError, SettingsError
 
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SECOND_SIGNAL_SECONDS = 1.0  # torchrun hands on a signal that the terminal has sent to the workers already
 
 
@@ -103,11 +106,14 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise SettingsError(f"LOCAL_RANK={local_rank} but this machine shows {torch.cuda.device_count()} GPUs; "
-                                "start torchrun with --nproc_per_node no larger than that")
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
+        if processes > gpus:
+            raise SettingsError(f"{processes} processes were started on this machine, which shows {gpus} GPUs; "
+                                f"start torchrun with --nproc_per_node {gpus} at most")
         torch.cuda.set_device(device)
-    if "RANK" in os.environ and world_size > 1:
+    if "RANK" in os.environ:
+        end_with_launcher()
+    if world_size > 1:
         timeout = timedelta(seconds=timeout_seconds)
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         try:
@@ -120,6 +126,12 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     return Ranks(rank, local_rank, world_size, device)
 
 
+def end_with_launcher() -> None:
+    """Have the system send this process a TERM, at which it saves and leaves, when the one that launched it dies (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
     if dist.is_initialized():
@@ -127,13 +139,22 @@ def stop_ranks() -> None:
 
 
 class StopSignals:
-    """Remembers TERM, INT and USR1, for the loop to save and leave; a second one, a moment later, quits at once."""
+    """Remembers TERM, INT and USR1, for the loop to save and leave; a second one, a moment later, quits at once.
+
+    They mean what they meant before when the `with` block is left.
+    """
 
     def __init__(self) -> None:
         self.received: Optional[int] = None
         self.at = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._handle)
+
+    def __enter__(self) -> "StopSignals":
+        self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def _handle(self, number: int, frame) -> None:
         now = time.monotonic()

@@ -4,18 +4,18 @@ import json
 import math
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
-from hellaswag_utils import prepare_tasks, read_items
 
 import checkpoints
 import convert
 from config import Config, ModelConfig
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
 from errors import CheckpointError
+from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from optim import Optimizer
 from ranks import Ranks, StopSignals
@@ -90,19 +90,28 @@ class Progress:
     step: int = 0  # finished steps
     tokens_seen: int = 0
     skipped_steps: int = 0  # fp16 overflows
+    val_loss: Optional[float] = None  # of the weights as they are now
     best_val_loss: Optional[float] = None
     best_step: int = 0
     validations_without_best: int = 0
     wandb_run_id: Optional[str] = None
+    begun_from: Optional[str] = None  # the checkpoint that the settings named when this run began
+    # The metrics of the last step, while what is due after it is still to be measured: a signal may come in between.
+    untold: Optional[dict[str, Any]] = field(default_factory=dict)
 
-    def advance(self, tokens: int, skipped: bool) -> None:
-        """Count one finished step."""
-        self.step += 1
-        self.tokens_seen += tokens
-        self.skipped_steps += skipped
+    @property
+    def updates(self) -> int:
+        """Steps that changed the weights, by which the schedule goes."""
+        return self.step - self.skipped_steps
+
+    @property
+    def last_told_step(self) -> int:
+        """The last step whose line in metrics.jsonl is complete."""
+        return self.step if self.untold is None else self.step - 1
 
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Whether this validation loss is a new best; NaN never is."""
+        self.val_loss = loss
         if math.isfinite(loss) and (self.best_val_loss is None or loss < self.best_val_loss):
             self.best_val_loss, self.best_step, self.validations_without_best = loss, self.step, 0
             return True
@@ -126,6 +135,21 @@ class Run:
     progress: Progress
     started_from: Optional[Path]  # a checkpoint, which retention leaves alone
     log: RunLog
+    saved: Optional[Path] = None  # the checkpoint of the state as it is now
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left to take."""
+        patience = self.config.early_stopping_patience
+        return self.progress.step >= self.config.max_steps or 0 < patience <= self.progress.validations_without_best
+
+    def advance(self, skipped: bool) -> None:
+        """Count a step, which is finished but for what is due after it."""
+        self.progress.step += 1
+        self.progress.tokens_seen += self.config.total_batch_size
+        self.progress.skipped_steps += skipped
+        self.progress.untold, self.progress.val_loss = {}, None
+        self.saved = None
 
 
 def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
@@ -142,7 +166,7 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
         if config.resume == "never" and (run_dir / "checkpoints").exists():
             aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
             aside.mkdir()
-            for entry in ("checkpoints", "metrics.jsonl", "samples.jsonl", "config.json", "log", "debug"):
+            for entry in ("checkpoints", "metrics.jsonl", "samples.jsonl", "config.json", "log", "debug", "tensorboard"):
                 if (run_dir / entry).exists():
                     (run_dir / entry).rename(aside / entry)
         checkpoints.sweep(run_dir / "checkpoints")
@@ -159,28 +183,35 @@ def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
                        "TOKENIZER_PATH": inputs.tokenizer.sha256}
 
 
-def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Optional[Path], bool, list[str]]:
-    """The checkpoint to start from, whether it continues this very run, and warnings. Collective: every rank must call it.
+def named_checkpoint(config: Config) -> Optional[str]:
+    """The checkpoint that the settings name to start from, if any."""
+    if config.resume not in ("auto", "never"):
+        return config.resume
+    return config.pretrain_checkpoint or config.instruct_checkpoint or config.dpo_checkpoint
 
-    The run's own newest checkpoint comes first, so that a pre-empted job goes on with the command that it was started with.
+
+def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Optional[Path], bool, list[str]]:
+    """The checkpoint to start from, if any, whether it continues this very run, and warnings.
+
+    Collective: every rank must call it.
+
+    A run that began from the named checkpoint goes on from its own newest, so that the command which started a job also
+    continues it when it was pre-empted.
 
     Raises:
         CheckpointError: the checkpoint that was asked for is missing or damaged, or all of the run's are.
     """
     def find() -> list:
-        folder, warnings = (None, []) if config.resume == "never" else checkpoints.newest_verified(run_dir / "checkpoints")
-        if config.resume not in ("auto", "never"):
-            folder, warnings = checkpoints.locate(config.resume, run_dir), []
-            checkpoints.verify(folder)
-        if folder is not None:
-            return [str(folder), True, warnings]
-        named = config.pretrain_checkpoint or config.instruct_checkpoint or config.dpo_checkpoint
-        if named is None:
-            return [None, False, warnings]
+        newest, warnings = (None, []) if config.resume == "never" else checkpoints.newest_verified(run_dir / "checkpoints")
+        named = named_checkpoint(config)
+        if named is None or (newest and checkpoints.read_state(newest)["progress"]["begun_from"] == named):
+            return [newest and str(newest), newest is not None, warnings]
         folder = checkpoints.locate(named, run_dir)
         if (folder / checkpoints.MANIFEST).exists():
             checkpoints.verify(folder)
-        return [str(folder), False, warnings]
+        if newest and newest.resolve() != folder.resolve():
+            warnings.append(f"{newest} is left behind, because the settings name {folder}")
+        return [str(folder), config.resume == named, warnings]
 
     folder, own, warnings = ranks.broadcast(ranks.main_first(find))
     return (Path(folder) if folder else None), own, warnings
@@ -198,23 +229,25 @@ def restore(config: Config, inputs: Inputs, run_dir: Path, model: Transformer, o
     folder, own, warnings = find_checkpoint(config, run_dir, ranks)
     progress = Progress()
     if folder is not None:
-        state = checkpoints.read_state(folder) if (folder / checkpoints.STATE).exists() else None
-        continues = state is not None and state["identity"]["TRAINING_STAGE"] == config.training_stage and not config.reset_optimizer
+        state = checkpoints.read_state(folder)
+        same_stage = bool(state) and state["identity"]["TRAINING_STAGE"] == config.training_stage
+        continues = same_stage and (own or not config.reset_optimizer)
         if continues:
             warnings += check_identity(state, config, inputs, folder, ranks)
         load_weights(folder, model)
         if continues:
+            progress = Progress(**state["progress"])
             optimizer.load_state_tensors(restore_padding(checkpoints.read_optimizer(folder), model))
-            known = {entry.name for entry in fields(Progress)}
-            progress = Progress(**{name: value for name, value in state["progress"].items() if name in known})
             if scaler is not None and state["scaler"]:
                 scaler.load_state_dict(state["scaler"])
         else:
             warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
-        if not own:
-            progress.wandb_run_id = None
-    if config.start_step is not None and not own:
-        progress.step = config.start_step
+    if not own:
+        progress.wandb_run_id, progress.begun_from = None, named_checkpoint(config)
+        if config.start_step is not None:
+            progress.step = config.start_step
+    elif config.resume not in ("auto", "never"):
+        progress.begun_from = config.resume
     return progress, folder, warnings
 
 
@@ -230,8 +263,9 @@ def check_identity(state: dict, config: Config, inputs: Inputs, folder: Path, ra
     refused = sorted(differing - allowed)
     if refused:
         shown = "; ".join(f"{name} was {before[name]}, is {now.get(name)}" for name in refused)
-        raise CheckpointError(f"{folder} belongs to a different run: {shown}. Restore the setting, choose another RUN_NAME, start from "
-                              f"its weights with --reset-optimizer, or accept it with ALLOW_RESUME_MISMATCH={','.join(refused)}")
+        raise CheckpointError(f"{folder} belongs to a different run: {shown}. Restore the setting, choose another RUN_NAME, "
+                              f"start from its weights with --pretrain-checkpoint {folder} --reset-optimizer, or accept it "
+                              f"with ALLOW_RESUME_MISMATCH={','.join(refused)}")
     warnings = [f"{name} changed from {before[name]} to {now.get(name)}, as ALLOW_RESUME_MISMATCH permits"
                 for name in sorted(differing & allowed)]
     if state["world_size"] != ranks.world_size:
@@ -268,11 +302,12 @@ def is_vocabulary(name: str) -> bool:
     return name.startswith(("tok_embeddings.", "output."))
 
 
-def save_checkpoint(run: Run, val_loss: Optional[float] = None) -> Path:
+def save_checkpoint(run: Run) -> None:
     """Write a checkpoint of the last finished step, and drop what retention lets go. Collective: every rank must call it."""
     config, progress, started = run.config, run.progress, time.perf_counter()
     state = {"progress": asdict(progress), "identity": identity(config, run.inputs), "world_size": run.ranks.world_size,
-             "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": val_loss}
+             "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None,
+             "val_loss": progress.val_loss}
 
     def write_model(folder: Path) -> None:
         convert.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer, config.max_seq_len)
@@ -282,5 +317,5 @@ def save_checkpoint(run: Run, val_loss: Optional[float] = None) -> Path:
                               weight_bytes=sum(parameter.nbytes for parameter in run.model.parameters()))
     protected = [run.started_from] if run.started_from else []
     run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected))
+    run.saved = folder
     run.log.say(f"Saved {folder} in {time.perf_counter() - started:.1f} s")
-    return folder

@@ -1,9 +1,11 @@
 """Train Llama 3: `python train.py`, or `torchrun --standalone --nproc_per_node N train.py`. --help lists every setting."""
 
+import math
+import os
 import sys
 import time
 from contextlib import ExitStack, nullcontext
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 
@@ -18,6 +20,7 @@ from model_utils import (
     choose_dtype,
     clip_gradients,
     compile_model,
+    gradient_norm,
     seed_step,
     why_not_compile,
     wrap_model,
@@ -34,11 +37,12 @@ EXIT_PREEMPTED = 143
 
 
 class StepResult(NamedTuple):
-    """What all ranks know of a step, the same on each."""
+    """What came of a step; all but `own_finite` are the same on every rank."""
 
     loss: float  # the mean over the targets of the whole batch
     grad_norm: float
     finite: bool
+    own_finite: bool  # this rank's loss, and its gradients before the exchange
     updated: bool  # False where fp16 overflowed, as it does now and then by design
     stop: bool  # a rank was signalled
 
@@ -54,28 +58,33 @@ def main(argv: Optional[list[str]] = None) -> int:
         export_secrets(loaded.config)
         return preflight.check(loaded) if loaded.check else train(loaded)
     except PaddockError as error:
-        if error.told_by_main:
-            return error.exit_code
-        if isinstance(error, SettingsError):
+        if isinstance(error, SettingsError) and not error.told_by_main:
             exit_with(error)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if not error.told_by_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except torch.OutOfMemoryError as error:
+        print(f"error: rank {os.environ.get('RANK', 0)} is out of memory ({str(error).splitlines()[0]}); lower "
+              "MICRO_BATCH_SIZE (the step stays the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; "
+              "--check forecasts what is needed", file=sys.stderr, flush=True)
+        return 1
 
 
 def train(loaded: Loaded) -> int:
     """Build, resume, and take every step that is left; returns the exit code. Collective: every rank must call it."""
-    config, signals = loaded.config, StopSignals()
+    config = loaded.config
     device_type = choose_device(config)
     dtype = choose_dtype(config, device_type)
-    ranks = start_ranks(device_type, config.distributed_timeout)
     with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        ranks = start_ranks(device_type, config.distributed_timeout)
         inputs = open_inputs(config, ranks)
         folder = start_run_dir(config, ranks, stack)
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         optimizer = Optimizer(model, config)
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
         progress, started_from, messages = restore(config, inputs, folder, model, optimizer, scaler, ranks)
-        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.step)
+        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_told_step)
         stack.callback(log.close)
         progress.wandb_run_id = log.wandb_run_id
         run = Run(config, ranks, signals, inputs, folder, model, optimizer, scaler, progress, started_from, log)
@@ -92,66 +101,45 @@ def train(loaded: Loaded) -> int:
 
 
 def take_steps(run: Run) -> int:
-    """The loop: steps, and what is due between them; returns the exit code. Collective: every rank must call it."""
-    config, progress, ranks, log = run.config, run.progress, run.ranks, run.log
-    if progress.step >= config.max_steps:
-        log.say(f"Nothing to do: MAX_STEPS={config.max_steps}, and {progress.step} steps are finished.")
+    """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
+    config, progress, log = run.config, run.progress, run.log
+    if run.finished and progress.untold is None:
+        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.")
         return 0
     objective = OBJECTIVES[config.training_stage]
-    trained, watch = wrap_model(run.model, ranks)
+    trained, watch = wrap_model(run.model, run.ranks)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
-    flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
-    peak = diagnostics.peak_flops(ranks.device, config.peak_tflops)
-    throughput = diagnostics.Throughput()
-    started, saved, saved_at, baseline = time.perf_counter(), None, None, {}
+    started, throughput = time.perf_counter(), diagnostics.Throughput()
     try:
-        if progress.step == 0:
-            baseline = measure(run, objective, last=False)
-            if baseline:
-                log.step({"step": 0, **baseline})
-        with run.inputs.training_batches(config, ranks, progress.step) as loader:
-            throughput.skip_pause()
-            for batches in loader:
-                seed_step(config.seed, progress.step, ranks.rank)
-                rate = learning_rate(progress.step, config)
+        with run.inputs.training_batches(config, run.ranks, progress.step) as loader:
+            # A run begins with a measurement, and a resumed one with what a signal has cut off.
+            baseline = reached = {} if progress.untold is None else finish_step(run, objective)
+            while not run.finished:
+                throughput.skip_pause()
+                batches = next(loader)
+                seed_step(config.seed, progress.step, run.ranks.rank)
+                rate = learning_rate(progress.updates, config)
                 result = train_step(run, trained, watch, objective, batches, rate)
                 if not result.finite:
-                    stop_non_finite(run, batches, result, watch, first_bad)
-                progress.advance(config.total_batch_size, skipped=not result.updated)
+                    stop_non_finite(run, batches, result, first_bad)
+                run.advance(skipped=not result.updated)
                 throughput.add(config.total_batch_size)
-                last, metrics = progress.step == config.max_steps, {}
-                if due(config.log_every, progress.step, last):
-                    tokens_per_second = throughput.read()
-                    metrics = {"train_loss": result.loss, "learning_rate": rate, "grad_norm": result.grad_norm,
-                               "tokens_seen": progress.tokens_seen, "tokens_per_second": tokens_per_second,
-                               "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
-                    if peak:
-                        metrics["mfu"] = tokens_per_second * flops / (peak * ranks.world_size)
-                    tokens_left = (config.max_steps - progress.step) * config.total_batch_size
-                    log.say(console_line(progress.step, config.max_steps, metrics, tokens_left / tokens_per_second))
-                measured = {} if result.stop else measure(run, objective, last)
-                if metrics or measured:
-                    log.step({"step": progress.step, **metrics, **measured})
-                is_best = "val_loss" in measured and progress.best_step == progress.step
-                given_up = 0 < config.early_stopping_patience <= progress.validations_without_best
-                if (due(config.save_every, progress.step, last) or last or given_up or result.stop
-                        or (is_best and config.keep_best and config.save_every)):
-                    saved, saved_at = save_checkpoint(run, measured.get("val_loss")), progress.step
+                if due(config.log_every, progress.step, run.finished):
+                    progress.untold = step_metrics(run, result, rate, throughput.read())
                 if result.stop:
                     raise Interrupted
-                if given_up:
-                    log.say(f"Early stopping: {config.early_stopping_patience} validations without a loss below "
-                            f"{progress.best_val_loss:.4f} (step {progress.best_step}).")
-                if last or given_up:
-                    break
-                throughput.skip_pause()
+                reached = finish_step(run, objective)
     except Interrupted:
-        if saved_at != progress.step:
-            save_checkpoint(run)
+        if progress.untold:
+            log.step({"step": progress.step, **progress.untold})
+        save_checkpoint(run)
         log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: the same command"
                 + ("." if config.run_name else f" with --run-name {run.folder.name}."))
         return EXIT_PREEMPTED
-    preflight.farewell(run, saved, time.perf_counter() - started, baseline, measured)
+    if progress.step < config.max_steps:
+        log.say(f"Early stopping: {progress.validations_without_best} validations without a loss below "
+                f"{progress.best_val_loss} (step {progress.best_step}).")
+    preflight.farewell(run, run.saved, time.perf_counter() - started, baseline, reached)
     return 0
 
 
@@ -182,41 +170,77 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
     if scaler:
         for part in run.optimizer.parts:
             scaler.unscale_(part)
-    grad_norm = float(clip_gradients(run.model, run.config.max_grad_norm))
-    finite_gradient = abs(grad_norm) < float("inf")  # NaN is not
-    own_gradient = watch.read() if watch else finite_gradient
-    loss = float(loss_sum)
+    norm = gradient_norm(run.model)
+    grad_norm, own_loss = float(norm), float(loss_sum)
+    own_gradient_finite = watch.read() if watch else math.isfinite(grad_norm)
     loss, bad_losses, bad_gradients, stops = ranks.sum(
-        [loss, not abs(loss) < float("inf"), not (finite_gradient and own_gradient), run.signals.received is not None])
+        [own_loss, not math.isfinite(own_loss), not (math.isfinite(grad_norm) and own_gradient_finite),
+         run.signals.received is not None])
     finite = not bad_losses and (not bad_gradients or (scaler is not None and scaler.get_scale() > 1))
     updated = finite and not bad_gradients
     if updated:
+        clip_gradients(run.model, norm, run.config.max_grad_norm)
         run.optimizer.step(rate)
     if scaler:
         scaler.update()
-    return StepResult(loss / count, grad_norm, finite, updated, stops > 0)
+    return StepResult(loss / count, grad_norm, finite, math.isfinite(own_loss) and own_gradient_finite, updated, stops > 0)
 
 
-def stop_non_finite(run: Run, batches: list, result: StepResult, watch: Optional[GradientWatch], first_bad) -> None:
+def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: float) -> dict[str, Any]:
+    """What a logged step tells, which also goes to the console."""
+    config, ranks, progress = run.config, run.ranks, run.progress
+    metrics = {"train_loss": result.loss, "learning_rate": rate, "grad_norm": result.grad_norm,
+               "tokens_seen": progress.tokens_seen, "tokens_per_second": tokens_per_second,
+               "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
+    if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
+        flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
+        metrics["mfu"] = tokens_per_second * flops / (peak * ranks.world_size)
+    tokens_left = (config.max_steps - progress.step) * config.total_batch_size
+    run.log.say(console_line(progress.step, config.max_steps, metrics, tokens_left / tokens_per_second))
+    return metrics
+
+
+def finish_step(run: Run, objective: Objective) -> dict[str, Any]:
+    """Measure, log and save what is due after the last step; returns its metrics. Collective: every rank must call it.
+
+    Raises:
+        Interrupted: a rank was signalled; what is due is still to be done.
+    """
+    config, progress = run.config, run.progress
+    measure(run, objective)
+    metrics, progress.untold = progress.untold, None
+    if metrics:
+        run.log.step({"step": progress.step, **metrics})
+    new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
+    if run.finished or (progress.step > 0 and (new_best or due(config.save_every, progress.step))):
+        save_checkpoint(run)
+    return metrics
+
+
+def stop_non_finite(run: Run, batches: list, result: StepResult, first_bad: Optional[diagnostics.FirstBadModule]) -> None:
     """Keep what is known of a step that went bad, and the last good state. Collective: every rank must call it.
 
     Raises:
         NonFiniteError: always.
     """
     step = run.progress.step + 1
-    own = {"step": step, "rank": run.ranks.rank, "loss": str(result.loss), "grad_norm": str(result.grad_norm),
-           "own_gradient_finite": watch.last if watch else False,
+    own = {"step": step, "rank": run.ranks.rank, "finite": result.own_finite, "loss": str(result.loss),
+           "grad_norm": str(result.grad_norm),
            "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
-           "first_bad_module": first_bad.found if first_bad else None, "tensors": diagnostics.describe_tensors(run.model)}
+           "first_bad_module": first_bad.found if first_bad else None,
+           "tensors": diagnostics.describe_tensors(run.model)}
     everyone = run.ranks.gather(own)
     folder = run.folder / "debug" / f"step-{step:08d}"
-    inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches) for name in ("tokens_BT", "targets_BT")}
+    inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
+              for name in ("tokens_BT", "targets_BT")}
     diagnostics.write_dump(folder, own, inputs)
     run.log.say("\n" + diagnostics.banner(everyone))
-    save_checkpoint(run)
-    error = NonFiniteError(f"step {step} was not finite on rank {', '.join(map(str, diagnostics.bad_ranks(everyone)))}; nothing was updated, "
-                           f"the state before it is saved, and {folder} holds its rows and tensors. Try a lower LEARNING_RATE, "
-                           "--preset stable, or DEBUG=true to name the first bad module")
+    if run.saved is None:
+        save_checkpoint(run)
+    culprits = ", ".join(map(str, diagnostics.bad_ranks(everyone)))
+    error = NonFiniteError(f"step {step} was not finite on rank {culprits}; nothing was updated, the state before it is saved, "
+                           f"and {folder} holds its rows and tensors. Try a lower LEARNING_RATE, --preset stable, or "
+                           "DEBUG=true to name the first bad module")
     error.told_by_main = not run.ranks.is_main
     raise error
 

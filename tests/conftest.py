@@ -9,6 +9,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For the server that the tests' ranks come from.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +20,19 @@ def real_data() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder of real data; set PADDOCK_TEST_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """The tiny data set, tokenizer and items that runs of the tests read."""
+    from helpers import prepare
+
+    return prepare(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture
+def tiny_run(prepared, tmp_path):
+    """Make a TinyRun with some settings changed."""
+    from helpers import TinyRun
+
+    return lambda **settings: TinyRun(prepared, tmp_path / "runs", **settings)

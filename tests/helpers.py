@@ -1,0 +1,210 @@
+"""A tiny run, and ways to start it: in this process, or as real ranks that can be signalled, killed and fed with faults."""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, Optional
+
+import train
+from data_preparation_utils import prepare_pretrain
+from tokenizer import train_bpe, write_tiktoken
+
+PATIENCE = 120  # seconds until a process that should have ended is taken to hang; the machine may be busy
+NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
+
+# Eight rows a step: 1x8, 2x4, 4x2 micro-batches and 1, 2 or 4 ranks all fit. fp32, eager: the same bits on the same machine.
+TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 32, "MICRO_BATCH_SIZE": 2,
+        "TOTAL_BATCH_SIZE": 256, "MAX_STEPS": 6, "LEARNING_RATE": 0.01, "WARMUP_STEPS": 2, "DEVICE": "cpu", "PRECISION": "fp32",
+        "COMPILE": "false", "LOG_EVERY": 1, "VALIDATE_EVERY": 2, "VALIDATION_ROWS": 5, "HELLASWAG_EVERY": 3,
+        "HELLASWAG_BATCH_TOKENS": 128, "SAMPLE_EVERY": 6, "SAMPLE_TOKENS": 4, "SAVE_EVERY": 2, "KEEP_LAST": 0, "KEEP_BEST": 1,
+        "DISTRIBUTED_TIMEOUT": 60, "RUN_NAME": "run"}
+
+
+class Prepared(NamedTuple):
+    """The tiny data set."""
+
+    shards: Path
+    tokenizer: Path
+    items: Path
+
+    def settings(self) -> dict[str, Any]:
+        return {**TINY, "PRETRAIN_DATA_PATH": self.shards, "TOKENIZER_PATH": self.tokenizer, "HELLASWAG_PATH": self.items}
+
+
+def sentence(dice: Random) -> str:
+    noun, verb, other = (words[int(dice.random() * len(words))] for words in (NOUNS, VERBS, NOUNS))
+    return f"The {noun} {verb} the {other}."
+
+
+def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int = 256) -> Prepared:
+    """Documents of a few sentences in bytes, of which a run of six steps reads about half; and ten items."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dice = Random(seed)
+    texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(documents)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_tiktoken(train_bpe(texts, vocab_size), folder / "tokenizer.model")
+    items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(dice), "endings": [sentence(dice)[4:] for _ in range(4)],
+              "label": int(dice.random() * 4)} for number in range(10)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    shards = prepare_pretrain(str(folder / "text.jsonl"), str(folder / "tokenizer.model"), "auto", folder / "shards",
+                              shard_tokens=100_000, validation_fraction=0.1, workers=1)
+    return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
+
+
+def argv_of(settings: Mapping[str, Any]) -> list[str]:
+    """Flags, which no .env and no environment can change."""
+    return [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
+
+
+class TinyRun:
+    """One run folder, in which a tiny run is started again and again."""
+
+    def __init__(self, prepared: Prepared, output_dir: Path, **settings):
+        self.output_dir = output_dir
+        self.settings = prepared.settings() | {"OUTPUT_DIR": output_dir} | settings
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir / str(self.settings["RUN_NAME"])
+
+    def argv(self, **changes) -> list[str]:
+        return argv_of(self.settings | changes)
+
+    def train(self, **changes) -> int:
+        """Run in this process; the exit code."""
+        try:
+            return train.main(self.argv(**changes))
+        except SystemExit as exit:
+            return exit.code
+
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, name: str) -> dict[int, Any]:
+        return {line["step"]: line[name] for line in self.metrics() if name in line}
+
+    def steps_saved(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{step:08d}"
+
+    def hashes(self, step: int) -> dict[str, str]:
+        """SHA-256 of weights and optimizer state."""
+        return {name: hashlib.sha256((self.checkpoint(step) / name).read_bytes()).hexdigest()
+                for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
+
+
+def without_clocks(metrics: list[dict]) -> list[dict]:
+    """The lines without what differs from one run to the next."""
+    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
+
+
+# ------------------------------------------------------------------------------------------------------------------ processes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Job:
+    """Ranks that run as processes of their own, each with its output in a file."""
+
+    def __init__(self, processes: list, outputs: list[Path]):
+        self.processes, self.outputs = processes, outputs
+
+    def wait(self, timeout: float = PATIENCE) -> list[int]:
+        """The exit codes; a process that hangs is killed, and fails the test."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [process for process in self.processes if process.is_alive()]
+        for process in hanging:
+            process.kill()
+            process.join()
+        assert not hanging, f"{len(hanging)} of {len(self.processes)} ranks hang:\n{self.text()}"
+        return [process.exitcode for process in self.processes]
+
+    def wait_for(self, words: str, timeout: float = PATIENCE) -> None:
+        """Until some rank has said so."""
+        deadline = time.monotonic() + timeout
+        while words not in self.text():
+            assert time.monotonic() < deadline and any(process.is_alive() for process in self.processes), self.text()
+            time.sleep(0.02)
+
+    def text(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self.outputs if path.exists())
+
+
+def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env: Optional[Mapping[str, str]] = None) -> Job:
+    """Call a module's function on each rank, in new processes that find what torchrun would tell them in the environment.
+
+    They come from a server that has torch imported, so one takes milliseconds and not seconds.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "pytest", "helpers"])
+    folder.mkdir(parents=True, exist_ok=True)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    processes, outputs = [], []
+    for rank in range(world_size):
+        own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+        outputs.append(folder / f"output-{rank}-{time.monotonic_ns()}.txt")
+        processes.append(context.Process(target=call_as_rank, args=(function, arguments, {**own, **(env or {})}, outputs[-1])))
+    for process in processes:
+        process.start()
+    return Job(processes, outputs)
+
+
+def call_as_rank(function: Callable, arguments: tuple, env: Mapping[str, str], output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    # Other tests may have started the server with streams of their own.
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    os.environ.update(env)
+    sys.exit(function(*arguments))
+
+
+def run_ranks(function: Callable, *arguments, world_size: int, folder: Path, env: Optional[Mapping[str, str]] = None) -> str:
+    """Call it on each rank, fail with their output unless all succeed, and return the output."""
+    job = start(function, *arguments, world_size=world_size, folder=folder, env=env)
+    codes = job.wait()
+    assert codes == [0] * world_size, f"exit codes {codes}\n{job.text()}"
+    return job.text()
+
+
+def main_with(argv: list[str], prepare_rank: Optional[Callable[[], Any]] = None) -> int:
+    """train.main in a rank of `start`, after something that plants a fault in it."""
+    if prepare_rank is not None:
+        prepare_rank()
+    return train.main(argv)
+
+
+@contextlib.contextmanager
+def at_step(step: int, action: Callable[[], Any]):
+    """Do something in the middle of a step, counted from 1."""
+    original = train.learning_rate
+
+    def learning_rate(finished: int, config) -> float:
+        if finished == step - 1:
+            action()
+        return original(finished, config)
+
+    train.learning_rate = learning_rate
+    try:
+        yield
+    finally:
+        train.learning_rate = original

@@ -1,0 +1,481 @@
+"""The loop: one exact step, and a run that can be stopped, continued, refused and measured."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import TINY, TinyRun, at_step, prepare, without_clocks
+
+import checkpoints
+import evaluation
+import run_state
+import train
+from config import Config
+from dataloaders import Batch
+from model import IGNORE_INDEX, Transformer
+from objectives import NextToken
+from optim import Optimizer
+from ranks import Ranks
+
+CURVE = Path(__file__).parent / "curves" / "pretrain.json"
+
+
+def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
+    """A signal in the middle of a step, counted from 1."""
+    return at_step(step, lambda: os.kill(os.getpid(), number))
+
+
+# ------------------------------------------------------------------------------------------------------------- the exact step
+
+
+def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
+    """Eight rows with 0 to 28 targets each, cut into micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=generator)
+    for row in range(8):
+        targets_BT[row, 4 * row:] = IGNORE_INDEX
+    whole = Batch(tokens_BT, targets_BT)
+    return [Batch(whole.tokens_BT[first:first + rows_per_micro_batch], whole.targets_BT[first:first + rows_per_micro_batch])
+            for first in range(0, 8, rows_per_micro_batch)]
+
+
+def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, **settings):
+    """One step of a fresh tiny model: its result, its gradients before clipping, and the model."""
+    config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
+    model = Transformer(config, 512)
+    model.init_weights(torch.Generator().manual_seed(1))
+    plant(model)
+    run = SimpleNamespace(config=config, ranks=Ranks(), model=model, optimizer=Optimizer(model, config), scaler=scaler,
+                          signals=SimpleNamespace(received=None))
+    result = train.train_step(run, model, None, NextToken(), batches, 0.01)
+    return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
+
+
+def furthest(gradients: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest gradient."""
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    return max(float((gradients[name] - others[name]).abs().max()) for name in gradients) / largest
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(rows):
+    large, gradients, _ = a_step(uneven_batches(8), MAX_GRAD_NORM=0)
+    small, others, _ = a_step(uneven_batches(rows), MAX_GRAD_NORM=0)
+    assert furthest(gradients, others) < 1e-6
+    assert small.loss == pytest.approx(large.loss, rel=1e-6) and small.grad_norm == pytest.approx(large.grad_norm, rel=1e-5)
+
+
+def test_the_gradient_is_that_of_the_mean_over_all_targets():
+    """Against the naive sum over single targets, from full logits."""
+    result, gradients, model = a_step(uneven_batches(2), MAX_GRAD_NORM=0)
+    fresh = Transformer(model.config, 512)
+    fresh.init_weights(torch.Generator().manual_seed(1))
+    (batch,) = uneven_batches(8)
+    logprob_BTV = fresh.logits(batch.tokens_BT).log_softmax(-1)
+    picked = [logprob_BTV[row, column, batch.targets_BT[row, column]] for row in range(8) for column in range(4 * row)]
+    loss = -torch.stack(picked).mean()
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert furthest({name: parameter.grad for name, parameter in fresh.named_parameters()}, gradients) < 1e-5
+
+
+def test_gradients_are_clipped_to_the_norm_and_only_where_they_exceed_it():
+    free, gradients, _ = a_step(uneven_batches(2), MAX_GRAD_NORM=1e9)
+    clipped, shorter, _ = a_step(uneven_batches(2), MAX_GRAD_NORM=0.1)
+    assert free.grad_norm == clipped.grad_norm > 0.1
+    assert torch.stack([gradient.norm() for gradient in shorter.values()]).norm() == pytest.approx(0.1, rel=1e-3)
+    assert furthest(gradients, {name: gradient * free.grad_norm / 0.1 for name, gradient in shorter.items()}) < 1e-3
+
+
+def test_a_loss_scaler_changes_nothing_but_skips_what_overflows():
+    plain, _, model = a_step(uneven_batches(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaled, _, same = a_step(uneven_batches(2), scaler)
+    assert scaled.updated and scaled.loss == plain.loss and scaled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-6)
+    for mine, other in zip(model.parameters(), same.parameters()):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    overflowing = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    result, _, untouched = a_step(uneven_batches(2), overflowing)
+    fresh = Transformer(untouched.config, 512)
+    fresh.init_weights(torch.Generator().manual_seed(1))
+    assert result.finite and not result.updated and overflowing.get_scale() == 2.0**126
+    assert all(torch.equal(mine, other) for mine, other in zip(untouched.parameters(), fresh.parameters()))
+
+
+def test_a_bad_gradient_at_the_smallest_scale_is_no_overflow():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    result, _, _ = a_step(uneven_batches(2), scaler, lambda model: model.norm.weight.register_hook(lambda grad: grad * math.inf))
+    assert not result.finite and not result.updated and math.isfinite(result.loss)
+
+
+def test_a_skipped_step_advances_no_schedule():
+    progress = run_state.Progress(step=10, skipped_steps=3)
+    assert progress.updates == 7
+
+
+# ------------------------------------------------------------------------------------------------------------ stop and resume
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """A run that nothing has interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.train() == 0
+    return run
+
+
+def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
+    metrics = whole.metrics()
+    assert [line["step"] for line in metrics] == [0, 1, 2, 3, 4, 5, 6]
+    for line in metrics[1:]:
+        assert line.keys() >= {"train_loss", "learning_rate", "grad_norm", "tokens_seen", "tokens_per_second",
+                               "peak_memory_bytes"}
+        assert line["tokens_seen"] == 256 * line["step"]
+    assert list(whole.column("val_loss")) == [0, 2, 4, 6]
+    assert list(whole.column("hellaswag_acc")) == list(whole.column("hellaswag_n")) == [0, 3, 6]
+    assert whole.column("hellaswag_n")[6] == 10 and {"hellaswag_acc_norm", "hellaswag_stderr"} <= metrics[0].keys()
+    assert whole.steps_saved() == [2, 4, 6]
+    assert json.loads((whole.folder / "samples.jsonl").read_text())["step"] == 6
+    assert json.loads((whole.folder / "config.json").read_text())["MAX_STEPS"] == 6
+    assert "Step [6/6] | Loss: " in (whole.folder / "log" / "rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 6])
+def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run):
+    run = tiny_run()
+    with stop_at(step):
+        assert run.train() == train.EXIT_PREEMPTED
+    assert run.steps_saved()[-1] == step and [line["step"] for line in run.metrics()] == list(range(step + 1))
+    assert run.train() == 0
+    assert run.hashes(6) == whole.hashes(6)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+    assert (run.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
+
+
+def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
+    few = prepare(tmp_path / "few", documents=15)
+    settings = {"MAX_STEPS": 8, "VALIDATION_ROWS": 1, "OPTIMIZER": "muon"}
+    whole, run = TinyRun(few, tmp_path / "whole", **settings), TinyRun(few, tmp_path / "stopped", **settings)
+    assert whole.train() == 0
+    for step in (2, 5):
+        with stop_at(step):
+            assert run.train() == train.EXIT_PREEMPTED
+    assert run.train() == 0
+    assert run.hashes(8) == whole.hashes(8) and without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(whole, tiny_run):
+    """What was told after the checkpoint is told again, once."""
+    run = tiny_run()
+
+    def die():
+        raise KeyError("as if killed")
+
+    with at_step(6, die), pytest.raises(KeyError):
+        run.train()
+    assert run.steps_saved() == [2, 4] and [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert run.train() == 0
+    assert run.hashes(6) == whole.hashes(6) and without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+def test_a_killed_run_without_a_checkpoint_begins_anew(whole, tiny_run):
+    run = tiny_run()
+
+    def die():
+        raise KeyError("as if killed")
+
+    with at_step(2, die), pytest.raises(KeyError):
+        run.train()
+    assert run.train() == 0
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+def test_signals_mean_again_what_they_meant_before(tiny_run):
+    before = signal.getsignal(signal.SIGINT)
+    assert tiny_run(MAX_STEPS=1).train() == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_finished_run_takes_no_step(whole, tmp_path, capsys):
+    shutil.copytree(whole.output_dir, tmp_path / "runs")
+    run = TinyRun.__new__(TinyRun)
+    run.output_dir, run.settings = tmp_path / "runs", whole.settings | {"OUTPUT_DIR": tmp_path / "runs"}
+    metrics, hashes = run.metrics(), run.hashes(6)
+    assert run.train() == 0
+    assert "Nothing to do" in capsys.readouterr().out
+    assert run.metrics() == metrics and run.hashes(6) == hashes and run.steps_saved() == [2, 4, 6]
+    # With more steps to take it goes on.
+    assert run.train(MAX_STEPS=7) == 0
+    assert [line["step"] for line in run.metrics()] == list(range(8)) and run.steps_saved() == [2, 4, 6, 7]
+
+
+def test_learning_goes_on_where_the_schedule_says(tiny_run):
+    run = tiny_run(MAX_STEPS=4)
+    assert run.train(START_STEP=2) == 0
+    assert list(run.column("train_loss")) == [3, 4]
+    assert run.column("learning_rate")[3] == pytest.approx(0.01)
+
+
+# -------------------------------------------------------------------------------------------------------- where to start from
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory) -> dict:
+    """Other data, and other data with another tokenizer."""
+    data = prepare(tmp_path_factory.mktemp("other-data"), seed=1)
+    folder = tmp_path_factory.mktemp("other-tokenizer")
+    other = prepare(folder, vocab_size=260)
+    return {"data": {"PRETRAIN_DATA_PATH": data.shards},
+            "tokenizer": {"PRETRAIN_DATA_PATH": other.shards, "TOKENIZER_PATH": other.tokenizer}}
+
+
+@pytest.fixture
+def finished(whole, prepared, tmp_path) -> TinyRun:
+    """A copy of the finished run."""
+    shutil.copytree(whole.output_dir, tmp_path / "runs")
+    return TinyRun(prepared, tmp_path / "runs", MAX_STEPS=8)
+
+
+@pytest.mark.parametrize(("names", "changes"), [
+    (("SEED",), {"SEED": 7}), (("MAX_SEQ_LEN",), {"MAX_SEQ_LEN": 64}), (("TOTAL_BATCH_SIZE",), {"TOTAL_BATCH_SIZE": 512}),
+    (("DIM", "HIDDEN_DIM"), {"DIM": 64}), (("N_LAYERS",), {"N_LAYERS": 3}), (("DOCUMENT_MASK",), {"DOCUMENT_MASK": "false"}),
+    (("OPTIMIZER",), {"OPTIMIZER": "muon"}), (("PRETRAIN_DATA_PATH",), "data"),
+    (("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "tokenizer")])
+def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, finished, others, capsys):
+    changes = others[changes] if isinstance(changes, str) else changes
+    assert finished.train(**changes) == 5
+    error = capsys.readouterr().err
+    assert all(f"{name} was" in error for name in names) and f"ALLOW_RESUME_MISMATCH={','.join(names)}" in error
+    assert finished.steps_saved() == [2, 4, 6]
+
+
+def test_a_mismatch_can_be_allowed_by_name(finished, capsys):
+    assert finished.train(SEED=7, ALLOW_RESUME_MISMATCH="SEED") == 0
+    assert "SEED changed from 1337 to 7" in capsys.readouterr().err
+    assert finished.steps_saved() == [2, 4, 6, 8]
+
+
+def test_resume_never_moves_the_old_run_aside(finished, whole):
+    assert finished.train(RESUME="never", MAX_STEPS=6) == 0
+    (aside,) = finished.folder.glob("before-*")
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [f"step-0000000{n}" for n in (2, 4, 6)]
+    assert (aside / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
+    assert finished.hashes(6) == whole.hashes(6)
+
+
+def test_resume_from_a_path_takes_that_checkpoint_and_goes_on(finished, whole, capsys):
+    path = finished.checkpoint(4)
+    assert finished.train(RESUME=path, MAX_STEPS=6) == 0
+    assert "step-00000006 is left behind" in capsys.readouterr().err
+    assert finished.hashes(6) == whole.hashes(6)
+    assert without_clocks(finished.metrics()) == without_clocks(whole.metrics())
+    # The same command, started again after a pre-emption, does not go back to it.
+    assert finished.train(RESUME=path, MAX_STEPS=8) == 0
+    assert [line["step"] for line in finished.metrics()] == list(range(9))
+
+
+@pytest.mark.parametrize("by", ["name", "path", "run"])
+def test_a_named_checkpoint_brings_optimizer_schedule_and_step(by, finished, whole, prepared, tmp_path):
+    if by == "name":
+        run, named = finished, "step-00000004"
+    else:
+        run = TinyRun(prepared, tmp_path / "elsewhere")
+        if by == "run":
+            shutil.rmtree(finished.checkpoint(6))
+        named = finished.checkpoint(4) if by == "path" else finished.folder
+    assert run.train(PRETRAIN_CHECKPOINT=named, MAX_STEPS=6) == 0
+    assert run.hashes(6) == whole.hashes(6)
+    assert run.column("train_loss")[6] == whole.column("train_loss")[6]
+
+
+def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path / "elsewhere")
+    settings = {"PRETRAIN_CHECKPOINT": finished.checkpoint(6), "RESET_OPTIMIZER": "true"}
+    with stop_at(2):
+        assert run.train(**settings, SEED=3) == train.EXIT_PREEMPTED
+    assert "begin anew" in capsys.readouterr().err
+    assert run.column("val_loss")[0] == pytest.approx(whole.column("val_loss")[6], rel=1e-6)
+    assert list(run.column("train_loss")) == [1, 2] and run.column("learning_rate")[1] == 0.005
+    # After a pre-emption the same command continues the run and resets nothing.
+    assert run.train(**settings, SEED=3) == 0
+    assert list(run.column("train_loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_start_step_counts_from_there(finished, prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "elsewhere")
+    assert run.train(PRETRAIN_CHECKPOINT=finished.checkpoint(6), START_STEP=3, MAX_STEPS=5) == 0
+    assert list(run.column("train_loss")) == [4, 5]
+
+
+def test_weights_of_another_shape_are_refused(finished, prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path / "elsewhere", DIM=64)
+    assert run.train(PRETRAIN_CHECKPOINT=finished.checkpoint(6), RESET_OPTIMIZER="true") == 5
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("setting", ["RESUME", "PRETRAIN_CHECKPOINT"])
+def test_a_checkpoint_that_is_not_there_is_refused(setting, tiny_run, capsys):
+    assert tiny_run().train(**{setting: "step-00000077"}) == 5
+    assert "step-00000077" in capsys.readouterr().err
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, whole, capsys):
+    damage(finished.checkpoint(6) / "optimizer.safetensors")
+    assert finished.train(MAX_STEPS=6) == 0
+    error = capsys.readouterr().err
+    assert "warning" in error and str(finished.checkpoint(6) / "optimizer.safetensors") in error
+    assert finished.hashes(6) == whole.hashes(6)
+    assert without_clocks(finished.metrics()) == without_clocks(whole.metrics())
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(finished, capsys):
+    for step in (2, 4, 6):
+        damage(finished.checkpoint(step) / "model.safetensors")
+    assert finished.train() == 5
+    assert "none of the 3 checkpoints" in capsys.readouterr().err
+
+
+def test_two_jobs_do_not_share_a_folder(tiny_run, capsys):
+    run = tiny_run()
+    with checkpoints.lock_run(run.folder):
+        assert run.train() == 5
+    assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+    assert not (run.folder / "metrics.jsonl").exists()
+    # The lock of a job that has ended keeps no one out.
+    assert run.train(MAX_STEPS=1) == 0
+
+
+# ------------------------------------------------------------------------------------------------- what is measured and kept
+
+
+def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
+    """Give each validation a loss by its turn; returns the rows of every validation."""
+    seen: list[list] = []
+
+    def validation_loss(model, objective, batches, ranks, signals):
+        seen.append([batch.tokens_BT.tolist() for batch in batches])
+        return losses[len(seen) - 1]
+
+    monkeypatch.setattr(evaluation, "validation_loss", validation_loss)
+    return seen
+
+
+def test_validation_reads_the_same_rows_each_time(tiny_run, monkeypatch):
+    seen = with_validation_losses(monkeypatch, dict(enumerate([5.0, 4.0, 3.0, 2.0])))
+    assert tiny_run().train() == 0
+    assert len(seen) == 4 and seen[0] == seen[1] == seen[2] == seen[3]
+    assert sum(len(rows) for rows in seen[0]) >= 5
+
+
+def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2])))
+    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=100)
+    assert run.train() == 0
+    # Step 2 is skipped, step 3 counts, step 4 is a new best, steps 5 and 6 are two without one.
+    assert list(run.column("train_loss"))[-1] == 6 and run.steps_saved()[-1] == 6
+    assert "Early stopping" in capsys.readouterr().out
+    assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"
+    assert run.train() == 0
+    assert "Nothing to do" in capsys.readouterr().out
+
+
+def test_nan_is_never_the_best(tiny_run, monkeypatch):
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, math.nan, 4.0, math.nan])))
+    run = tiny_run(KEEP_LAST=1, SAVE_EVERY=6)
+    assert run.train() == 0
+    assert run.steps_saved() == [4, 6]
+    progress = checkpoints.read_state(run.checkpoint(6))["progress"]
+    assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)
+
+
+def test_the_best_and_the_last_checkpoints_are_kept(tiny_run, monkeypatch):
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, 5.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9, 4.95])))
+    run = tiny_run(MAX_STEPS=8, VALIDATE_EVERY=1, SAVE_EVERY=1, KEEP_LAST=2, KEEP_BEST=1)
+    assert run.train() == 0
+    assert run.steps_saved() == [2, 7, 8]
+
+
+def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatch, capsys):
+    """The signal comes in the last evaluation, between validation and HellaSwag."""
+    run, original = tiny_run(), evaluation.validation_loss
+
+    def validation_loss(*arguments):
+        loss = original(*arguments)
+        if "Step [6/6]" in (run.folder / "log" / "rank-0.txt").read_text():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    monkeypatch.setattr(evaluation, "validation_loss", validation_loss)
+    assert run.train() == train.EXIT_PREEMPTED
+    assert "hellaswag_acc" not in run.metrics()[-1]
+    monkeypatch.undo()
+    assert run.train() == 0
+    assert "Finished 6 steps" in capsys.readouterr().out
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+    state, undisturbed = (checkpoints.read_state(each.checkpoint(6)) for each in (run, whole))
+    assert state["val_loss"] == undisturbed["val_loss"]
+    assert state["progress"] | {"wandb_run_id": None} == undisturbed["progress"] | {"wandb_run_id": None}
+
+
+def test_no_step_to_take_is_a_measurement(tiny_run, whole):
+    run = tiny_run(MAX_STEPS=0)
+    assert run.train() == 0
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())[:1] and run.steps_saved() == [0]
+
+
+def test_losses_are_those_of_the_committed_curve(tiny_run):
+    """Ten steps, on any CPU. After a change that is meant to move them: PADDOCK_WRITE_CURVES=1 and say why in the commit."""
+    run = tiny_run(MAX_STEPS=10, WARMUP_STEPS=3, VALIDATE_EVERY=5, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert run.train() == 0
+    curve = {name: {str(step): value for step, value in run.column(name).items()}
+             for name in ("train_loss", "grad_norm", "val_loss")}
+    if os.environ.get("PADDOCK_WRITE_CURVES"):
+        CURVE.write_text(json.dumps(curve, indent=1) + "\n")
+    assert curve == {name: pytest.approx(values, rel=1e-4) for name, values in json.loads(CURVE.read_text()).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_losses_are_the_eager_ones(tiny_run):
+    eager, compiled = tiny_run(RUN_NAME="eager"), tiny_run(RUN_NAME="compiled")
+    assert eager.train() == compiled.train(COMPILE="true") == 0
+    for name in ("train_loss", "val_loss"):
+        assert compiled.column(name) == pytest.approx(eager.column(name), rel=1e-4)
+    assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
+
+
+# -------------------------------------------------------------------------------------------------------------- command line
+
+
+def test_everything_wrong_with_the_settings_is_told_at_once(tiny_run, capsys, monkeypatch):
+    monkeypatch.setattr(train, "start_ranks", lambda *_: pytest.fail("a process group before the settings are known to be good"))
+    assert tiny_run().train(MAX_STEPS="many", DIM=33, LERNING_RATE=1) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in ("MAX_STEPS", "DIM=33", "--learning-rate"))
+
+
+def test_data_that_cannot_be_used_is_refused_with_code_3(tiny_run, tmp_path, capsys):
+    assert tiny_run().train(PRETRAIN_DATA_PATH=tmp_path / "nowhere") == 3
+    assert tiny_run().train(HELLASWAG_PATH=tmp_path / "nowhere") == 3
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 2 and "nowhere" in error and "Traceback" not in error
+
+
+def test_check_tells_what_is_known_and_leaves_nothing_behind(tiny_run, capsys):
+    run = tiny_run()
+    assert train.main([*run.argv(), "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "Ready to train" in out and "FAIL" not in out and not run.folder.exists()
+    assert train.main([*run.argv(HELLASWAG_PATH=run.output_dir / "nowhere"), "--check"]) == 3
