@@ -1,6 +1,7 @@
 """Everything a run tells: the console, one file a rank, metrics.jsonl, samples.jsonl, wandb, TensorBoard."""
 
 import json
+import math
 import os
 import queue
 import sys
@@ -12,6 +13,8 @@ from typing import Any, Optional, TextIO
 
 from config import Config
 
+FINISH_SECONDS = 90  # that a tracker has at the end of a run
+
 
 def duration(seconds: float) -> str:
     """5:30, or 2:05:30 from an hour on."""
@@ -21,53 +24,86 @@ def duration(seconds: float) -> str:
 
 
 def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`, which a resumed run will write again, and a torn last line."""
+    """Drop the lines of steps after `step`, which a resumed run will write again, and a line that a crash has torn."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except ValueError:
-            break
+            continue
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(beside, path)
 
 
 class Tracker:
-    """wandb in a thread of its own: it can be slow, fail or hang, and training does not notice.
+    """A service that gets the metrics too, in a thread of its own: it can be slow, fail or hang, and training does not notice.
 
     After the first error there is one warning and no further call.
+
+    Args:
+        start: gives an object with log(values, step=...) and finish().
     """
 
-    def __init__(self, warn: Callable[[str], None]):
-        self.warn = warn
-        self.calls: queue.Queue[Optional[Callable[[], Any]]] = queue.Queue()
+    def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
+        self.name, self.start, self.warn = name, start, warn
+        self.waiting: queue.Queue[Optional[tuple[dict[str, float], int]]] = queue.Queue()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
     def _work(self) -> None:
-        failed = False
-        while (call := self.calls.get()) is not None:
-            if failed:
-                continue
-            try:
-                call()
-            # Whatever a tracker raises, SystemExit included, is not worth a run.
-            except BaseException as error:
-                failed = True
-                self.warn(f"wandb is off for the rest of this run: {type(error).__name__}: {str(error)[:200]}")
+        try:
+            run = self.start()
+            while (entry := self.waiting.get()) is not None:
+                run.log(entry[0], step=entry[1])
+            run.finish()
+        # Whatever a tracker raises, SystemExit included, is not worth a run.
+        except BaseException as error:
+            self.warn(f"{self.name} is off for the rest of this run: {type(error).__name__}: {str(error)[:200]}")
 
-    def submit(self, call: Callable[[], Any]) -> None:
-        self.calls.put(call)
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Hand over a step's metrics, at once."""
+        if self.thread.is_alive():
+            self.waiting.put((values, step))
 
     def close(self, timeout_seconds: float) -> None:
-        self.calls.put(None)
+        """Let it finish, for so long and no longer."""
+        self.waiting.put(None)
         self.thread.join(timeout_seconds)
         if self.thread.is_alive():
-            self.warn("wandb did not finish in time; its files stay in the run's folder (wandb sync sends them)")
+            self.warn(f"{self.name} did not finish within {timeout_seconds:.0f} s and is left behind; "
+                      "metrics.jsonl has everything")
+
+
+def start_wandb(config: Config, run_dir: Path, run_id: str):
+    """A wandb run: online where there is a key, offline otherwise, unless WANDB_MODE says what it should be."""
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    return wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir,
+                      config=config.public(), mode=mode,
+                      settings=wandb.Settings(init_timeout=30, finish_timeout=60, console="off", silent=True))
+
+
+class TensorBoard:
+    """TensorBoard's files in the run's folder."""
+
+    def __init__(self, run_dir: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Write a step's metrics."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        """Close the files."""
+        self.writer.close()
 
 
 class RunLog:
@@ -84,8 +120,7 @@ class RunLog:
         self.file: Optional[TextIO] = None
         self.metrics: Optional[TextIO] = None
         self.samples: Optional[TextIO] = None
-        self.tracker: Optional[Tracker] = None
-        self.board = None
+        self.trackers: list[Tracker] = []
         self.wandb_run_id = wandb_run_id or uuid.uuid4().hex[:8]
         if run_dir is None:
             return
@@ -97,20 +132,9 @@ class RunLog:
             keep_lines_up_to(run_dir / f"{name}.jsonl", step)
             setattr(self, name, open(run_dir / f"{name}.jsonl", "a", encoding="utf-8"))
         if config.wandb_enabled:
-            self.tracker = Tracker(self.warn)
-            self.tracker.submit(lambda: self._start_wandb(config, run_dir))
+            self.trackers.append(Tracker("wandb", lambda: start_wandb(config, run_dir, self.wandb_run_id), self.warn))
         if config.tensorboard_enabled:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
-
-    def _start_wandb(self, config: Config, run_dir: Path) -> None:
-        import wandb
-
-        online = bool(os.environ.get("WANDB_API_KEY"))
-        self.wandb = wandb.init(project=config.wandb_project, name=run_dir.name, id=self.wandb_run_id, resume="allow", dir=run_dir,
-                                config=config.public(), mode="online" if online else "offline",
-                                settings=wandb.Settings(init_timeout=30, finish_timeout=60, console="off", silent=True))
+            self.trackers.append(Tracker("TensorBoard", lambda: TensorBoard(run_dir, step), self.warn))
 
     def say(self, text: str, everywhere: bool = False) -> None:
         """A line to this rank's file, and to the console where this rank speaks there."""
@@ -124,19 +148,18 @@ class RunLog:
         """A warning, to the error stream and the file."""
         if self.on_console:
             print(f"{self.prefix} warning: {text}", file=sys.stderr, flush=True)
-        if self.file:
+        if self.file and not self.file.closed:  # a tracker may speak after the end
             print(f"{self.prefix} warning: {text}", file=self.file, flush=True)
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """One logged step: an object in metrics.jsonl, and the trackers."""
+        """One logged step: an object in metrics.jsonl, and the trackers. What is not finite is null."""
+        metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                   for name, value in metrics.items()}
         if self.metrics:
             print(json.dumps(metrics), file=self.metrics, flush=True)
         values = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
-        if self.tracker:
-            self.tracker.submit(lambda: self.wandb.log(values, step=metrics["step"]))
-        if self.board:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, metrics["step"])
+        for tracker in self.trackers:
+            tracker.log(values, metrics["step"])
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """One written sample: an object in samples.jsonl, and a line on the console."""
@@ -146,11 +169,8 @@ class RunLog:
 
     def close(self) -> None:
         """Finish the trackers and close the files."""
-        if self.tracker:
-            self.tracker.submit(lambda: self.wandb.finish())
-            self.tracker.close(timeout_seconds=90)
-        if self.board:
-            self.board.close()
+        for tracker in self.trackers:
+            tracker.close(FINISH_SECONDS)
         for file in (self.file, self.metrics, self.samples):
             if file:
                 file.close()
