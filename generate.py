@@ -19,8 +19,8 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_to
              top_p: float = 1.0, top_k: int = 0, seed: int = 0, stop_ids: Collection[int] = ()) -> list[list[int]]:
     """Continue each prompt, and return the new tokens without the stop token that ended them.
 
-    The result follows from the arguments alone; a prompt's does not depend on the others beside it, except that the random numbers
-    go by its place among them.
+    The result follows from the arguments alone. A prompt's does not depend on the others beside it, except that its random
+    numbers go by its place among them.
 
     Args:
         prompts: token ids, at least one each.

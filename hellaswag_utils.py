@@ -9,8 +9,8 @@ What to expect, in percent, on the 10,042 items of the validation set:
     Llama 3.2 1B          64.3       Source: an evaluation of TorchTitan's models after pytorch/torchtitan#1210
     Llama 3.1 8B   60.1   78.9       Source: PsycheFoundation/psyche, shared/eval/src/tasks/hellaswag.rs
 
-acc takes the ending of the highest log-probability, acc_norm of the highest per character of its text. The harness reads `ctx_a` and
-`ctx_b` and begins the latter with a capital; a file that has only `ctx` is read as it stands, so its score differs by a little.
+acc takes the ending of the highest log-probability, acc_norm of the highest per character of its text. The harness reads `ctx_a`
+and `ctx_b` and begins the latter with a capital; a file that has only `ctx` is read as it stands, so its score differs a little.
 
 Shapes: B items, T tokens of an item, M tokens of all endings in a batch.
 """
@@ -95,7 +95,8 @@ def read_items(path: str | Path) -> list[Item]:
                 if line.strip():
                     items.append(parse_item(line, f"{path}:{number}"))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"HELLASWAG_PATH={path} cannot be read: {error}; get it with scripts/load_hellaswag_dataset.py") from error
+        raise DataError(f"HELLASWAG_PATH={path} cannot be read: {error}; "
+                        "get it with scripts/load_hellaswag_dataset.py") from error
     if not items:
         raise DataError(f"HELLASWAG_PATH={path} holds no items; get them with scripts/load_hellaswag_dataset.py")
     return items
@@ -124,7 +125,7 @@ def parse_item(line: bytes, where: str) -> Item:
     endings, label = record.get("endings"), record.get("label")
     if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(ending, str) for ending in endings):
         raise DataError(f"{where}: 'endings' must be {ENDINGS} texts, got {endings!r:.60}")
-    if isinstance(label, bool) or str(label) not in map(str, range(ENDINGS)):
+    if str(label) not in map(str, range(ENDINGS)):
         raise DataError(f"{where}: 'label' must be 0 to {ENDINGS - 1}, got {label!r:.60}; the test split has no labels, "
                         "use the validation split")
     endings = [cleaned(ending) for ending in endings]
@@ -244,4 +245,5 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
 def evaluate(model: Transformer, tasks: Sequence[Task], *, rank: int = 0, world_size: int = 1, device: torch.device,
              batch_tokens: int) -> Counts:
     """One rank's counts over all of its batches."""
-    return sum(evaluate_batches(model, tasks, rank=rank, world_size=world_size, device=device, batch_tokens=batch_tokens), Counts())
+    parts = evaluate_batches(model, tasks, rank=rank, world_size=world_size, device=device, batch_tokens=batch_tokens)
+    return sum(parts, Counts())

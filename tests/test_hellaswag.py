@@ -9,18 +9,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from config import ModelConfig
 from convert import save_model_folder
 from errors import DataError
-from hellaswag_utils import (Counts, batches_of, ending_logprobs, evaluate, evaluate_batches, prepare_task, prepare_tasks,
-                             read_items)
+from hellaswag_utils import (
+    Counts,
+    batches_of,
+    ending_logprobs,
+    evaluate,
+    evaluate_batches,
+    prepare_task,
+    prepare_tasks,
+    read_items,
+)
 from model import Transformer
 from tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 MAX_SEQ_LEN = 512
-WORDS = ("a", "man", "woman", "sits", "on", "the", "roof", "boat", "and", "then", "slowly", "runs", "away", "café", "[title]", "[step]",
-         "don't", "it's", "12", "skis.")
+WORDS = ("a", "man", "woman", "sits", "on", "the", "roof", "boat", "and", "then", "slowly", "runs", "away", "café", "[title]",
+         "[step]", "don't", "it's", "12", "skis.")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +176,8 @@ def test_the_context_is_run_once(tokenizer, items):
 def test_an_ending_that_does_not_fit_is_named(tokenizer, items):
     longest = max(prepare_task(items[3], tokenizer, MAX_SEQ_LEN).ending_tokens)
     prepare_task(items[3], tokenizer, longest)
-    with pytest.raises(DataError, match=rf"made.jsonl:4: an ending of {longest} tokens does not fit into MAX_SEQ_LEN={longest - 1}"):
+    expected = rf"made.jsonl:4: an ending of {longest} tokens does not fit into MAX_SEQ_LEN={longest - 1}"
+    with pytest.raises(DataError, match=expected):
         prepare_task(items[3], tokenizer, longest - 1)
 
 
@@ -231,7 +241,8 @@ def harness(model, tokenizer, tmp_path_factory):
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         results = lm_eval.simple_evaluate(lm, tasks=["on_our_records"], task_manager=manager, log_samples=True, bootstrap_iters=0)
         samples = sorted(results["samples"]["on_our_records"], key=lambda sample: sample["doc_id"])
-        return [(sample["acc"], sample["acc_norm"], [float(logprob) for logprob, _ in sample["filtered_resps"]]) for sample in samples]
+        return [(sample["acc"], sample["acc_norm"], [float(logprob) for logprob, _ in sample["filtered_resps"]])
+                for sample in samples]
 
     return judge
 

@@ -5,13 +5,27 @@ import shutil
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
+
 from config import ModelConfig
 from convert import huggingface_config, to_huggingface
 from errors import SettingsError
-from model import (IGNORE_INDEX, SHARED_PREFIX, Block, KVCache, Linear, Transformer, attention_taken, borders_of, linear_together,
-                   logits_of, mask_of, padded, positions_of)
-from torch import Tensor
-from torch.nn import functional as F
+from model import (
+    IGNORE_INDEX,
+    SHARED_PREFIX,
+    Block,
+    KVCache,
+    Linear,
+    Transformer,
+    attention_taken,
+    borders_of,
+    linear_together,
+    logits_of,
+    mask_of,
+    padded,
+    positions_of,
+)
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
