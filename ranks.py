@@ -71,23 +71,30 @@ class Ranks:
         dist.all_gather(everyone, mine)
         return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
 
-    def main_first(self, make: Callable[[], T]) -> Optional[T]:
-        """What make() gives, on rank 0; None on the others. Its PaddockError is raised on every rank, for one of them to tell.
+    def together(self, make: Callable[[], T]) -> T:
+        """What make() gives on this rank. A PaddockError on any rank is raised on all of them, for rank 0 to tell.
 
         Collective: every rank must call it.
         """
         value, failure = None, None
-        if self.is_main:
-            try:
-                value = make()
-            except PaddockError as error:
-                failure = [type(error).__name__, str(error)]
-        failure = self.broadcast(failure)
-        if failure is not None:
-            error = getattr(errors, failure[0])(failure[1])
-            error.told_by_main = not self.is_main
-            raise error
+        try:
+            value = make()
+        except PaddockError as error:
+            failure = [type(error).__name__, str(error)]
+        for rank, failed in enumerate(self.gather(failure)):
+            if failed is not None:
+                name, text = failed
+                error = getattr(errors, name)(f"rank {rank}: {text}" if rank else text)
+                error.told_by_main = not self.is_main
+                raise error
         return value
+
+    def main_first(self, make: Callable[[], T]) -> Optional[T]:
+        """What make() gives, on rank 0; None on the others. Its PaddockError is raised on every rank, for rank 0 to tell.
+
+        Collective: every rank must call it.
+        """
+        return self.together(lambda: make() if self.is_main else None)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank must call it."""

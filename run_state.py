@@ -80,7 +80,8 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
 
 def open_inputs(config: Config, ranks: Ranks) -> Inputs:
     """The same on every rank, verified by rank 0. Collective: every rank must call it."""
-    return ranks.main_first(lambda: read_inputs(config, verify=True)) or read_inputs(config, verify=False)
+    verified = ranks.main_first(lambda: read_inputs(config, verify=True))
+    return ranks.together(lambda: verified or read_inputs(config, verify=False))
 
 
 @dataclass
@@ -233,8 +234,8 @@ def restore(config: Config, inputs: Inputs, run_dir: Path, model: Transformer, o
         same_stage = bool(state) and state["identity"]["TRAINING_STAGE"] == config.training_stage
         continues = same_stage and (own or not config.reset_optimizer)
         if continues:
-            warnings += check_identity(state, config, inputs, folder, ranks)
-        load_weights(folder, model)
+            warnings += ranks.together(lambda: check_identity(state, config, inputs, folder, ranks))
+        ranks.together(lambda: load_weights(folder, model))
         if continues:
             progress = Progress(**state["progress"])
             optimizer.load_state_tensors(restore_padding(checkpoints.read_optimizer(folder), model))
@@ -269,7 +270,7 @@ def check_identity(state: dict, config: Config, inputs: Inputs, folder: Path, ra
     warnings = [f"{name} changed from {before[name]} to {now.get(name)}, as ALLOW_RESUME_MISMATCH permits"
                 for name in sorted(differing & allowed)]
     if state["world_size"] != ranks.world_size:
-        warnings.append(f"{state['world_size']} ranks before, {ranks.world_size} now: each step reads the same rows, "
+        warnings.append(f"the number of ranks was {state['world_size']}, is {ranks.world_size}: each step reads the same rows, "
                         "but sums are rounded in another order")
     return warnings
 

@@ -11,10 +11,20 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Optional
 
+import torch
+
 import train
+from config import Config
 from data_preparation_utils import prepare_pretrain
+from dataloaders import Batch
+from model import IGNORE_INDEX, Transformer
+from model_utils import wrap_model
+from objectives import NextToken
+from optim import Optimizer
+from ranks import Ranks
 from tokenizer import train_bpe, write_tiktoken
 
 PATIENCE = 120  # seconds until a process that should have ended is taken to hang; the machine may be busy
@@ -85,6 +95,11 @@ class TinyRun:
         except SystemExit as exit:
             return exit.code
 
+    def start(self, world_size: int = 1, plant: Optional[Callable[[], Any]] = None, env: Optional[Mapping[str, str]] = None,
+              **changes) -> "Job":
+        """Run as processes of its own, each of which calls `plant` first."""
+        return start(main_with, self.argv(**changes), plant, world_size=world_size, folder=self.output_dir / "outputs", env=env)
+
     def metrics(self) -> list[dict]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -109,6 +124,39 @@ CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
 def without_clocks(metrics: list[dict]) -> list[dict]:
     """The lines without what differs from one run to the next."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
+
+
+# ------------------------------------------------------------------------------------------------------------------- one step
+
+
+def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
+    """Eight rows with 0 to 28 targets each, cut into micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=generator)
+    for row in range(8):
+        targets_BT[row, 4 * row:] = IGNORE_INDEX
+    whole = Batch(tokens_BT, targets_BT)
+    return [Batch(whole.tokens_BT[first:first + rows_per_micro_batch], whole.targets_BT[first:first + rows_per_micro_batch])
+            for first in range(0, 8, rows_per_micro_batch)]
+
+
+def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(), **settings):
+    """One step of a fresh tiny model: its result, its gradients, and the model."""
+    config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
+    model = Transformer(config, 512)
+    model.init_weights(torch.Generator().manual_seed(1))
+    plant(model)
+    run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
+                          signals=SimpleNamespace(received=None))
+    trained, watch = wrap_model(model, ranks)
+    result = train.train_step(run, trained, watch, NextToken(), batches, 0.01)
+    return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
+
+
+def furthest(gradients: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest gradient."""
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    return max(float((gradients[name] - others[name]).abs().max()) for name in gradients) / largest
 
 
 # ------------------------------------------------------------------------------------------------------------------ processes
@@ -193,9 +241,8 @@ def main_with(argv: list[str], prepare_rank: Optional[Callable[[], Any]] = None)
     return train.main(argv)
 
 
-@contextlib.contextmanager
-def at_step(step: int, action: Callable[[], Any]):
-    """Do something in the middle of a step, counted from 1."""
+def do_in_step(step: int, action: Callable[[], Any]) -> None:
+    """From now on, do something in the middle of a step, counted from 1; in a rank of `start`."""
     original = train.learning_rate
 
     def learning_rate(finished: int, config) -> float:
@@ -204,6 +251,13 @@ def at_step(step: int, action: Callable[[], Any]):
         return original(finished, config)
 
     train.learning_rate = learning_rate
+
+
+@contextlib.contextmanager
+def at_step(step: int, action: Callable[[], Any]):
+    """The same in this process, for a while."""
+    original = train.learning_rate
+    do_in_step(step, action)
     try:
         yield
     finally:

@@ -6,22 +6,16 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import TINY, TinyRun, at_step, prepare, without_clocks
+from helpers import TinyRun, a_step, at_step, furthest, prepare, uneven_batches, without_clocks
 
 import checkpoints
 import evaluation
 import run_state
 import train
-from config import Config
-from dataloaders import Batch
-from model import IGNORE_INDEX, Transformer
-from objectives import NextToken
-from optim import Optimizer
-from ranks import Ranks
+from model import Transformer
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
@@ -32,35 +26,6 @@ def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
 
 
 # ------------------------------------------------------------------------------------------------------------- the exact step
-
-
-def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
-    """Eight rows with 0 to 28 targets each, cut into micro-batches."""
-    generator = torch.Generator().manual_seed(0)
-    tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=generator)
-    for row in range(8):
-        targets_BT[row, 4 * row:] = IGNORE_INDEX
-    whole = Batch(tokens_BT, targets_BT)
-    return [Batch(whole.tokens_BT[first:first + rows_per_micro_batch], whole.targets_BT[first:first + rows_per_micro_batch])
-            for first in range(0, 8, rows_per_micro_batch)]
-
-
-def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, **settings):
-    """One step of a fresh tiny model: its result, its gradients before clipping, and the model."""
-    config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
-    model = Transformer(config, 512)
-    model.init_weights(torch.Generator().manual_seed(1))
-    plant(model)
-    run = SimpleNamespace(config=config, ranks=Ranks(), model=model, optimizer=Optimizer(model, config), scaler=scaler,
-                          signals=SimpleNamespace(received=None))
-    result = train.train_step(run, model, None, NextToken(), batches, 0.01)
-    return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
-
-
-def furthest(gradients: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the largest gradient."""
-    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
-    return max(float((gradients[name] - others[name]).abs().max()) for name in gradients) / largest
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
