@@ -23,7 +23,7 @@ from errors import SettingsError
 
 IGNORE_INDEX = -100  # a target that is not predicted
 SHARED_PREFIX = 0  # the document that every later one in its row sees
-HEAD_CHUNK_BYTES = 2**31  # of logits that exist at a time
+HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of float32 logits that exist at a time
 
 
 def cpu_multiplies_bf16() -> bool:
@@ -48,8 +48,6 @@ def padded(vocab_size: int) -> int:
     """The vocabulary's size inside the model, a multiple of 128 for the sake of the matmul kernels."""
     return -(-vocab_size // 128) * 128
 
-
-# ---------------------------------------------------------------------------------------------------------------- attention
 
 
 class Layout(NamedTuple):
@@ -197,8 +195,6 @@ class KVCache:
         return self.keys[layer, :, :end], self.values[layer, :, :end]
 
 
-# ------------------------------------------------------------------------------------------------------------------- blocks
-
 
 class Linear(nn.Linear):
     """A matrix without bias, cast to the dtype of what it multiplies."""
@@ -289,8 +285,6 @@ class Block(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
-# --------------------------------------------------------------------------------------------------------------------- head
-
 
 def logits_of(hidden_MD: Tensor, weight_VD: Tensor, vocab_size: int) -> Tensor:
     """Logits in the dtype of the hidden states; padded ids get minus infinity, so they are never predicted."""
@@ -353,8 +347,6 @@ class SummedLogprob(torch.autograd.Function):
         return hidden_gradient_MD * factor.to(hidden_gradient_MD.dtype), weight_gradient_VD * factor, None, None, None, None
 
 
-# -------------------------------------------------------------------------------------------------------------- transformer
-
 
 class Transformer(nn.Module):
     """Llama 3.
@@ -405,7 +397,7 @@ class Transformer(nn.Module):
         else:
             varlen = (device.type == "cuda" and cache is None and self.compute_dtype != torch.float32
                       and self.config.attention_backend in ("auto", "flash") and varlen_attention() is not None
-                      and (documents.device.type == "cuda" or not bool((documents == SHARED_PREFIX).any())))
+                      and not bool((documents == SHARED_PREFIX).any()))
             if varlen:
                 borders = borders_of(documents).to(device, non_blocking=True)
             documents = documents.to(device, non_blocking=True)
@@ -444,7 +436,7 @@ class Transformer(nn.Module):
     def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, reduction: str = "none") -> Tensor:
         """The head's part of `forward`, for hidden states of any leading shape."""
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
-        chunk = self.config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES // (self.head_weight.shape[0] * 4))
+        chunk = self.config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES[hidden_MD.device.type] // 4 // len(self.head_weight))
         if reduction == "sum" and torch.is_grad_enabled():
             return SummedLogprob.apply(hidden_MD, self.head_weight, targets_M, self.vocab_size, chunk, self.logprob_and_gradient)
         weight = self.head_weight.to(hidden_MD.dtype)
