@@ -30,7 +30,7 @@ def parameter_count(config: Config, vocab_size: int) -> int:
 
 
 def estimate_memory(config: Config, vocab_size: int, compute_bytes: int) -> MemoryEstimate:
-    """The forecast for one rank.
+    """The forecast for one rank, as the sum of what is alive around the end of a forward; a little less is, as a rule.
 
     Args:
         compute_bytes: of one number of the compute dtype: 2 for bf16 and fp16, 4 for fp32.
@@ -44,12 +44,16 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int) -> Memo
     # What a block keeps for its backward: its two inputs and their norms, q k v before and after rotation, the attended
     # values with their log-sum, gate, up and their product.
     block = compute_bytes * (4 * config.dim + 2 * heads_width + 2 * config.n_heads * config.head_dim + 4 * config.hidden_dim)
-    kept = config.n_layers * block
-    if config.activation_checkpointing == "block":
-        kept = config.n_layers * compute_bytes * config.dim + block
     if not config.compile:  # eager norms and rotations keep float32 intermediates
-        kept += (1 if config.activation_checkpointing == "block" else config.n_layers) * FLOAT32 * (4 * config.dim + 2 * heads_width)
+        block += FLOAT32 * (4 * config.dim + 2 * heads_width)
+    if config.attention_backend == "math":  # scores and their softmax
+        block += 2 * compute_bytes * config.n_heads * config.max_seq_len
+    kept = config.n_layers * block
+    if config.activation_checkpointing == "block":  # every block's input, one block again, and its gradients
+        kept = min(kept, config.n_layers * compute_bytes * config.dim + 2 * block)
     chunk = min(tokens, config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES // (vocab_size * FLOAT32)))
-    head = chunk * vocab_size * (compute_bytes * 2 + FLOAT32) + vocab_size * config.dim * (FLOAT32 + compute_bytes)
+    # The chunk's logits become their gradient in place; beside them lies a copy in the compute dtype, or without the padded ids.
+    copy = compute_bytes if compute_bytes < FLOAT32 or vocab_size % 128 else 0
+    head = chunk * vocab_size * (FLOAT32 + copy) + vocab_size * config.dim * (FLOAT32 + compute_bytes)
     return MemoryEstimate(parameters * FLOAT32 + cast, parameters * FLOAT32, (2 * parameters - muon_saves) * FLOAT32,
                           tokens * kept, head)

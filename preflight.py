@@ -5,34 +5,46 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Optional, TypeVar
 
 import torch
 
-from config import Config
-from errors import PaddockError
-from memory_estimate import estimate_memory, parameter_count
+import checkpoints
+import convert
+from config import Config, ModelConfig
+from errors import CheckpointError, PaddockError
+from hellaswag_utils import prepare_tasks, read_items
+from memory_estimate import FLOAT32, estimate_memory, parameter_count
 from model import attention_taken
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
 from run_log import duration
-from run_state import Inputs, Run, find_checkpoint, read_inputs
+from run_state import Inputs, Run, check_identity, find_checkpoint, read_inputs
 from settings import Loaded
+from tokenizer import load_tokenizer
+
+T = TypeVar("T")
 
 GIB = 2**30
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
-    return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim {config.dim}, heads {config.n_heads}/"
-            f"{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}")
+    """The model's size and shape in words."""
+    return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim {config.dim}, "
+            f"heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}"
+            f"{', tied' if config.tie_embeddings else ''}")
 
 
 def describe_batch(config: Config) -> str:
+    """How a step is put together, in words."""
     return (f"{config.total_batch_size:,} tokens a step = {config.micro_batch_size} rows x {config.max_seq_len} tokens x "
-            f"{config.accumulation_steps} micro-batches x {config.world_size} rank{'s' if config.world_size > 1 else ''}; "
+            f"{config.accumulation_steps} micro-batch{'es' if config.accumulation_steps > 1 else ''} x "
+            f"{config.world_size} rank{'s' if config.world_size > 1 else ''}; "
             f"{config.max_steps:,} steps")
 
 
 def describe_data(config: Config, inputs: Inputs) -> str:
+    """What is learned from, and how often, in words."""
     tokens = inputs.rows.token_set.tokens
     epochs = config.max_steps * config.total_batch_size / tokens
     held_out = f", {inputs.validation_rows.token_set.tokens:,} held out" if inputs.validation_rows else ""
@@ -40,21 +52,28 @@ def describe_data(config: Config, inputs: Inputs) -> str:
 
 
 def describe_memory(config: Config, vocab_size: int, dtype: torch.dtype) -> str:
+    """The forecast of memory in words."""
     forecast = estimate_memory(config, vocab_size, dtype.itemsize)
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items())
     return f"about {forecast.total / GIB:.2f} GiB a device ({parts})"
 
 
+def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
+    """What computes, and how, in words. Raises SettingsError where ATTENTION_BACKEND is not to be had."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    kernel = attention_taken(config, device, dtype, config.document_mask)
+    why_eager = why_not_compile(config, device.type) if config.compile else "COMPILE=false"
+    return (f"{name}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
+            f"{', documents apart' if config.document_mask else ''}; {f'eager ({why_eager})' if why_eager else 'compiled'}")
+
+
 def announce(run: Run, dtype: torch.dtype) -> None:
     """The first words of a run: what it will do, with what."""
-    config, ranks, say = run.config, run.ranks, run.log.say
-    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    kernel = attention_taken(config, ranks.device, dtype, config.document_mask)
+    config, say = run.config, run.log.say
     say(f"Model: {describe_model(config, run.inputs.tokenizer.vocab_size)}")
     say(f"Data: {describe_data(config, run.inputs)}")
     say(f"Batch: {describe_batch(config)}")
-    say(f"Hardware: {device}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
-        f"{', documents apart' if config.document_mask else ''}; {'torch.compile' if config.compile else 'eager'}")
+    say(f"Hardware: {describe_hardware(config, run.ranks.device, dtype)}")
     say(f"Run: {run.folder}" + (f", going on after step {run.progress.step}" if run.progress.step else ""))
 
 
@@ -76,80 +95,170 @@ def farewell(run: Run, folder: Path, seconds: float, baseline: dict, reached: di
     say("On more GPUs:    torchrun --standalone --nproc_per_node N train.py")
 
 
-def check(loaded: Loaded) -> int:
-    """Print everything that can be known before the run, one line each; 0 if nothing stands in its way, else the first
-    problem's exit code."""
-    config = loaded.config
-    failures: list[int] = []
+class Report:
+    """The list that --check prints while it grows, and the exit codes of what failed."""
 
-    def line(name: str, make: Callable[[], str]):
+    def __init__(self) -> None:
+        self.exit_codes: list[int] = []
+
+    def tell(self, mark: str, name: str, text: str) -> None:
+        """One line, or several of one name."""
+        for part in text.splitlines():
+            print(f"  {mark:<4}  {name}: {part}", flush=True)
+
+    def ask(self, name: str, question: Callable[[], tuple[T, str]]) -> Optional[T]:
+        """The answer to a question, whose second half is told; None where a PaddockError came instead."""
         try:
-            print(f"  ok    {name}: {make()}")
+            answer, text = question()
         except PaddockError as error:
-            failures.append(error.exit_code)
-            for part in str(error).splitlines():
-                print(f"  FAIL  {name}: {part}")
+            self.exit_codes.append(error.exit_code)
+            self.tell("FAIL", name, str(error))
+            return None
+        self.tell("ok", name, text)
+        return answer
 
-    found: dict = {}
 
-    def device() -> str:
-        found["device"] = torch.device(choose_device(config))
-        found["dtype"] = choose_dtype(config, found["device"].type)
-        reason = why_not_compile(config, found["device"].type) if config.compile else None
-        return (f"{found['device'].type}, {str(found['dtype']).removeprefix('torch.')}, " + (f"eager ({reason})" if reason else "compiled"
-                if config.compile else "eager"))
+def check(loaded: Loaded) -> int:
+    """Print everything that can be known before the run, and whether it can start; nothing is written.
 
-    def data() -> str:
-        found["inputs"] = read_inputs(config, verify=True)
-        return describe_data(config, found["inputs"]) + "; every shard verified"
-
-    def first_row() -> str:
-        ids = found["inputs"].rows.token_set.read(0, min(64, config.max_seq_len))
-        return repr(found["inputs"].tokenizer.decode(ids.tolist()))
-
-    def evaluation_items() -> str:
-        tasks = found["inputs"].tasks
-        return f"{len(tasks)} {config.hellaswag_name} items every {config.hellaswag_every} steps" if tasks else "none"
-
-    def memory() -> str:
-        text = describe_memory(config, found["inputs"].tokenizer.vocab_size, found["dtype"])
-        if found["device"].type == "cuda":
-            text += f"; this GPU has {torch.cuda.get_device_properties(0).total_memory / GIB:.0f}"
-        else:
-            text += f"; this machine has {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / GIB:.0f}"
-        return text
-
-    def start() -> str:
-        run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
-        folder, own, warnings = find_checkpoint(config, run_dir, Ranks())
-        for warning in warnings:
-            print(f"  warn  {warning}")
-        return f"{folder}" if folder else f"from scratch into {run_dir}"
-
-    def disk() -> str:
-        size = 3 * 4 * parameter_count(config, found["inputs"].tokenizer.vocab_size)
-        folder = next(path for path in (Path(config.output_dir).absolute(), *Path(config.output_dir).absolute().parents) if path.exists())
-        free = shutil.disk_usage(folder).free
-        kept = max(1, config.keep_last) + config.keep_best + 1
-        return (f"a checkpoint takes {size / GIB:.2f} GiB, {kept} at a time {kept * size / GIB:.2f}; {free / GIB:.1f} are free"
-                + (" - TOO LITTLE" if kept * size > free else ""))
-
-    print(f"Settings: {len(loaded.sources)} given, all valid")
+    Returns:
+        0, or the exit code of the first thing that stands in the way.
+    """
+    if os.environ.get("RANK", "0") != "0":  # one of torchrun's processes speaks for all
+        return 0
+    config, report = loaded.config, Report()
+    report.tell("ok", "settings", f"{len(loaded.sources)} given, all valid")
     for warning in loaded.warnings:
-        print(f"  warn  {warning}")
-    line("device", device)
-    line("batch", lambda: describe_batch(config))
-    line("data", data)
-    if "inputs" in found:
-        vocab_size = found["inputs"].tokenizer.vocab_size
-        line("model", lambda: describe_model(config, vocab_size))
-        line("first row", first_row)
-        line("evaluation", evaluation_items)
-        if "device" in found:
-            line("attention", lambda: attention_taken(config, found["device"], found["dtype"], config.document_mask))
-            line("memory", memory)
-        line("disk", disk)
-    line("start", start)
-    print(f"{len(failures)} problem{'s' if len(failures) > 1 else ''} to mend." if failures else "Ready to train.", file=sys.stderr
-          if failures else sys.stdout)
-    return failures[0] if failures else 0
+        report.tell("warn", "settings", warning)
+    hardware = report.ask("hardware", lambda: check_hardware(config))
+    report.tell("ok", "batch", describe_batch(config))
+    tokenizer = report.ask("tokenizer", lambda: check_tokenizer(config))
+    inputs = None
+    if tokenizer:
+        report.tell("ok", "model", describe_model(config, tokenizer.vocab_size))
+        inputs = report.ask("data", lambda: check_data(config))
+    if inputs:
+        report.tell("ok", "first row", repr(first_row(config, inputs)))
+    if config.hellaswag_path:
+        report.ask("evaluation", lambda: check_evaluation(config, tokenizer))
+    report.ask("start", lambda: check_start(config, inputs, report))
+    if tokenizer:
+        if hardware:
+            tell_memory(config, tokenizer.vocab_size, *hardware, report)
+        report.ask("disk", lambda: check_disk(config, tokenizer.vocab_size))
+    failures = len(report.exit_codes)
+    print(f"{failures} problem{'s' if failures > 1 else ''} to mend." if failures else "Ready to train.",
+          file=sys.stderr if failures else sys.stdout)
+    return report.exit_codes[0] if failures else 0
+
+
+def check_hardware(config: Config) -> tuple[tuple[torch.device, torch.dtype], str]:
+    """Device and compute dtype. Raises SettingsError where they, or the attention kernel, are not to be had here."""
+    device = torch.device(choose_device(config))
+    dtype = choose_dtype(config, device.type)
+    return (device, dtype), describe_hardware(config, device, dtype)
+
+
+def check_tokenizer(config: Config) -> tuple[Any, str]:
+    """The tokenizer. Raises DataError."""
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    return tokenizer, f"{tokenizer.vocab_size:,} ids from {config.tokenizer_path}"
+
+
+def check_data(config: Config) -> tuple[Inputs, str]:
+    """The rows to learn from and those held out. Raises DataError."""
+    inputs = read_inputs(config.model_copy(update={"hellaswag_path": None}), verify=True)
+    return inputs, f"{describe_data(config, inputs)}; every shard verified, all ids within the vocabulary"
+
+
+def first_row(config: Config, inputs: Inputs, characters: int = 300) -> str:
+    """How the first row of the data begins, as text."""
+    text = inputs.tokenizer.decode(inputs.rows.token_set.read(0, config.max_seq_len).tolist())
+    return text if len(text) <= characters else text[:characters] + "..."
+
+
+def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
+    """The number of items. Raises DataError."""
+    items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
+    if tokenizer:
+        prepare_tasks(items, tokenizer, config.max_seq_len)
+    when = f"every {config.hellaswag_every} steps" if config.hellaswag_every else "never asked (HELLASWAG_EVERY=0)"
+    return len(items), f"{len(items):,} questions ({config.hellaswag_name}) from {config.hellaswag_path}, {when}"
+
+
+def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tuple[Optional[Path], str]:
+    """The checkpoint that the run would start from, if any. Raises CheckpointError where it cannot be used."""
+    run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
+    folder, own, warnings = find_checkpoint(config, run_dir, Ranks())
+    if folder is None:
+        text = f"from initial weights, into {run_dir}"
+    else:
+        refuse_another_shape(config, folder)
+        state = checkpoints.read_state(folder)
+        same_stage = bool(state) and state["identity"]["TRAINING_STAGE"] == config.training_stage
+        if same_stage and (own or not config.reset_optimizer):
+            if inputs:
+                warnings += check_identity(state, config, inputs, folder, Ranks(world_size=config.world_size))
+            step = state["progress"]["step"]
+            text = f"from {folder}, {max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
+        else:
+            text = f"from the weights of {folder}; optimizer, schedule and step begin anew"
+    for warning in warnings:
+        report.tell("warn", "start", warning)
+    return folder, text
+
+
+def refuse_another_shape(config: Config, folder: Path) -> None:
+    """Raises CheckpointError where a checkpoint holds a model of another shape than the settings describe."""
+    theirs = ModelConfig(**convert.model_settings_from_huggingface(convert.read_json(folder / "config.json")))
+    differing = [f"{name.upper()} is {getattr(theirs, name)} there and {getattr(config, name)} here"
+                 for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "tie_embeddings")
+                 if getattr(theirs, name) != getattr(config, name)]
+    if differing:
+        raise CheckpointError(f"{folder} holds another model: {'; '.join(differing)}. Set these as they are there")
+
+
+def tell_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+    """The forecast, and what to set where it exceeds what the device has."""
+    if device.type == "cuda":
+        room, owner = torch.cuda.get_device_properties(device).total_memory, "this GPU"
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.world_size
+        owner = "this machine" + (f" for each of {config.world_size} ranks" if config.world_size > 1 else "")
+    text = f"{describe_memory(config, vocab_size, dtype)}; {owner} has {room / GIB:.1f}"
+    if estimate_memory(config, vocab_size, dtype.itemsize).total <= room:
+        report.tell("ok", "memory", text)
+    else:
+        report.tell("warn", "memory", f"{text}. {memory_advice(config, vocab_size, dtype.itemsize, room)}")
+
+
+def memory_advice(config: Config, vocab_size: int, compute_bytes: int, room: int) -> str:
+    """The least change of settings with which the forecast fits into so many bytes; the step stays what it is."""
+    rows_per_rank = config.rows_per_step // config.world_size
+    smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
+    for recompute in dict.fromkeys((config.activation_checkpointing, "block")):
+        for rows in smaller:
+            changed = config.model_copy(update={"micro_batch_size": rows, "activation_checkpointing": recompute})
+            needed = estimate_memory(changed, vocab_size, compute_bytes).total
+            if needed <= room:
+                changes = [f"{name.upper()}={getattr(changed, name)}" for name in ("micro_batch_size", "activation_checkpointing")
+                           if getattr(changed, name) != getattr(config, name)]
+                return f"It would fit with {' '.join(changes)} (about {needed / GIB:.2f} GiB; each step learns the same)"
+    return "It would not fit with MICRO_BATCH_SIZE=1 and ACTIVATION_CHECKPOINTING=block either: take a smaller model"
+
+
+def check_disk(config: Config, vocab_size: int) -> tuple[int, str]:
+    """The bytes of one checkpoint. Raises CheckpointError where those that are kept have no room."""
+    size = 3 * FLOAT32 * parameter_count(config, vocab_size)
+    output_dir = Path(config.output_dir).absolute()
+    there = next(path for path in (output_dir, *output_dir.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir} cannot be written to ({there}); set it to a folder that can")
+    free = shutil.disk_usage(there).free
+    saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
+    kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
+    text = (f"a checkpoint takes {size / GIB:.2f} GiB; {kept} at a time take {kept * size / GIB:.2f}, "
+            f"and {free / GIB:.1f} are free")
+    if 2 * size > free:
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free some, or set OUTPUT_DIR to another disk")
+    return size, text + (". KEEP_LAST should be smaller" if kept * size > free else "")

@@ -1,0 +1,248 @@
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TinyRun, prepare
+
+import preflight
+from config import Config
+from memory_estimate import estimate_memory, parameter_count
+from model import Transformer
+from preflight import GIB, memory_advice
+from settings import load_config
+from tokenizer import load_tokenizer
+
+NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "data", "first row", "evaluation", "start", "memory", "disk"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> TinyRun:
+    """A run of four steps of six, with its checkpoints."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert run.train(MAX_STEPS=4) == 0
+    return run
+
+
+class Checked:
+    """What --check printed, and its exit code."""
+
+    def __init__(self, run: TinyRun, capsys, **changes):
+        capsys.readouterr()
+        self.code = run.train(CHECK="true", **changes)
+        shown = capsys.readouterr()
+        self.out, self.err = shown.out, shown.err
+        lines = [line for line in self.out.splitlines() if line.startswith("  ")]
+        self.lines = [(line[:6].strip(), *line[8:].split(": ", 1)) for line in lines]
+
+    def marks(self) -> dict[str, str]:
+        return {name: mark for mark, name, _ in self.lines}
+
+    def text(self, mark: str) -> str:
+        return "\n".join(text for own, _, text in self.lines if own == mark)
+
+
+def everything_under(*folders: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for folder in folders for path in sorted(folder.rglob("*"))}
+
+
+def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checked = Checked(TinyRun(prepared, tmp_path / "runs"), capsys)
+    assert (checked.code, checked.err) == (0, "") and checked.out.endswith("Ready to train.\n")
+    assert checked.marks() == dict.fromkeys(NAMES, "ok")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path)
+    told = dict((name, text) for _, name, text in Checked(run, capsys, WORLD_SIZE=2).lines)
+    manifest = json.loads((prepared.shards / "manifest.json").read_text())
+    tokens = manifest["splits"]["train"]["tokens"]
+    assert told["batch"] == "256 tokens a step = 2 rows x 32 tokens x 2 micro-batches x 2 ranks; 6 steps"
+    assert told["data"].startswith(f"{tokens:,} tokens, ") and f"reads them {6 * 256 / tokens:.2f} times" in told["data"]
+    assert told["first row"].startswith("'<|begin_of_text|>") and any(noun in told["first row"] for noun in ("cat", "dog", "hen"))
+    assert told["evaluation"].startswith("10 questions (HellaSwag) from ")
+    assert told["start"] == f"from initial weights, into {run.folder}"
+    assert "parameters: 2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
+    assert all(part in told["memory"] for part in ("parameters", "gradients", "optimizer", "activations", "head"))
+    assert "for each of 2 ranks" in told["memory"]
+
+
+def test_wrong_settings_end_with_2(prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, TOTAL_BATCH_SIZE=100)
+    assert checked.code == 2 and "TOTAL_BATCH_SIZE=100 must be a multiple" in checked.err
+    assert Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=3).code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("changes", [{"DEVICE": "cuda"}, {"ATTENTION_BACKEND": "flash"}, {"DEVICE": "auto", "PRECISION": "fp16"}])
+def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    assert checked.code == 2 and checked.marks()["hardware"] == "FAIL"
+    assert any(f"{name}={value}" in checked.text("FAIL") for name, value in changes.items())
+
+
+def flip_a_bit(shards: Path) -> None:
+    shard = next(shards.glob("train-*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_path, capsys):
+    shards = shutil.copytree(prepared.shards, tmp_path / "shards")
+    flip_a_bit(shards)
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, PRETRAIN_DATA_PATH=shards, HELLASWAG_PATH=tmp_path / "none.jsonl",
+                      PRETRAIN_CHECKPOINT="step-00000009")
+    assert checked.code == 3 and checked.err == "3 problems to mend.\n"
+    assert {name for name, mark in checked.marks().items() if mark == "FAIL"} == {"data", "evaluation", "start"}
+    assert "train-00000.bin" in checked.text("FAIL") and "HELLASWAG_PATH" in checked.text("FAIL")
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), ({"TOKENIZER_PATH": "nowhere.model"}, "nowhere.model"),
+    ({"TOTAL_BATCH_SIZE": 2**20, "MICRO_BATCH_SIZE": 1}, "tokens")])
+def test_each_kind_of_bad_data_is_named(changes, words, prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    assert checked.code == 3 and words in checked.text("FAIL")
+
+
+def test_a_set_made_with_another_tokenizer_is_refused(prepared, tmp_path, capsys):
+    other = prepare(tmp_path / "other", seed=1, vocab_size=280)
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, TOKENIZER_PATH=other.tokenizer)
+    assert checked.code == 3 and "another tokenizer" in checked.text("FAIL")
+
+
+# Where the run would start
+
+
+def test_a_run_that_goes_on_says_how_much_is_left(trained, capsys):
+    before = everything_under(trained.output_dir)
+    checked = Checked(trained, capsys)
+    assert checked.code == 0
+    assert f"from {trained.checkpoint(4)}, 2 of 6 steps are left" in checked.text("ok")
+    assert "0 of 3 steps are left" in Checked(trained, capsys, MAX_STEPS=3).text("ok")
+    assert everything_under(trained.output_dir) == before
+
+
+def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):
+    checked = Checked(trained, capsys, SEED=5)
+    assert checked.code == 5 and "SEED was 1337, is 5" in checked.text("FAIL")
+    allowed = Checked(trained, capsys, SEED=5, ALLOW_RESUME_MISMATCH="SEED")
+    assert allowed.code == 0 and "SEED changed" in allowed.text("warn")
+
+
+def test_another_number_of_ranks_is_warned_of(trained, capsys):
+    checked = Checked(trained, capsys, WORLD_SIZE=2)
+    assert checked.code == 0 and "number of ranks was 1, is 2" in checked.text("warn")
+
+
+def test_a_checkpoint_of_another_shape_ends_with_5(trained, tmp_path, capsys):
+    checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true",
+                      N_LAYERS=3, DIM=64)
+    assert checked.code == 5
+    assert "DIM is 32 there and 64 here; N_LAYERS is 2 there and 3 here" in checked.text("FAIL")
+
+
+def test_weights_of_another_run_begin_anew(trained, tmp_path, capsys):
+    checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
+    assert checked.code == 0 and "begin anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):
+    assert Checked(trained, capsys, PRETRAIN_CHECKPOINT="step-00000099").code == 5
+    copy = TinyRun(prepared, tmp_path, HELLASWAG_EVERY=0)
+    shutil.copytree(trained.folder, copy.folder)
+    for step in copy.steps_saved():
+        with open(copy.checkpoint(step) / "model.safetensors", "r+b") as file:
+            file.truncate(100)
+    checked = Checked(copy, capsys)
+    assert checked.code == 5 and "model.safetensors" in checked.out
+
+
+# Memory and disk
+
+
+def test_memory_that_is_not_there_is_warned_of_with_a_way_out(prepared, tmp_path, capsys, monkeypatch):
+    run = TinyRun(prepared, tmp_path)
+    fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config
+    room = estimate_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4).total
+    monkeypatch.setattr(preflight.os, "sysconf", lambda name: room if name == "SC_PHYS_PAGES" else 1)
+    assert Checked(run, capsys, MICRO_BATCH_SIZE=4).marks()["memory"] == "ok"
+    checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)
+    assert checked.code == 0 and checked.marks()["memory"] == "warn"
+    assert "It would fit with MICRO_BATCH_SIZE=4 " in checked.text("warn")
+
+
+def test_the_advice_on_memory_keeps_the_step_and_fits():
+    config = Config(micro_batch_size=32)
+    forecast = lambda **changes: estimate_memory(config.model_copy(update=changes), 128_256, 2).total
+    for rows in (16, 4, 1):
+        assert f"MICRO_BATCH_SIZE={rows} (" in memory_advice(config, 128_256, 2, forecast(micro_batch_size=rows))
+    assert "ACTIVATION_CHECKPOINTING=block (" in memory_advice(config, 128_256, 2, forecast(micro_batch_size=1) - 1)
+    assert "smaller model" in memory_advice(config, 128_256, 2, GIB)
+
+
+def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    checked = Checked(TinyRun(prepared, tmp_path / "a" / "b"), capsys)
+    assert checked.code == 5 and "OUTPUT_DIR" in checked.text("FAIL") and list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_is_a_file_ends_with_5(prepared, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
+
+
+def test_under_torchrun_one_process_speaks(prepared, tmp_path, capsys, monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    checked = Checked(TinyRun(prepared, tmp_path), capsys)
+    assert (checked.code, checked.out, checked.err) == (0, "", "")
+    assert os.environ["RANK"] == "1"
+
+
+@pytest.mark.parametrize("shape", [{"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 768},
+                                   {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 512}])
+def test_the_forecast_of_activations_is_near_what_autograd_keeps(shape):
+    config, vocab = Config(**shape, micro_batch_size=4, max_seq_len=128, compile=False), 512
+    model = Transformer(config, vocab)
+    model.init_weights(torch.Generator().manual_seed(0))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    tokens = torch.randint(vocab, (4, 128))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.hidden(tokens, torch.ones(4, 128, dtype=torch.int32))
+    measured = sum(storage.nbytes() for storage in kept.values())
+    assert 0.75 < estimate_memory(config, vocab, 4).activations / measured < 1.35
+
+
+def test_recomputation_saves_most_of_the_activations_of_a_deep_model():
+    config = Config(n_layers=32)
+    forecast = lambda recompute: estimate_memory(config.model_copy(update={"activation_checkpointing": recompute}), 128, 2)
+    assert forecast("block").activations < 0.2 * forecast("none").activations
+    assert forecast("block")._replace(activations=0) == forecast("none")._replace(activations=0)
+
+
+def test_the_forecast_of_weights_gradients_and_state_is_exact():
+    config = Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2)
+    count = parameter_count(config, 256)
+    forecast = estimate_memory(config, 256, 4)
+    assert (forecast.parameters, forecast.gradients, forecast.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert estimate_memory(config, 256, 2).parameters == 6 * count
