@@ -5,7 +5,7 @@ from typing import NamedTuple
 from config import Config
 
 FLOAT32 = 4
-HEAD_CHUNK_BYTES = 2**31  # as in model.py
+HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # as in model.py, which this room does without
 
 
 class MemoryEstimate(NamedTuple):
@@ -29,11 +29,12 @@ def parameter_count(config: Config, vocab_size: int) -> int:
     return config.n_layers * block + (1 if config.tie_embeddings else 2) * vocab_size * config.dim + config.dim
 
 
-def estimate_memory(config: Config, vocab_size: int, compute_bytes: int) -> MemoryEstimate:
+def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_type: str = "cuda") -> MemoryEstimate:
     """The forecast for one rank, as the sum of what is alive around the end of a forward; a little less is, as a rule.
 
     Args:
         compute_bytes: of one number of the compute dtype: 2 for bf16 and fp16, 4 for fp32.
+        device_type: "cuda" or "cpu".
     """
     parameters = parameter_count(config, vocab_size)
     matrices = parameters - (1 if config.tie_embeddings else 2) * vocab_size * config.dim
@@ -51,7 +52,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int) -> Memo
     kept = config.n_layers * block
     if config.activation_checkpointing == "block":  # every block's input, one block again, and its gradients
         kept = min(kept, config.n_layers * compute_bytes * config.dim + 2 * block)
-    chunk = min(tokens, config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES // (vocab_size * FLOAT32)))
+    chunk = min(tokens, config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES[device_type] // (vocab_size * FLOAT32)))
     # The chunk's logits become their gradient in place; beside them lies a copy in the compute dtype, or without the padded ids.
     copy = compute_bytes if compute_bytes < FLOAT32 or vocab_size % 128 else 0
     head = chunk * vocab_size * (FLOAT32 + copy) + vocab_size * config.dim * (FLOAT32 + compute_bytes)

@@ -14,7 +14,7 @@ import convert
 from config import Config, ModelConfig
 from errors import CheckpointError, PaddockError
 from hellaswag_utils import prepare_tasks, read_items
-from memory_estimate import FLOAT32, estimate_memory, parameter_count
+from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from model import attention_taken
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
@@ -51,9 +51,8 @@ def describe_data(config: Config, inputs: Inputs) -> str:
     return f"{tokens:,} tokens{held_out} from {config.pretrain_data_path}; the run reads them {epochs:.2f} times"
 
 
-def describe_memory(config: Config, vocab_size: int, dtype: torch.dtype) -> str:
+def describe_memory(forecast: MemoryEstimate) -> str:
     """The forecast of memory in words."""
-    forecast = estimate_memory(config, vocab_size, dtype.itemsize)
     parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items())
     return f"about {forecast.total / GIB:.2f} GiB a device ({parts})"
 
@@ -225,21 +224,26 @@ def tell_memory(config: Config, vocab_size: int, device: torch.device, dtype: to
     else:
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.world_size
         owner = "this machine" + (f" for each of {config.world_size} ranks" if config.world_size > 1 else "")
-    text = f"{describe_memory(config, vocab_size, dtype)}; {owner} has {room / GIB:.1f}"
-    if estimate_memory(config, vocab_size, dtype.itemsize).total <= room:
+    forecast = estimate_memory(config, vocab_size, dtype.itemsize, device.type)
+    text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f}"
+    if forecast.total <= room:
         report.tell("ok", "memory", text)
     else:
-        report.tell("warn", "memory", f"{text}. {memory_advice(config, vocab_size, dtype.itemsize, room)}")
+        report.tell("warn", "memory", f"{text}. {memory_advice(config, room, vocab_size, dtype.itemsize, device.type)}")
 
 
-def memory_advice(config: Config, vocab_size: int, compute_bytes: int, room: int) -> str:
-    """The least change of settings with which the forecast fits into so many bytes; the step stays what it is."""
+def memory_advice(config: Config, room: int, *device) -> str:
+    """The least change of settings with which the forecast fits into so many bytes; the step stays what it is.
+
+    Args:
+        device: what else estimate_memory needs to know.
+    """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
     for recompute in dict.fromkeys((config.activation_checkpointing, "block")):
         for rows in smaller:
             changed = config.model_copy(update={"micro_batch_size": rows, "activation_checkpointing": recompute})
-            needed = estimate_memory(changed, vocab_size, compute_bytes).total
+            needed = estimate_memory(changed, *device).total
             if needed <= room:
                 changes = [f"{name.upper()}={getattr(changed, name)}" for name in ("micro_batch_size", "activation_checkpointing")
                            if getattr(changed, name) != getattr(config, name)]

@@ -7,6 +7,8 @@ import pytest
 import torch
 from helpers import TinyRun, prepare
 
+import memory_estimate
+import model
 import preflight
 from config import Config
 from memory_estimate import estimate_memory, parameter_count
@@ -174,7 +176,7 @@ def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path
 def test_memory_that_is_not_there_is_warned_of_with_a_way_out(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
     fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config
-    room = estimate_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4).total
+    room = estimate_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
     monkeypatch.setattr(preflight.os, "sysconf", lambda name: room if name == "SC_PHYS_PAGES" else 1)
     assert Checked(run, capsys, MICRO_BATCH_SIZE=4).marks()["memory"] == "ok"
     checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)
@@ -186,9 +188,9 @@ def test_the_advice_on_memory_keeps_the_step_and_fits():
     config = Config(micro_batch_size=32)
     forecast = lambda **changes: estimate_memory(config.model_copy(update=changes), 128_256, 2).total
     for rows in (16, 4, 1):
-        assert f"MICRO_BATCH_SIZE={rows} (" in memory_advice(config, 128_256, 2, forecast(micro_batch_size=rows))
-    assert "ACTIVATION_CHECKPOINTING=block (" in memory_advice(config, 128_256, 2, forecast(micro_batch_size=1) - 1)
-    assert "smaller model" in memory_advice(config, 128_256, 2, GIB)
+        assert f"MICRO_BATCH_SIZE={rows} (" in memory_advice(config, forecast(micro_batch_size=rows), 128_256, 2)
+    assert "ACTIVATION_CHECKPOINTING=block (" in memory_advice(config, forecast(micro_batch_size=1) - 1, 128_256, 2)
+    assert "smaller model" in memory_advice(config, GIB, 128_256, 2)
 
 
 def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, capsys, monkeypatch):
@@ -215,9 +217,9 @@ def test_under_torchrun_one_process_speaks(prepared, tmp_path, capsys, monkeypat
                                    {"dim": 128, "n_layers": 2, "n_heads": 4, "n_kv_heads": 1, "ffn_dim": 512}])
 def test_the_forecast_of_activations_is_near_what_autograd_keeps(shape):
     config, vocab = Config(**shape, micro_batch_size=4, max_seq_len=128, compile=False), 512
-    model = Transformer(config, vocab)
-    model.init_weights(torch.Generator().manual_seed(0))
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    transformer = Transformer(config, vocab)
+    transformer.init_weights(torch.Generator().manual_seed(0))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in transformer.parameters()}
     kept = {}
 
     def keep(tensor):
@@ -228,7 +230,7 @@ def test_the_forecast_of_activations_is_near_what_autograd_keeps(shape):
 
     tokens = torch.randint(vocab, (4, 128))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.hidden(tokens, torch.ones(4, 128, dtype=torch.int32))
+        transformer.hidden(tokens, torch.ones(4, 128, dtype=torch.int32))
     measured = sum(storage.nbytes() for storage in kept.values())
     assert 0.75 < estimate_memory(config, vocab, 4).activations / measured < 1.35
 
@@ -238,6 +240,12 @@ def test_recomputation_saves_most_of_the_activations_of_a_deep_model():
     forecast = lambda recompute: estimate_memory(config.model_copy(update={"activation_checkpointing": recompute}), 128, 2)
     assert forecast("block").activations < 0.2 * forecast("none").activations
     assert forecast("block")._replace(activations=0) == forecast("none")._replace(activations=0)
+
+
+def test_the_forecast_knows_how_many_logits_exist_at_a_time():
+    assert memory_estimate.HEAD_CHUNK_BYTES == model.HEAD_CHUNK_BYTES
+    long = Config(micro_batch_size=64)
+    assert estimate_memory(long, 128_256, 4, "cpu").head < estimate_memory(long, 128_256, 4, "cuda").head
 
 
 def test_the_forecast_of_weights_gradients_and_state_is_exact():

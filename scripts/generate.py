@@ -1,0 +1,79 @@
+"""Continue texts with a checkpoint, or with any Llama in a Hugging Face folder.
+
+    python scripts/generate.py runs/first/checkpoints/step-00000200 --prompt "Once upon a time" "The museum"
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import checkpoints
+from config import ModelConfig
+from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
+from errors import PaddockError
+from generate import generate
+from model import Transformer, padded
+from tokenizer import load_tokenizer
+
+
+def load(folder: Path) -> tuple[Transformer, Any]:
+    """The folder's model, on the GPU in bf16 where there is one and otherwise in fp32, and its tokenizer.
+
+    Raises:
+        CheckpointError: it holds no Llama that can be read, or a damaged one.
+        DataError: its tokenizer cannot be used.
+    """
+    if (folder / checkpoints.MANIFEST).exists():
+        checkpoints.verify(folder)
+    config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
+    tensors = load_model_weights(folder)
+    vocab_size = len(tensors["model.embed_tokens.weight"])
+    on_gpu = torch.cuda.is_available()
+    with torch.device("meta"):
+        model = Transformer(config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
+    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
+    return model.float().to("cuda" if on_gpu else "cpu"), load_tokenizer(str(folder))
+
+
+def continuations(folder: Path, prompts: list[str], **options) -> list[str]:
+    """What the folder's model writes after each prompt; the options are those of generate."""
+    model, tokenizer = load(folder)
+    written = generate(model, [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts],
+                       stop_ids={tokenizer.eos_id, tokenizer.document_start_id}, **options)
+    return [tokenizer.decode(ids) for ids in written]
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="a checkpoint, or a Llama in Hugging Face's format")
+    parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT", help="beginnings to continue (default: none)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T",
+                        help="0 = the likeliest token always (default: %(default)s)")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P",
+                        help="nucleus of the distribution that is sampled from (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
+    args = parser.parse_args()
+    if args.max_new_tokens < 0 or args.temperature < 0 or not 0 < args.top_p <= 1:
+        parser.error("--max-new-tokens and --temperature must be 0 or more, --top-p above 0 and at most 1")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    texts = continuations(args.folder.expanduser(), args.prompt, max_new_tokens=args.max_new_tokens,
+                          temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    print("\n\n".join(prompt + text for prompt, text in zip(args.prompt, texts)))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PaddockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

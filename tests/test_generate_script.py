@@ -1,0 +1,75 @@
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import prepare
+
+import convert
+from config import ModelConfig
+from model import Transformer
+from tokenizer import load_tokenizer
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "generate.py"
+PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    """A model folder with random weights at a scale that makes greedy choices clear."""
+    path = tmp_path_factory.mktemp("folder")
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(2))
+    convert.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
+    return path
+
+
+def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens: int) -> str:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[tokenizer.document_start_id, *tokenizer.encode(prompt)]])
+    stops = [tokenizer.eos_id, tokenizer.document_start_id]
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+                             eos_token_id=stops, pad_token_id=stops[0])[0, ids.shape[1]:].tolist()
+    return tokenizer.decode(written[:-1] if written[-1] in stops else written)
+
+
+def test_greedy_text_is_that_of_transformers(script, folder, tokenizer):
+    ours = script.continuations(folder, PROMPTS, max_new_tokens=24, temperature=0)
+    assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
+    assert all(ours) and len(set(ours)) == 3
+
+
+def test_the_command_prints_prompt_and_continuation(script, folder):
+    texts = script.continuations(folder, PROMPTS[:2], max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3)
+    done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
+                           "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
+    expected = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts)) + "\n"
+    assert done.returncode == 0 and done.stdout.decode() == expected, done.stderr.decode()
+
+
+def test_what_is_no_llama_is_refused_with_a_word(script, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5 and done.stderr.startswith("error: ") and "gpt2" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--top-p", "0"])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 2 and "--top-p" in capsys.readouterr().err
