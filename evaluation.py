@@ -82,8 +82,8 @@ def measure(run: Run, objective: Objective) -> None:
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
         run.log.say(f"Validation {place} | Loss: {loss:.4f}{' | best so far' if is_best else ''}")
     # Before the first step only where it is to be followed on the way: it takes long.
-    follows = progress.step > 0 or config.hellaswag_every < config.max_steps
-    if run.inputs.tasks and follows and due(config.hellaswag_every, progress.step, run.finished):
+    worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
+    if run.inputs.tasks and worthwhile and due(config.hellaswag_every, progress.step, run.finished):
         metrics |= hellaswag(run.model, run.inputs.tasks, config, run.ranks, run.signals)
         run.log.say(f"{config.hellaswag_name} {place} | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "

@@ -145,6 +145,12 @@ def stop_ranks() -> None:
         dist.destroy_process_group()
 
 
+def lost_a_rank(error: RuntimeError) -> bool:
+    """Whether this is a collective that failed because another rank has ended, or did not come in time."""
+    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting",
+                                                 "remote process exited"))
+
+
 class StopSignals:
     """Remembers TERM, INT and USR1, for the loop to save and leave; a second one, a moment later, quits at once.
 

@@ -300,6 +300,7 @@ def restore_padding(tensors: dict[str, torch.Tensor], model: Transformer) -> dic
 
 
 def is_vocabulary(name: str) -> bool:
+    """Whether a parameter, or an optimizer's tensor of it, has a row for each id."""
     return name.startswith(("tok_embeddings.", "output."))
 
 

@@ -27,7 +27,7 @@ from model_utils import (
 )
 from objectives import OBJECTIVES, Objective
 from optim import Optimizer, learning_rate
-from ranks import StopSignals, start_ranks, stop_ranks
+from ranks import StopSignals, lost_a_rank, start_ranks, stop_ranks
 from run_log import RunLog, console_line
 from run_state import Run, open_inputs, restore, save_checkpoint, start_run_dir
 from settings import Loaded, exit_with, export_secrets, help_text, load_config
@@ -67,6 +67,12 @@ def main(argv: Optional[list[str]] = None) -> int:
         print(f"error: rank {os.environ.get('RANK', 0)} is out of memory ({str(error).splitlines()[0]}); lower "
               "MICRO_BATCH_SIZE (the step stays the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; "
               "--check forecasts what is needed", file=sys.stderr, flush=True)
+        return 1
+    except RuntimeError as error:
+        if not lost_a_rank(error):
+            raise
+        print(f"error: rank {os.environ.get('RANK')} stops, because another has ended or did not come in time; the cause is in "
+              f"that one's output ({str(error).splitlines()[0]:.200})", file=sys.stderr, flush=True)
         return 1
 
 
@@ -113,7 +119,8 @@ def take_steps(run: Run) -> int:
     try:
         with run.inputs.training_batches(config, run.ranks, progress.step) as loader:
             # A run begins with a measurement, and a resumed one with what a signal has cut off.
-            baseline = reached = {} if progress.untold is None else finish_step(run, objective)
+            reached = {} if progress.untold is None else finish_step(run, objective)
+            baseline = reached if progress.step == 0 else {}
             while not run.finished:
                 throughput.skip_pause()
                 batches = next(loader)

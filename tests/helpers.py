@@ -241,16 +241,16 @@ def main_with(argv: list[str], prepare_rank: Optional[Callable[[], Any]] = None)
     return train.main(argv)
 
 
-def do_in_step(step: int, action: Callable[[], Any]) -> None:
+def do_in_step(step: int, action: Callable[[], Any], module=train) -> None:
     """From now on, do something in the middle of a step, counted from 1; in a rank of `start`."""
-    original = train.learning_rate
+    original = module.learning_rate
 
     def learning_rate(finished: int, config) -> float:
         if finished == step - 1:
             action()
         return original(finished, config)
 
-    train.learning_rate = learning_rate
+    module.learning_rate = learning_rate
 
 
 @contextlib.contextmanager

@@ -272,6 +272,16 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     assert list(run.column("train_loss")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_another_stage_keeps_the_weights_and_drops_the_rest(whole, prepared, tmp_path, monkeypatch):
+    identity, chats = run_state.identity, TinyRun(prepared, tmp_path / "runs", RUN_NAME="chats", MAX_STEPS=2)
+    monkeypatch.setattr(run_state, "identity", lambda *of: identity(*of) | {"TRAINING_STAGE": "sft"})
+    assert chats.train() == 0
+    monkeypatch.undo()
+    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1)
+    assert run.train(INSTRUCT_CHECKPOINT=chats.folder) == 0
+    assert list(run.column("train_loss")) == [1] and run.column("val_loss")[0] == chats.column("val_loss")[2]
+
+
 def test_start_step_counts_from_there(finished, prepared, tmp_path):
     run = TinyRun(prepared, tmp_path / "elsewhere")
     assert run.train(PRETRAIN_CHECKPOINT=finished.checkpoint(6), START_STEP=3, MAX_STEPS=5) == 0
@@ -346,7 +356,7 @@ def test_validation_reads_the_same_rows_each_time(tiny_run, monkeypatch):
 
 def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2])))
-    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=100)
+    run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7)
     assert run.train() == 0
     # Step 2 is skipped, step 3 counts, step 4 is a new best, steps 5 and 6 are two without one.
     assert list(run.column("train_loss"))[-1] == 6 and run.steps_saved()[-1] == 6
@@ -398,6 +408,12 @@ def test_no_step_to_take_is_a_measurement(tiny_run, whole):
     run = tiny_run(MAX_STEPS=0)
     assert run.train() == 0
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())[:1] and run.steps_saved() == [0]
+
+
+def test_hellaswag_waits_for_the_end_where_it_is_not_due_before(tiny_run):
+    run = tiny_run(MAX_STEPS=2, HELLASWAG_EVERY=2)
+    assert run.train() == 0
+    assert list(run.column("hellaswag_acc")) == [2]
 
 
 def test_losses_are_those_of_the_committed_curve(tiny_run):
