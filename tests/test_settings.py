@@ -127,7 +127,7 @@ def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
 
 
 def test_env_file_as_editors_and_shells_write_it():
-    Path(".env").write_bytes("\ufeff# first\r\n\r\nexport MAX_STEPS=3\r\nRUN_NAME='a b'  \r\nOUTPUT_DIR=\"x y\" # why\r\n"
+    Path(".env").write_bytes("\ufeffexport MAX_STEPS=3\r\n# a comment\r\n\r\nRUN_NAME='a b'  \r\nOUTPUT_DIR=\"x y\" # why\r\n"
                              "SEED = 5 # a seed\r\nHELLASWAG_PATH=\r\nhellaswag_name=a#b\r\n"
                              "SFT_DATA_PATH=   # none yet\r\n".encode())
     config = load_config([], {**DATA, "RUN_NAME": "run"}).config
