@@ -287,6 +287,7 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_conf
 
 
 def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file as the folders of Hugging Face have them."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -54,6 +54,8 @@ def split_of(text: str, validation_fraction: float) -> str:
 
 
 class Chunk(NamedTuple):
+    """Documents that one worker tokenises at a time."""
+
     texts: list[str]
     fraction: float | None  # of the sources' bytes that was read when the chunk was full
 
@@ -83,6 +85,7 @@ class Encoding(NamedTuple):
 
 @lru_cache(maxsize=1)
 def worker_tokenizer(encoding: Encoding):
+    """The tokenizer of a worker process, loaded once."""
     tokenizer = load_tokenizer(encoding.tokenizer_path, encoding.tokenizer_backend)
     if tokenizer.sha256 != encoding.tokenizer_sha256:
         raise DataError(f"{encoding.tokenizer_path} changed while it was used; start again")
@@ -90,6 +93,8 @@ def worker_tokenizer(encoding: Encoding):
 
 
 class Tokens(NamedTuple):
+    """Some documents of one split, one after the other."""
+
     ids: np.ndarray
     documents: int
 
@@ -235,6 +240,7 @@ def write_durably(path: Path, content: Any) -> None:
 
 
 def fsync_folder(path: Path) -> None:
+    """Make a folder's entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -265,6 +271,7 @@ def locked(path: Path):
 
 @contextmanager
 def naming_disk_errors(folder: Path):
+    """Turn what the disk refuses into a DataError with the path and the free space."""
     try:
         yield
     except OSError as error:
@@ -274,6 +281,7 @@ def naming_disk_errors(folder: Path):
 
 
 def progress_bar(**options) -> tqdm:
+    """A bar with rate and ETA, in a log file too."""
     bar = tqdm(unit_scale=True, dynamic_ncols=True, **options)
     if not bar.fp.isatty():
         bar.mininterval = 30  # a log file wants a line now and then

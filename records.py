@@ -397,6 +397,7 @@ def read_mix(path: str | Path) -> Mix:
 
 
 def refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
+    """Raise SettingsError where a mix names a field that does not exist."""
     unknown = sorted(set(given) - known)
     if unknown:
         raise SettingsError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
@@ -430,6 +431,7 @@ def fraction_read(mix: Mix, readings: Sequence[Reading]) -> float | None:
 
 
 def mix_of(source: str | Source | Mix) -> Mix:
+    """Whatever names a source, as a mix of one or several."""
     if isinstance(source, str):
         source = source_of(source)
     return Mix((source,)) if isinstance(source, Source) else source
