@@ -1,0 +1,65 @@
+"""Draw a run's curves from its metrics.jsonl: python scripts/plot_run.py runs/NAME [-o FILE.png]. Needs matplotlib."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+
+def read_metrics(run: Path) -> list[dict]:
+    """The logged steps of a run."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def draw(run: Path, output: Path, title: str) -> None:
+    """Loss above, and accuracy below where it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    metrics = read_metrics(run)
+
+    def curve(name: str) -> tuple[list[float], list[float]]:
+        points = [(entry["step"], entry[name]) for entry in metrics if entry.get(name) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    panels = 2 if len(curve("hellaswag_acc")[0]) > 1 else 1
+    figure, axes = plt.subplots(panels, 1, figsize=(7, 2.8 * panels + 0.6), sharex=True, squeeze=False)
+    loss = axes[0][0]
+    loss.plot(*curve("train_loss"), color="tab:grey", linewidth=1, label="training")
+    loss.plot(*curve("val_loss"), color="tab:blue", marker="o", label="validation")
+    loss.set_ylabel("loss (nats a token)")
+    loss.legend()
+    if panels == 2:
+        steps, accuracy = curve("hellaswag_acc")
+        errors = curve("hellaswag_stderr")[1]
+        axes[1][0].errorbar(steps, [100 * value for value in accuracy], [100 * value for value in errors], color="tab:green", marker="o",
+                            capsize=3, label="four endings")
+        axes[1][0].axhline(25, color="tab:grey", linestyle=":", label="guessing")
+        axes[1][0].set_ylabel("accuracy (%)")
+        axes[1][0].set_ylim(0, 100)
+        axes[1][0].legend()
+    axes[-1][0].set_xlabel("step")
+    for row in axes:
+        row[0].grid(alpha=0.3)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("-o", "--output", type=Path, help="the picture; curves.png in the run's folder unless given")
+    parser.add_argument("--title", help="above the picture; the run's name unless given")
+    arguments = parser.parse_args()
+    if not (arguments.run / "metrics.jsonl").is_file():
+        sys.exit(f"error: {arguments.run} holds no metrics.jsonl; give a run's folder, such as runs/first")
+    output = arguments.output or arguments.run / "curves.png"
+    draw(arguments.run, output, arguments.title or arguments.run.name)
+    print(output)
+
+
+if __name__ == "__main__":
+    main()
