@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import random
 import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import TinyRun, a_step, at_step, furthest, prepare, uneven_batches, without_clocks
@@ -15,7 +17,9 @@ import checkpoints
 import evaluation
 import run_state
 import train
+from config import Config
 from model import Transformer
+from model_utils import seed_step
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
@@ -79,9 +83,22 @@ def test_a_bad_gradient_at_the_smallest_scale_is_no_overflow():
     assert not result.finite and not result.updated and math.isfinite(result.loss)
 
 
+def test_random_numbers_follow_from_seed_step_and_rank():
+    def numbers(*of: int) -> tuple[float, ...]:
+        seed_step(*of)
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    assert numbers(1, 2, 3) == numbers(1, 2, 3)
+    drawn = [numbers(*of) for of in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (2**32 - 1, 10**9, 10**5))]
+    assert len({value for values in drawn for value in values}) == 15
+
+
 def test_a_skipped_step_advances_no_schedule():
-    progress = run_state.Progress(step=10, skipped_steps=3)
-    assert progress.updates == 7
+    config = Config(total_batch_size=256)
+    run = run_state.Run(config, *[None] * 7, run_state.Progress(), None, None)
+    for skipped in (False, True, False):
+        run.advance(skipped)
+    assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
 # ------------------------------------------------------------------------------------------------------------ stop and resume
@@ -241,7 +258,9 @@ def test_resume_from_a_path_takes_that_checkpoint_and_goes_on(finished, whole, c
     assert finished.hashes(6) == whole.hashes(6)
     assert without_clocks(finished.metrics()) == without_clocks(whole.metrics())
     # The same command, started again after a pre-emption, does not go back to it.
+    capsys.readouterr()
     assert finished.train(RESUME=path, MAX_STEPS=8) == 0
+    assert "going on after step 6" in capsys.readouterr().out
     assert [line["step"] for line in finished.metrics()] == list(range(9))
 
 
@@ -269,6 +288,7 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     assert list(run.column("train_loss")) == [1, 2] and run.column("learning_rate")[1] == 0.005
     # After a pre-emption the same command continues the run and resets nothing.
     assert run.train(**settings, SEED=3) == 0
+    assert "going on after step 2" in capsys.readouterr().out
     assert list(run.column("train_loss")) == [1, 2, 3, 4, 5, 6]
 
 
@@ -380,6 +400,11 @@ def test_the_best_and_the_last_checkpoints_are_kept(tiny_run, monkeypatch):
     run = tiny_run(MAX_STEPS=8, VALIDATE_EVERY=1, SAVE_EVERY=1, KEEP_LAST=2, KEEP_BEST=1)
     assert run.train() == 0
     assert run.steps_saved() == [2, 7, 8]
+
+
+def test_the_checkpoint_that_a_run_was_resumed_from_is_kept(finished):
+    assert finished.train(KEEP_LAST=1, KEEP_BEST=0, SAVE_EVERY=1) == 0
+    assert finished.steps_saved() == [6, 8]
 
 
 def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatch, capsys):
