@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, NoReturn, Optional
 
 from dotenv.parser import parse_stream
 from pydantic import ValidationError
@@ -345,7 +345,18 @@ def help_text(usage: str) -> str:
     return "\n".join(lines)
 
 
-def exit_with(error: SettingsError) -> None:
+def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
+    """The configuration; or the end of the process, after --help or with what is wrong."""
+    if "--help" in argv or "-h" in argv:
+        print(help_text(usage))
+        raise SystemExit(0)
+    try:
+        return load_config(argv)
+    except SettingsError as error:
+        exit_with(error)
+
+
+def exit_with(error: SettingsError) -> NoReturn:
     """Print what is wrong, once on each node, and exit with code 2."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         lines = str(error).splitlines()

@@ -7,6 +7,15 @@ import time
 from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple, Optional
 
+from settings import Loaded, exit_with, export_secrets, load_or_exit
+
+USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
+EXIT_PREEMPTED = 143
+
+if __name__ == "__main__":
+    load_or_exit(sys.argv[1:], USAGE)  # once before torch, whose import takes seconds: a typo is told at once
+
+# ruff: noqa: E402
 import torch
 
 import diagnostics
@@ -30,10 +39,6 @@ from optim import Optimizer, learning_rate
 from ranks import StopSignals, lost_a_rank, start_ranks, stop_ranks
 from run_log import RunLog, console_line
 from run_state import Run, open_inputs, restore, save_checkpoint, start_run_dir
-from settings import Loaded, exit_with, export_secrets, help_text, load_config
-
-USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
-EXIT_PREEMPTED = 143
 
 
 class StepResult(NamedTuple):
@@ -49,13 +54,9 @@ class StepResult(NamedTuple):
 
 def main(argv: Optional[list[str]] = None) -> int:
     """Run from the command line; returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(help_text(USAGE))
-        return 0
+    loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
+    export_secrets(loaded.config)
     try:
-        loaded = load_config(argv)
-        export_secrets(loaded.config)
         return preflight.check(loaded) if loaded.check else train(loaded)
     except PaddockError as error:
         if isinstance(error, SettingsError) and not error.told_by_main:
