@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens, S tokens that can be attended to (T, or T and the cache before it), D model, N query heads,
 K key/value heads, H head, F feed-forward, V vocabulary (padded to a multiple of 128 inside), M tokens of a flattened batch.
 
-The dtype of the residual stream is the compute dtype; weights stay fp32 and are cast where they are used, so there is no autocast.
+The dtype of the residual stream is the compute dtype; weights stay fp32 and are cast where they are used: there is no autocast.
 Source: Dubey et al. 2024 (arXiv:2407.21783) and Meta's reference model.
 """
 
@@ -360,7 +360,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.vocab_size, self.compute_dtype = config, vocab_size, compute_dtype
-        self.tok_embeddings = nn.Embedding(padded(vocab_size), config.dim)
+        # Without the initialisation of nn.Embedding, which on the meta device imports torch._dynamo for a second and a half.
+        self.tok_embeddings = nn.Embedding.from_pretrained(torch.empty(padded(vocab_size), config.dim), freeze=False)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else Linear(config.dim, padded(vocab_size))
