@@ -17,7 +17,9 @@ for flag in "$@"; do
     [ "$previous" = --preset ] && preset=$flag
     previous=$flag
 done
-[ -n "$preset" ] || preset=$(sed -n 's/^PRESET=//p' .env 2>/dev/null | tail -1)
+if [ -z "$preset" ] && [ -e .env ]; then
+    preset=$(sed -n 's/^PRESET=//p' .env | tail -1)
+fi
 if [ "$own_settings" = no ] && [[ ",$preset," != *,sample,* ]]; then
     preset=sample${preset:+,$preset}
     set -- "$@" --preset "$preset"
