@@ -67,14 +67,14 @@ def due(every: int, step: int, last: bool = False) -> bool:
 
 
 def measure(run: Run, objective: Objective) -> None:
-    """Add what is due after the last step to its metrics, `progress.untold`; what they have already is not measured again.
+    """Add what is due after the last step to `progress.pending_metrics`; what is there already is not measured again.
 
     Collective: every rank must call it.
 
     Raises:
         Interrupted: a rank was signalled meanwhile.
     """
-    config, progress, metrics = run.config, run.progress, run.progress.untold
+    config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     place = f"[{progress.step}/{config.max_steps}]"
     if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
         loss = validation_loss(run.model, objective, run.inputs.validation_batches(config, run.ranks), run.ranks, run.signals)

@@ -98,7 +98,7 @@ class Progress:
     wandb_run_id: Optional[str] = None
     begun_from: Optional[str] = None  # the checkpoint that the settings named when this run began
     # The metrics of the last step, while what is due after it is still to be measured: a signal may come in between.
-    untold: Optional[dict[str, Any]] = field(default_factory=dict)
+    pending_metrics: Optional[dict[str, Any]] = field(default_factory=dict)
 
     @property
     def updates(self) -> int:
@@ -106,9 +106,9 @@ class Progress:
         return self.step - self.skipped_steps
 
     @property
-    def last_told_step(self) -> int:
+    def last_complete_step(self) -> int:
         """The last step whose line in metrics.jsonl is complete."""
-        return self.step if self.untold is None else self.step - 1
+        return self.step if self.pending_metrics is None else self.step - 1
 
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Whether this validation loss is a new best; NaN never is."""
@@ -149,7 +149,7 @@ class Run:
         self.progress.step += 1
         self.progress.tokens_seen += self.config.total_batch_size
         self.progress.skipped_steps += skipped
-        self.progress.untold, self.progress.val_loss = {}, None
+        self.progress.pending_metrics, self.progress.val_loss = {}, None
         self.saved = None
 
 

@@ -91,7 +91,7 @@ def train(loaded: Loaded) -> int:
         optimizer = Optimizer(model, config)
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
         progress, started_from, messages = restore(config, inputs, folder, model, optimizer, scaler, ranks)
-        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_told_step)
+        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_complete_step)
         stack.callback(log.close)
         progress.wandb_run_id = log.wandb_run_id
         run = Run(config, ranks, signals, inputs, folder, model, optimizer, scaler, progress, started_from, log)
@@ -110,7 +110,7 @@ def train(loaded: Loaded) -> int:
 def take_steps(run: Run) -> int:
     """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
     config, progress, log = run.config, run.progress, run.log
-    if run.finished and progress.untold is None:
+    if run.finished and progress.pending_metrics is None:
         log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.")
         return 0
     objective = OBJECTIVES[config.training_stage]
@@ -120,7 +120,7 @@ def take_steps(run: Run) -> int:
     try:
         with run.inputs.training_batches(config, run.ranks, progress.step) as loader:
             # A run begins with a measurement, and a resumed one with what a signal has cut off.
-            reached = {} if progress.untold is None else finish_step(run, objective)
+            reached = {} if progress.pending_metrics is None else finish_step(run, objective)
             baseline = reached if progress.step == 0 else {}
             while not run.finished:
                 throughput.skip_pause()
@@ -133,13 +133,13 @@ def take_steps(run: Run) -> int:
                 run.advance(skipped=not result.updated)
                 throughput.add(config.total_batch_size)
                 if due(config.log_every, progress.step, run.finished):
-                    progress.untold = step_metrics(run, result, rate, throughput.read())
+                    progress.pending_metrics = step_metrics(run, result, rate, throughput.read())
                 if result.stop:
                     raise Interrupted
                 reached = finish_step(run, objective)
     except Interrupted:
-        if progress.untold:
-            log.step({"step": progress.step, **progress.untold})
+        if progress.pending_metrics:
+            log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run)
         log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: the same command"
                 + ("." if config.run_name else f" with --run-name {run.folder.name}."))
@@ -216,7 +216,7 @@ def finish_step(run: Run, objective: Objective) -> dict[str, Any]:
     """
     config, progress = run.config, run.progress
     measure(run, objective)
-    metrics, progress.untold = progress.untold, None
+    metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
         run.log.step({"step": progress.step, **metrics})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
