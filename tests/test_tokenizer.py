@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
 from errors import DataError, SettingsError
-from tokenizer import (PATTERN, SPECIALS, ChatFormat, HuggingFaceTokenizer, Tokenizer, load_tokenizer, read_tiktoken,
-                       split_long, train_bpe, write_tiktoken)
+from tokenizer import (
+    PATTERN,
+    SPECIALS,
+    ChatFormat,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    read_tiktoken,
+    split_long,
+    train_bpe,
+    write_tiktoken,
+)
 
 ROOT = Path(__file__).parent.parent
 RANKS = 450
