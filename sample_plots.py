@@ -8,14 +8,13 @@ pronoun, for it would give its person away, and tells only what each way to tell
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GIRLS = ("Anna Clara Daisy Ella Grace Hanna Ivy Julia Lily Maya Nora Olive Rosa Sara Tessa Wendy").split()
-BOYS = ("Adam Ben Carl David Felix Hugo Jack Leo Max Noah Oscar Paul Peter Sam Tom Will").split()
+GIRLS = "Anna Clara Ella Grace Julia Lily Maya Nora Rosa Sara".split()
+BOYS = "Adam Ben David Felix Jack Leo Max Paul Sam Tom".split()
 PEOPLE = GIRLS + BOYS
 COLOURS = "black blue brown golden green grey pink purple red silver white yellow".split()
-THINGS = ("bag ball basket bell blanket book bottle bowl box bucket candle chair clock coat cup drum flag flute hat kite "
-          "lamp mirror plate pot puppet ribbon ring scarf ship spoon sword whistle").split()
-PLACES = ("bakery barn beach bridge castle church farm fountain gate harbour inn lake library market mill museum park "
-          "pond river school shop station tower well").split()
+THINGS = ("ball basket bell book bottle box candle chair clock coat cup drum flag flute hat kite lamp mirror ring ship "
+          "spoon sword").split()
+PLACES = "beach bridge castle farm fountain harbour lake library market mill park river school station tower well".split()
 ANIMALS = "bear cat cow crow dog donkey duck fox goat hen horse mouse pig rabbit sheep".split()
 WEATHERS = "bright cold dark foggy rainy snowy stormy sunny warm windy".split()
 TIMES = "morning afternoon evening day".split()
@@ -36,6 +35,14 @@ OPENINGS = (
     "It was a {weather} {time}, and {hero} walked to the {place} with {her} {colour} {thing}.",
     "On a {weather} {time} {hero} was at the {place}. In {her} hands {she} had a {colour} {thing}.",
     "{hero} had a {colour} {thing}. One {weather} {time} {she} took the {thing} to the {place}.",
+)
+# One follows the first sentence that tells the place: what is told only once is learned late.
+SCENES = (
+    "It was quiet at the {place}.",
+    "The {place} was full of people that {time}.",
+    "Everyone at the {place} knew {hero}.",
+    "{hero} liked the {place} very much.",
+    "A {animal} was asleep near the {place}.",
 )
 KIND = (
     "{hero} thanked {friend} and gave {friend} a warm cake.",

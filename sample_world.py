@@ -23,6 +23,7 @@ from sample_plots import (
     PLACES,
     PLOTS,
     QUESTIONS,
+    SCENES,
     THINGS,
     TIMES,
     UNKIND,
@@ -70,6 +71,7 @@ class Story:
 
     @property
     def ending(self) -> str:
+        """The last sentence."""
         return tell(self.ending_template, self.facts)
 
     @property
@@ -79,6 +81,7 @@ class Story:
 
     @property
     def text(self) -> str:
+        """The whole, as a model reads it: HellaSwag's rendering of label, context and ending."""
         return f"{self.title}: {self.body} {self.ending}"
 
 
@@ -98,6 +101,7 @@ class Dice:
         self.random = random.Random(seed).random
 
     def choose(self, values: Sequence):
+        """One of the values, each as likely."""
         return values[int(self.random() * len(values))]
 
     def several(self, values: Sequence, count: int) -> list:
@@ -133,7 +137,12 @@ def draw_story(dice: Dice, held_out: bool) -> Story:
     """Draw facts and tell them by one of the plots."""
     facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
     title = tell(dice.choose(plot.titles), facts)
-    sentences = tuple(tell(dice.choose(beat), facts) for beat in plot.beats)
+    templates = [dice.choose(beat) for beat in plot.beats]
+    scene = dice.choose(SCENES)
+    place_told = next((index for index, template in enumerate(templates) if "{place}" in template), None)
+    if place_told is not None:
+        templates.insert(place_told + 1, scene)
+    sentences = tuple(tell(template, facts) for template in templates)
     return Story(plot, facts, title, sentences, dice.choose(plot.endings))
 
 
@@ -176,6 +185,7 @@ def items(count: int, seed: int) -> Iterator[dict]:
 
 
 def chat(prompt: str, answer: str) -> dict:
+    """One turn of a user and one of the assistant."""
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 

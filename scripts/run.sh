@@ -27,7 +27,7 @@ fi
 if [[ ",$preset," == *,sample,* ]]; then
     cat <<'END'
 Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from random weights.
-It takes about five minutes on two CPU cores, less on a GPU. On the way it is asked which of four endings fits a story that it has
+It takes four to five minutes on two CPU cores, less on a GPU. On the way it is asked which of four endings fits a story that it has
 not seen: guessing gives 25 %. At the end it writes stories of its own, and leaves a model folder to go on with.
 END
     python scripts/make_sample.py
