@@ -1,5 +1,8 @@
 """The mistakes that a user can mend, each with the exit code that tells a launcher what happened."""
 
+import sys
+from collections.abc import Callable
+
 
 class PaddockError(Exception):
     """One sentence for the user: what was got, what was expected, what to change."""
@@ -30,3 +33,15 @@ class CheckpointError(PaddockError):
     """A checkpoint cannot be written, found, verified or used."""
 
     exit_code = 5
+
+
+def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
+    """Run a script's main; a user's mistake, or Ctrl-C, ends the process with one line and an exit code."""
+    try:
+        main()
+    except PaddockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print(f"\n{when_interrupted}", file=sys.stderr)
+        raise SystemExit(130) from None

@@ -8,13 +8,14 @@ pronoun, for it would give its person away, and tells only what each way to tell
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GIRLS = "Anna Clara Ella Grace Julia Lily Maya Nora Rosa Sara".split()
-BOYS = "Adam Ben David Felix Jack Leo Max Paul Sam Tom".split()
+GIRLS = ("Anna Clara Daisy Ella Grace Hanna Ivy Julia Lily Maya Nora Olive Rosa Sara Tessa Wendy").split()
+BOYS = ("Adam Ben Carl David Felix Hugo Jack Leo Max Noah Oscar Paul Peter Sam Tom Will").split()
 PEOPLE = GIRLS + BOYS
 COLOURS = "black blue brown golden green grey pink purple red silver white yellow".split()
-THINGS = ("ball basket bell book bottle box candle chair clock coat cup drum flag flute hat kite lamp mirror ring ship "
-          "spoon sword").split()
-PLACES = "beach bridge castle farm fountain harbour lake library market mill park river school station tower well".split()
+THINGS = ("bag ball basket bell blanket book bottle bowl box bucket candle chair clock coat cup drum flag flute hat kite "
+          "lamp mirror plate pot puppet ribbon ring scarf ship spoon sword whistle").split()
+PLACES = ("bakery barn beach bridge castle church farm fountain gate harbour inn lake library market mill museum park "
+          "pond river school shop station tower well").split()
 ANIMALS = "bear cat cow crow dog donkey duck fox goat hen horse mouse pig rabbit sheep".split()
 WEATHERS = "bright cold dark foggy rainy snowy stormy sunny warm windy".split()
 TIMES = "morning afternoon evening day".split()

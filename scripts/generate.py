@@ -15,7 +15,7 @@ import torch
 import checkpoints
 from config import ModelConfig
 from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
-from errors import PaddockError
+from errors import run_script
 from generate import generate
 from model import Transformer, padded
 from tokenizer import load_tokenizer
@@ -72,8 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PaddockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

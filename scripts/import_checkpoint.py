@@ -29,7 +29,7 @@ from convert import (
     read_json,
     save_model_folder,
 )
-from errors import CheckpointError, PaddockError
+from errors import CheckpointError, run_script
 from tokenizer import load_tokenizer
 
 
@@ -113,8 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PaddockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tqdm import tqdm
 
-from errors import DataError, PaddockError
+from errors import DataError, run_script
 from hellaswag_utils import parse_item
 from records import Reading, read_records, source_of
 from settings import export_secrets, load_config
@@ -60,12 +60,5 @@ def write_items(records, path: Path) -> int:
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE)
-        raise SystemExit(0)
-    try:
-        main(sys.argv[1:])
-    except PaddockError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("\nStopped. Nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    else:
+        run_script(lambda: main(sys.argv[1:]), "Stopped. Nothing was written.")

@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data_preparation_utils import describe_prepared, prepare_pretrain
-from errors import PaddockError, SettingsError
+from errors import SettingsError, run_script
 from records import SHORTCUTS, read_mix, source_of
 from settings import export_secrets, load_config
 
@@ -62,12 +62,5 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE)
-        raise SystemExit(0)
-    try:
-        main(sys.argv[1:])
-    except PaddockError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print("\nStopped. The same command goes on where it was.", file=sys.stderr)
-        raise SystemExit(130) from None
+    else:
+        run_script(lambda: main(sys.argv[1:]), "Stopped. The same command goes on where it was.")

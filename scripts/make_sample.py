@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from errors import PaddockError  # noqa: E402
+from errors import run_script  # noqa: E402
 
 FOLDER = Path("data/sample")
 STAMP = "made-from.json"
@@ -65,8 +65,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PaddockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import PaddockError
+from errors import run_script
 from records import READABLE, Reading, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
@@ -41,8 +41,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PaddockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    run_script(main)

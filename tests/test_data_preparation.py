@@ -250,7 +250,7 @@ def test_the_script_ends_with_the_line_for_env(tmp_path, tokenizer_path):
 
 @pytest.mark.parametrize("flags, code, reason", [
     (["--source", "none.jsonl"], 3, "none.jsonl: no such file"),
-    (["--sauce", "x"], 2, "unknown setting --sauce"),
+    (["--sauce", "x"], 2, "unknown flag --sauce"),
     (["--mix", "m.json", "--column", "x"], 2, "--mix describes"),
     (["--max-documents", "-1"], 2, "--max-documents"),
 ])
