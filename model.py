@@ -9,7 +9,9 @@ Source: Dubey et al. 2024 (arXiv:2407.21783) and Meta's reference model.
 
 import inspect
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
@@ -26,12 +28,9 @@ SHARED_PREFIX = 0  # the document that every later one in its row sees
 HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of float32 logits that exist at a time
 
 
-def cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has bf16 arithmetic; one without is ten times faster in float32."""
-    return any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)() for feature in ("avx512_bf16", "amx_tile"))
-
-
-CPU_MULTIPLIES_BF16 = cpu_multiplies_bf16()
+# A CPU without bf16 arithmetic is ten times faster in float32.
+CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)()
+                          for feature in ("avx512_bf16", "amx_tile"))
 
 
 def multipliable(x: Tensor) -> Tensor:
@@ -106,27 +105,24 @@ def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
     return torch.addcmul(x32 * cos_BT1H, swapped, sin_BT1H).to(x_BTNH.dtype)
 
 
-def varlen_attention():
-    """torch's attention over documents of unequal length (CUDA), or flash-attn's, or None where neither is installed."""
+def find_varlen_attention():
+    """Attention over documents of unequal length, on CUDA: flash-attn's where it is installed, else torch's own."""
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        from flash_attn import flash_attn_varlen_func
     except ImportError:
-        try:
-            from flash_attn import flash_attn_varlen_func
-        except ImportError:
-            return None
+        from torch.nn.attention.varlen import varlen_attn
 
-        def attend(q, k, v, borders, longest):
-            return flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
+        # torch 2.10 and 2.11 say is_causal; later ones window_size, and want to be told of grouped queries.
+        accepted = inspect.signature(varlen_attn).parameters
+        options = {"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)}
+        if "enable_gqa" in accepted:
+            options["enable_gqa"] = True
+        return lambda q, k, v, borders, longest: varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    return lambda q, k, v, borders, longest: flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
 
-        return attend
-    # torch 2.10 and 2.11 say is_causal; later ones window_size, and want to be told of grouped queries.
-    accepted = inspect.signature(varlen_attn).parameters
-    options = {"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)}
-    if "enable_gqa" in accepted:
-        options["enable_gqa"] = True
-    return lambda q, k, v, borders, longest: varlen_attn(q, k, v, borders, borders, longest, longest, **options)
 
+# Found once, outside of what is compiled.
+VARLEN_ATTENTION = find_varlen_attention() if torch.cuda.is_available() else None
 
 SDPA_ORDER = {
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
@@ -148,7 +144,7 @@ def attention_taken(config: ModelConfig, device: torch.device, dtype: torch.dtyp
         SettingsError: ATTENTION_BACKEND names a kernel that cannot run here.
     """
     backend = config.attention_backend
-    if documents and device.type == "cuda" and backend in ("auto", "flash") and varlen_attention() is not None:
+    if documents and device.type == "cuda" and backend in ("auto", "flash") and VARLEN_ATTENTION is not None:
         return "flash (varlen)"
     query = torch.zeros(1, config.n_heads, 128, config.head_dim, device=device, dtype=dtype, requires_grad=True)
     key = torch.zeros(1, config.n_kv_heads, 128, config.head_dim, device=device, dtype=dtype, requires_grad=True)
@@ -238,16 +234,16 @@ class Attention(nn.Module):
         self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim)
 
-    def forward(self, x_BTD: Tensor, layout: Layout, layer: int, cache: Optional[KVCache]) -> Tensor:
+    def forward(self, x_BTD: Tensor, layout: Layout, store: Optional[Callable]) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (projected.unflatten(-1, (-1, self.head_dim))
                                   for projected in linear_together(x_BTD, self.wq, self.wk, self.wv))
         q_BTNH = rotate(q_BTNH, layout.cos_BT1H, layout.sin_BT1H)
         k_BTKH = rotate(k_BTKH, layout.cos_BT1H, layout.sin_BT1H)
-        if cache is not None:
-            k_BTKH, v_BTKH = cache.store(layer, k_BTKH, v_BTKH)
+        if store is not None:
+            k_BTKH, v_BTKH = store(k_BTKH, v_BTKH)
         if layout.cu_seqlens is not None:
-            attend = varlen_attention()
-            attended = attend(*(heads.flatten(0, 1) for heads in (q_BTNH, k_BTKH, v_BTKH)), layout.cu_seqlens, x_BTD.shape[1])
+            flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BTKH, v_BTKH))
+            attended = VARLEN_ATTENTION(*flat, layout.cu_seqlens, x_BTD.shape[1])
             return self.wo(attended.reshape_as(q_BTNH).flatten(-2))
         attended = F.scaled_dot_product_attention(
             *(multipliable(heads.transpose(1, 2)) for heads in (q_BTNH, k_BTKH, v_BTKH)),
@@ -270,18 +266,20 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm and added to the residual stream.
 
-    def __init__(self, config: ModelConfig, layer: int):
+    It does not know its number, so that one compilation serves all blocks.
+    """
+
+    def __init__(self, config: ModelConfig):
         super().__init__()
-        self.layer = layer
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x_BTD: Tensor, layout: Layout, cache: Optional[KVCache] = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), layout, self.layer, cache)
+    def forward(self, x_BTD: Tensor, layout: Layout, store: Optional[Callable] = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), layout, store)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
@@ -362,7 +360,7 @@ class Transformer(nn.Module):
         self.config, self.vocab_size, self.compute_dtype = config, vocab_size, compute_dtype
         # Without the initialisation of nn.Embedding, which on the meta device imports torch._dynamo for a second and a half.
         self.tok_embeddings = nn.Embedding.from_pretrained(torch.empty(padded(vocab_size), config.dim), freeze=False)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else Linear(config.dim, padded(vocab_size))
         self.logprob_and_gradient = logprob_and_gradient  # replaced by its compiled form
@@ -397,7 +395,7 @@ class Transformer(nn.Module):
             positions = torch.arange(queries, device=device)[None]
         else:
             varlen = (device.type == "cuda" and cache is None and self.compute_dtype != torch.float32
-                      and self.config.attention_backend in ("auto", "flash") and varlen_attention() is not None
+                      and self.config.attention_backend in ("auto", "flash") and VARLEN_ATTENTION is not None
                       and not bool((documents == SHARED_PREFIX).any()))
             if varlen:
                 borders = borders_of(documents).to(device, non_blocking=True)
@@ -413,11 +411,11 @@ class Transformer(nn.Module):
         layout = self.layout(tokens_BT, documents_BT, cache)
         x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
         with attention_kernels(self.config.attention_backend):
-            for block in self.layers:
+            for layer, block in enumerate(self.layers):
                 if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
                     x_BTD = checkpoint(block, x_BTD, layout, use_reentrant=False)
                 else:
-                    x_BTD = block(x_BTD, layout, cache)
+                    x_BTD = block(x_BTD, layout, None if cache is None else partial(cache.store, layer))
         if cache is not None:
             cache.used += tokens_BT.shape[1]
         return self.norm(x_BTD)

@@ -43,7 +43,7 @@ def probe() -> None:
     from torch.nn import functional as F
     from torch.nn.attention import sdpa_kernel
 
-    from model import SDPA_ORDER, varlen_attention
+    from model import SDPA_ORDER, VARLEN_ATTENTION as attend
 
     def seconds(make, repeats: int = 10) -> float:
         for _ in range(3):
@@ -74,7 +74,6 @@ def probe() -> None:
             torch.autograd.grad(out.sum(), (q, k, v))
 
         contenders = {name: (lambda order=order: causal(order)) for name, order in SDPA_ORDER.items() if name != "math"}
-        attend = varlen_attention()
         if attend:
             borders = torch.arange(0, rows * length + 1, length, device="cuda", dtype=torch.int32)
             padded_borders = F.pad(borders, (0, 64 - len(borders)), value=rows * length)
