@@ -1,5 +1,6 @@
 """What is measured while the model learns, by all ranks together: validation, HellaSwag, samples."""
 
+import time
 from collections.abc import Iterable
 
 import torch
@@ -10,7 +11,10 @@ from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives import Objective
 from ranks import Ranks, StopSignals
+from run_log import duration
 from run_state import Run
+
+PROGRESS_SECONDS = 30  # between words on an evaluation that takes long
 
 
 class Interrupted(Exception):
@@ -38,14 +42,20 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
     return loss / targets
 
 
-def hellaswag(model: Transformer, tasks, config: Config, ranks: Ranks, signals: StopSignals) -> dict[str, float]:
+def hellaswag(run: Run) -> dict[str, float]:
     """acc, acc_norm, n and the standard error of acc. Collective: every rank must call it."""
-    counts = Counts()
+    config, ranks, tasks, counts = run.config, run.ranks, run.inputs.tasks, Counts()
+    started = told = time.perf_counter()
     with torch.compiler.set_stance("force_eager"):
-        for part in evaluate_batches(model, tasks, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,
+        for part in evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,
                                      batch_tokens=config.hellaswag_batch_tokens):
-            leave_if_stopped(ranks, signals)
+            leave_if_stopped(ranks, run.signals)
             counts += part
+            now, share = time.perf_counter(), counts.n * ranks.world_size / len(tasks)
+            if now - told > PROGRESS_SECONDS and 0 < share < 1:
+                run.log.say(f"{config.hellaswag_name}: {share:.0%} of {len(tasks):,} items | "
+                            f"ETA: {duration((now - started) * (1 - share) / share)}")
+                told = now
     counts = Counts(*(int(value) for value in ranks.sum(list(counts))))
     return {"hellaswag_acc": counts.accuracy, "hellaswag_acc_norm": counts.accuracy_norm, "hellaswag_n": counts.n,
             "hellaswag_stderr": counts.standard_error}
@@ -84,7 +94,7 @@ def measure(run: Run, objective: Objective) -> None:
     # Before the first step only where it is to be followed on the way: it takes long.
     worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
     if run.inputs.tasks and worthwhile and due(config.hellaswag_every, progress.step, run.finished):
-        metrics |= hellaswag(run.model, run.inputs.tasks, config, run.ranks, run.signals)
+        metrics |= hellaswag(run)
         run.log.say(f"{config.hellaswag_name} {place} | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
                     f"N: {metrics['hellaswag_n']}")
