@@ -27,7 +27,7 @@ MODELS = {
                    tie_embeddings=True),
     "cpu-128k": dict(rows=4, seq_len=256, vocab=128_256, warmup=2, steps=6, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768,
                      tie_embeddings=True),
-    "sample": dict(rows=32, seq_len=128, vocab=1024, warmup=5, steps=30, dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=384,
+    "sample": dict(rows=16, seq_len=256, vocab=1280, warmup=3, steps=20, dim=128, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=352,
                    tie_embeddings=True),
     "174m": dict(rows=32, seq_len=2048, vocab=128_256, warmup=20, steps=60, dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048,
                  tie_embeddings=True),
@@ -96,7 +96,7 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
     from config import Config
     from convert import huggingface_config, to_huggingface
     from model import padded
-    from model_utils import bf16_is_fast, build_model, clip_gradients, compile_model
+    from model_utils import bf16_is_fast, build_model, clip_gradients, compile_model, gradient_norm
     from optim import Optimizer
     from ranks import Ranks
 
@@ -124,7 +124,7 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
 
         assert padded(vocab) == vocab, "the peers have no padding"
         weights = to_huggingface(model.state_dict(), config, vocab)
-        peer_config = LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32"), use_cache=False)
+        peer_config = LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32"))
         model = LlamaForCausalLM(peer_config).to(device)
         missing = model.load_state_dict(weights, strict=False).missing_keys
         assert set(missing) <= {"lm_head.weight"}, missing
@@ -144,20 +144,21 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
         optimizer.zero_grad()
         loss = loss_of(ids)
         loss.backward()
-        norm = clip_gradients(model, 1.0)
+        norm = gradient_norm(model)
+        clip_gradients(model, norm, 1.0)
         optimizer.step(3e-4)
         return loss, norm
 
-    first_loss = float(step(0)[0])
+    first_loss = step(0)[0].item()
     first_step_seconds = time.perf_counter() - began
     for number in range(1, shape["warmup"]):
         loss, _ = step(number)
-    last = float(loss)
+    last = loss.item()
     wall, cpu = time.perf_counter(), time.process_time()
     for number in range(shape["steps"]):
         loss, norm = step(number)
-        float(norm)  # the loop looks at each step's norm before the update is trusted
-    last = float(loss)
+        norm.item()  # the loop looks at each step's norm before the update is trusted
+    last = loss.item()
     if device.type == "cuda":
         torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
