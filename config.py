@@ -71,6 +71,7 @@ class PreparationConfig(Section):
 
     shard_tokens: int = setting(100_000_000, "tokens in one prepared shard", ge=1)
     validation_fraction: float = setting(0.005, "share of documents held out, chosen by their hash", ge=0, lt=1)
+    system_prompt: str = setting("", "put before chats that have no system message")
     preparation_workers: int = setting(0, "processes that tokenise; 0 = one per core", ge=0)
 
 
@@ -185,29 +186,47 @@ class LogConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters."""
 
-    lora_enabled: bool = setting(False, "train low-rank adapters only")
+    lora_enabled: bool = setting(False, "train low-rank adapters only; the base is the checkpoint that the run starts from")
     lora_rank: int = setting(16, "rank of the adapters", ge=1)
     lora_alpha: float = setting(32.0, "scale of the adapters is alpha / rank", gt=0)
+    lora_rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
     lora_dropout: float = setting(0.0, "dropout on the adapters' input", ge=0, lt=1)
     lora_target_modules: str = setting("wq,wk,wv,wo,w1,w2,w3", "linear layers that get adapters, with commas")
+    lora_train_head: bool = setting(False, "train the head as a whole besides")
+    lora_train_embeddings: bool = setting(False, "train the embeddings as a whole besides")
+    lora_base_quantization: Literal["none", "int8", "nf4"] = setting("none", "the frozen base in fewer bits, with torchao")
 
 
 class PreferenceConfig(Section):
     """Learning from preferred answers."""
 
+    preference_objective: Literal["dpo", "orpo"] = setting("dpo", "orpo needs no reference model")
+    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "how the margin becomes a loss")
     dpo_beta: float = setting(0.1, "strength of the pull towards the reference model", gt=0)
+    dpo_label_smoothing: float = setting(0.0, "share of pairs taken to be the wrong way round (sigmoid only)", ge=0, lt=0.5)
+    dpo_length_normalised: bool = setting(False, "log-probabilities by the token instead of by the answer")
+    dpo_sft_weight: float = setting(0.0, "weight of the chosen answer's cross-entropy besides", ge=0)
+    dpo_reference: Literal["auto", "stored", "live"] = setting(
+        "auto", "log-probabilities of the reference: computed once and stored beside the data, or live from a frozen model (with "
+                "LoRA: the model with its adapters off); auto = stored, with LoRA live")
+    orpo_lambda: float = setting(0.1, "weight of ORPO's odds-ratio term", gt=0)
 
 
 class DistillationConfig(Section):
     """Learning from a teacher."""
 
-    distillation_enabled: bool = setting(False, "learn from a teacher's distribution as well")
+    distillation_enabled: bool = setting(False, "learn from a teacher's distribution as well (pretrain and sft)")
     teacher_model: Optional[str] = setting(None, "a Hugging Face causal LM (name or folder) or a Paddock checkpoint")
+    teacher_precision: Literal["auto", "bf16", "fp32"] = setting("auto", "of the teacher's weights; auto = as its files have it")
+    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = setting("forward_kl", "divergence from the teacher")
+    distillation_jsd_beta: float = setting(0.5, "share of the teacher in the mixture of jsd", gt=0, lt=1)
+    distillation_weight: float = setting(0.5, "share of the divergence in the loss; cross-entropy has the rest", ge=0, le=1)
     distillation_temperature: float = setting(2.0, "softens both distributions", gt=0)
+    distillation_top_k: int = setting(0, "0 = the teacher runs along; else its top k are stored beside the data and reused", ge=0)
 
 
-# The stages that this version trains; the others' settings are declared, and refused with a clear word.
-STAGES = ("pretrain",)
+START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
+PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scripts/load_*_dataset.py
 
 
 class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig, CheckpointConfig, LogConfig,
@@ -238,12 +257,6 @@ class Problem(NamedTuple):
 def rules(config: Config) -> Iterator[Problem]:
     """What must hold between settings, whatever the files say."""
     c = config
-    if c.training_stage not in STAGES:
-        yield Problem(("training_stage",), f"TRAINING_STAGE={c.training_stage} is not trained by this version; "
-                                           f"it trains {', '.join(STAGES)}")
-    for name in ("lora_enabled", "distillation_enabled"):
-        if getattr(c, name):
-            yield Problem((name,), f"{name.upper()}=true is not trained by this version; set it to false")
     micro = c.micro_batch_size * c.max_seq_len
     need = micro * c.world_size
     if c.total_batch_size % need:
@@ -273,17 +286,32 @@ def rules(config: Config) -> Iterator[Problem]:
                       "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0")
     path = f"{c.training_stage}_data_path"
     if getattr(c, path) is None:
-        yield Problem((path,), f"{path.upper()} is not set; prepare data with scripts/load_pretrain_dataset.py, "
-                               "or try the embedded sample: bash scripts/run.sh --preset sample")
+        script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"
+        yield Problem((path,), f"{path.upper()} is not set; prepare data with {script}, or try the embedded sample: "
+                               "bash scripts/run.sh --preset sample")
     if c.tokenizer_path is None:
         yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
                                            "or train one with scripts/train_tokenizer.py")
     if c.run_name is not None and (not re.fullmatch(r"[\w.\-]+", c.run_name) or c.run_name.startswith(".")):
         yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'")
-    checkpoints = [name for name in ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint") if getattr(c, name)]
+    checkpoints = [name for name in START_FROM if getattr(c, name)]
     if len(checkpoints) > 1:
         yield Problem(tuple(checkpoints), f"{' and '.join(n.upper() for n in checkpoints)} are both set; "
                                           "start from one checkpoint")
+    if c.lora_enabled and not checkpoints and c.resume in ("auto", "never"):
+        yield Problem(("lora_enabled",), "LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, "
+                                         "INSTRUCT_CHECKPOINT or DPO_CHECKPOINT")
+    if c.training_stage == "dpo":
+        if not checkpoints and c.resume in ("auto", "never"):
+            yield Problem(("training_stage",), "TRAINING_STAGE=dpo needs a model that answers already; set INSTRUCT_CHECKPOINT")
+        if c.distillation_enabled:
+            yield Problem(("distillation_enabled",), "DISTILLATION_ENABLED goes with the stages pretrain and sft, not with dpo")
+        if c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:
+            yield Problem(("dpo_label_smoothing", "dpo_loss"),
+                          f"DPO_LABEL_SMOOTHING goes with DPO_LOSS=sigmoid, not with {c.dpo_loss}")
+    if c.distillation_enabled and c.teacher_model is None:
+        yield Problem(("teacher_model",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub "
+                                          "name")
 
 
 class SettingLine(NamedTuple):

@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -27,27 +27,36 @@ class Batch:
     tokens_BT: torch.Tensor  # int64
     targets_BT: torch.Tensor  # int64, IGNORE_INDEX where nothing is predicted
     documents_BT: torch.Tensor | None = None  # int32, documents numbered from 1 in each row
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        return Batch(change(self.tokens_BT), change(self.targets_BT),
-                     None if self.documents_BT is None else change(self.documents_BT))
+    positions_M: torch.Tensor | None = None  # int64, where in the flattened targets something is predicted; None = everywhere
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # what was computed before, row by row
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, without waiting for the copy of pinned memory.
 
         The documents' numbers stay: the model makes what its kernels want of them on the CPU, and so waits for no GPU.
         """
-        return Batch(self.tokens_BT.to(device, non_blocking=True), self.targets_BT.to(device, non_blocking=True), self.documents_BT)
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, documents_BT=self.documents_BT)
 
     def pin_memory(self) -> "Batch":
         """Return the batch in memory that a GPU can fetch from by itself."""
         return self._map(torch.Tensor.pin_memory)
 
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else change(tensor)
+
+        return Batch(change(self.tokens_BT), change(self.targets_BT), optional(self.documents_BT), optional(self.positions_M),
+                     {name: change(tensor) for name, tensor in self.stored.items()})
+
     def ignore_from(self, row: int) -> "Batch":
         """Return the batch with nothing to predict in the rows from `row` on, which are padding."""
         targets_BT = self.targets_BT.clone()
         targets_BT[row:] = IGNORE_INDEX
-        return Batch(self.tokens_BT, targets_BT, self.documents_BT)
+        positions_M = self.positions_M
+        if positions_M is not None:
+            positions_M = positions_M[positions_M < row * targets_BT.shape[1]]
+        return replace(self, targets_BT=targets_BT, positions_M=positions_M)
 
 
 ReadRows = Callable[[np.ndarray], Batch]

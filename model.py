@@ -7,21 +7,18 @@ The dtype of the residual stream is the compute dtype; weights stay fp32 and are
 Source: Dubey et al. 2024 (arXiv:2407.21783) and Meta's reference model.
 """
 
-import inspect
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from attention_kernels import VARLEN_ATTENTION, attention_kernels
 from config import ModelConfig
-from errors import SettingsError
 
 IGNORE_INDEX = -100  # a target that is not predicted
 SHARED_PREFIX = 0  # the document that every later one in its row sees
@@ -46,7 +43,6 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 def padded(vocab_size: int) -> int:
     """The vocabulary's size inside the model, a multiple of 128 for the sake of the matmul kernels."""
     return -(-vocab_size // 128) * 128
-
 
 
 class Layout(NamedTuple):
@@ -105,70 +101,6 @@ def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
     return torch.addcmul(x32 * cos_BT1H, swapped, sin_BT1H).to(x_BTNH.dtype)
 
 
-def find_varlen_attention():
-    """Attention over documents of unequal length, on CUDA: flash-attn's where it is installed, else torch's own."""
-    try:
-        from flash_attn import flash_attn_varlen_func
-    except ImportError:
-        from torch.nn.attention.varlen import varlen_attn
-
-        # torch 2.10 and 2.11 say is_causal; later ones window_size, and want to be told of grouped queries.
-        accepted = inspect.signature(varlen_attn).parameters
-        options = {"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)}
-        if "enable_gqa" in accepted:
-            options["enable_gqa"] = True
-        return lambda q, k, v, borders, longest: varlen_attn(q, k, v, borders, borders, longest, longest, **options)
-    return lambda q, k, v, borders, longest: flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
-
-
-# Found once, outside of what is compiled.
-VARLEN_ATTENTION = find_varlen_attention() if torch.cuda.is_available() else None
-
-SDPA_ORDER = {
-    "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "math": [SDPBackend.MATH],
-}
-
-
-def attention_kernels(backend: str):
-    """A context in which scaled_dot_product_attention takes the kernels of ATTENTION_BACKEND, in that order."""
-    return sdpa_kernel(SDPA_ORDER[backend], set_priority=True) if backend in SDPA_ORDER else nullcontext()
-
-
-def attention_taken(config: ModelConfig, device: torch.device, dtype: torch.dtype, documents: bool) -> str:
-    """The kernel that training will use, found by trying it once.
-
-    Raises:
-        SettingsError: ATTENTION_BACKEND names a kernel that cannot run here.
-    """
-    backend = config.attention_backend
-    if documents and device.type == "cuda" and backend in ("auto", "flash") and VARLEN_ATTENTION is not None:
-        return "flash (varlen)"
-    query = torch.zeros(1, config.n_heads, 128, config.head_dim, device=device, dtype=dtype, requires_grad=True)
-    key = torch.zeros(1, config.n_kv_heads, 128, config.head_dim, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(1, 1, 128, 128, dtype=torch.bool, device=device).tril() if documents else None
-
-    def runs(order: Optional[list[SDPBackend]]) -> bool:
-        try:
-            with sdpa_kernel(order) if order else nullcontext():
-                F.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=mask is None,
-                                               enable_gqa=True).sum().backward()
-        except RuntimeError:
-            return False
-        return True
-
-    if device.type == "cpu" and backend == "auto":
-        return "sdpa"
-    if backend != "auto":
-        if not runs(SDPA_ORDER.get(backend)) or (device.type == "cpu" and backend in ("flash", "cudnn")):
-            raise SettingsError(f"ATTENTION_BACKEND={backend} cannot run here (device {device.type}, {dtype}, head dimension "
-                                f"{config.head_dim}, document mask {documents}); use auto")
-        return backend
-    return next(kernel.name.lower().removesuffix("_attention") for kernel in SDPA_ORDER["auto"] if runs([kernel]))
-
-
 class KVCache:
     """Keys and values of the tokens so far, for generation.
 
@@ -189,7 +121,6 @@ class KVCache:
         self.keys[layer, :, self.used:end] = k_BTKH
         self.values[layer, :, self.used:end] = v_BTKH
         return self.keys[layer, :, :end], self.values[layer, :, :end]
-
 
 
 class Linear(nn.Linear):
@@ -283,7 +214,6 @@ class Block(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
-
 def logits_of(hidden_MD: Tensor, weight_VD: Tensor, vocab_size: int) -> Tensor:
     """Logits in the dtype of the hidden states; padded ids get minus infinity, so they are never predicted."""
     logits_MV = linear(hidden_MD, weight_VD)
@@ -315,35 +245,47 @@ def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
     return total, gradient_MV.to(hidden_MD.dtype)
 
 
-class SummedLogprob(torch.autograd.Function):
-    """The sum of the targets' log-probabilities, whose gradients are made in the forward, a chunk of logits at a time.
+class SummedOverLogits(torch.autograd.Function):
+    """A sum over positions of a function of their logits, whose gradients are made in the forward, a chunk of logits at a time.
 
-    The sum's gradient to each log-probability is one number, known to be a factor: so no logits are kept or made twice.
+    The gradient to each position's part is one number, known to be a factor: so no logits are kept or made twice.
     """
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, targets_M, vocab_size, chunk, logprob_and_gradient):
+    def forward(ctx, hidden_MD, weight_VD, chunk, total_and_gradient):
         weight = weight_VD.to(hidden_MD.dtype)
         total = torch.zeros((), device=hidden_MD.device)
         hidden_gradient_MD = torch.empty_like(hidden_MD)
+        trains_head = ctx.needs_input_grad[1]
         weight_gradient_VD = None
-        for start in range(0, len(hidden_MD), chunk):
-            part = slice(start, start + chunk)
-            part_total, gradient_MV = logprob_and_gradient(hidden_MD[part], weight, targets_M[part], vocab_size)
+        for part in slices(len(hidden_MD), chunk):
+            part_total, gradient_MV = total_and_gradient(hidden_MD[part], weight, part)
             total += part_total
             gradient_MV = multipliable(gradient_MV)
             hidden_gradient_MD[part] = gradient_MV @ multipliable(weight)
-            part_gradient_VD = gradient_MV.T @ multipliable(hidden_MD[part])
-            weight_gradient_VD = (part_gradient_VD.to(weight_VD.dtype) if weight_gradient_VD is None
-                                  else weight_gradient_VD.add_(part_gradient_VD))
+            if trains_head:
+                part_gradient_VD = gradient_MV.T @ multipliable(hidden_MD[part])
+                weight_gradient_VD = (part_gradient_VD.to(weight_VD.dtype) if weight_gradient_VD is None
+                                      else weight_gradient_VD.add_(part_gradient_VD))
+        if trains_head and weight_gradient_VD is None:  # no position at all
+            weight_gradient_VD = torch.zeros_like(weight_VD)
         ctx.save_for_backward(hidden_gradient_MD, weight_gradient_VD)
         return total
 
     @staticmethod
     def backward(ctx, factor):
         hidden_gradient_MD, weight_gradient_VD = ctx.saved_tensors
-        return hidden_gradient_MD * factor.to(hidden_gradient_MD.dtype), weight_gradient_VD * factor, None, None, None, None
+        return (hidden_gradient_MD * factor.to(hidden_gradient_MD.dtype),
+                None if weight_gradient_VD is None else weight_gradient_VD * factor, None, None)
 
+
+def slices(length: int, size: int) -> list[slice]:
+    """Consecutive slices of a size, the last one shorter, that cover a length."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+# What is summed of some positions' logits, and its gradient to them; the slice says which of all positions they are.
+LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 class Transformer(nn.Module):
@@ -421,31 +363,51 @@ class Transformer(nn.Module):
         return self.norm(x_BTD)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Optional[Tensor] = None, *,
-                reduction: str = "none") -> Tensor:
+                positions_M: Optional[Tensor] = None, reduction: str | LogitsLoss = "none") -> Tensor:
         """Log-probabilities of the targets in nats, float32, without ever holding all logits.
 
         Args:
             tokens_BT: int64 ids.
             targets_BT: int64 ids, already shifted; IGNORE_INDEX = not predicted, counts 0.
             documents_BT: int32 numbers of the documents; a token sees its own and SHARED_PREFIX. None = rows are whole.
-            reduction: "none" gives (B, T); "sum" their sum, whose backward costs one head matmul less.
+            positions_M: int64, where the flattened targets are not ignored: the head runs only there. None = everywhere.
+            reduction: "none" gives (B, T); "sum" their sum, whose backward costs one head matmul less; a function of
+                (M, vocab_size) float32 logits and of which positions these are gives the sum of what it returns.
         """
-        return self.logprobs(self.hidden(tokens_BT, documents_BT), targets_BT, reduction=reduction)
+        return self.logprobs(self.hidden(tokens_BT, documents_BT), targets_BT, positions_M=positions_M, reduction=reduction)
 
-    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, reduction: str = "none") -> Tensor:
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, positions_M: Optional[Tensor] = None,
+                 reduction: str | LogitsLoss = "none") -> Tensor:
         """The head's part of `forward`, for hidden states of any leading shape."""
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+        if positions_M is not None:
+            hidden_MD, targets_M = hidden_MD[positions_M], targets_M[positions_M]
         chunk = self.config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES[hidden_MD.device.type] // 4 // len(self.head_weight))
-        if reduction == "sum" and torch.is_grad_enabled():
-            return SummedLogprob.apply(hidden_MD, self.head_weight, targets_M, self.vocab_size, chunk, self.logprob_and_gradient)
+        if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
+            return self.sum_over_logits(hidden_MD, targets_M, chunk, reduction)
         weight = self.head_weight.to(hidden_MD.dtype)
-        parts = zip(hidden_MD.split(chunk), targets_M.split(chunk))
-        if len(hidden_MD) > chunk and torch.is_grad_enabled():
-            logprob_M = torch.cat([checkpoint(logprob_of, hidden, weight, targets, self.vocab_size, use_reentrant=False)
-                                   for hidden, targets in parts])
+        parts = [(hidden_MD[part], weight, targets_M[part], self.vocab_size) for part in slices(len(hidden_MD), chunk)]
+        if len(parts) > 1 and torch.is_grad_enabled():
+            logprob_M = torch.cat([checkpoint(logprob_of, *part, use_reentrant=False) for part in parts])
         else:
-            logprob_M = torch.cat([logprob_of(hidden, weight, targets, self.vocab_size) for hidden, targets in parts])
-        return logprob_M.sum() if reduction == "sum" else logprob_M.view_as(targets_BT)
+            # With no position at all, of nothing: the graph, and with it the exchange of gradients, is the same.
+            logprob_M = torch.cat([logprob_of(*part) for part in parts or [(hidden_MD, weight, targets_M, self.vocab_size)]])
+        if reduction == "sum":
+            return logprob_M.sum()
+        if positions_M is not None:
+            logprob_M = torch.zeros(targets_BT.numel(), device=logprob_M.device).index_put((positions_M,), logprob_M)
+        return logprob_M.view_as(targets_BT)
+
+    def sum_over_logits(self, hidden_MD: Tensor, targets_M: Tensor, chunk: int, loss: str | LogitsLoss) -> Tensor:
+        """The sum of the targets' log-probabilities ("sum"), or of a function of the logits."""
+        def of_logprobs(hidden: Tensor, weight: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            return self.logprob_and_gradient(hidden, weight, targets_M[part], self.vocab_size)
+
+        def of_loss(hidden: Tensor, weight: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            total, gradient_MV = loss(linear(hidden, weight)[:, :self.vocab_size].float(), part)
+            return total, F.pad(gradient_MV.to(hidden.dtype), (0, len(weight) - self.vocab_size))
+
+        return SummedOverLogits.apply(hidden_MD, self.head_weight, chunk, of_loss if callable(loss) else of_logprobs)
 
     def logits(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None, *,
                last_only: bool = False) -> Tensor:

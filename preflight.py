@@ -11,11 +11,11 @@ import torch
 
 import checkpoints
 import convert
+from attention_kernels import attention_taken
 from config import Config, ModelConfig
 from errors import CheckpointError, PaddockError
 from hellaswag_utils import prepare_tasks, read_items
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
-from model import attention_taken
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
 from run_log import duration

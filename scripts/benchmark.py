@@ -43,7 +43,8 @@ def probe() -> None:
     from torch.nn import functional as F
     from torch.nn.attention import sdpa_kernel
 
-    from model import SDPA_ORDER, VARLEN_ATTENTION as attend
+    from attention_kernels import SDPA_ORDER
+    from attention_kernels import VARLEN_ATTENTION as attend
 
     def seconds(make, repeats: int = 10) -> float:
         for _ in range(3):

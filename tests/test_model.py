@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attention_kernels import attention_taken
 from config import ModelConfig
 from convert import huggingface_config, to_huggingface
 from errors import SettingsError
@@ -18,7 +19,6 @@ from model import (
     KVCache,
     Linear,
     Transformer,
-    attention_taken,
     borders_of,
     linear_together,
     logits_of,
