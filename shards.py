@@ -8,7 +8,7 @@ import os
 import re
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +31,10 @@ SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "v
 RAW_NAMES = {"train", "val", "validation"}
 NPY_MAGIC = b"\x93NUMPY"
 SCAN_BYTES = 1 << 22
+# What a prepared set can hold: the setting that names it, and the script that makes it.
+KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
+         "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
+         "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py")}
 FINGERPRINT_BYTES = 4096
 
 
@@ -104,9 +108,19 @@ class TokenSet:
             index, begin = index + 1, 0
         return np.concatenate(parts)
 
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all tokens in their order, a few megabytes at a time, the way that a disk likes to be read."""
+        for shard in self.shards:
+            size = SCAN_BYTES // np.dtype(shard.dtype).itemsize
+            with open(shard.path, "rb") as file:
+                file.seek(shard.offset)
+                for start in range(0, shard.tokens, size):
+                    yield np.fromfile(file, np.dtype(shard.dtype).newbyteorder("<"), min(size, shard.tokens - start))
+
 
 def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_sha256: str | None = None,
-                   document_start_id: int | None = None, minimum_tokens: int = 2, verify: str = "auto") -> TokenSet:
+                   document_start_id: int | None = None, minimum_tokens: int = 2, verify: str = "auto",
+                   kind: str = "documents") -> TokenSet:
     """Open one split of prepared data or of token files made by others, and refuse what cannot be trained on.
 
     Sizes, headers and the tokenizer's hash are always checked, at the cost of one small read a file. Contents (SHA-256
@@ -122,13 +136,19 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
         minimum_tokens: what the caller needs at least, for instance one batch and one token.
         verify: "auto" skips files whose size and times are those of their last verification, which is remembered
             beside them where the folder can be written; "always" reads everything; "never" no contents.
+        kind: of KINDS, what the data must hold; files of others hold documents.
     Raises:
-        DataError: the data is missing, damaged, too small or made with another tokenizer.
+        DataError: the data is missing, damaged, too small, of another kind or made with another tokenizer.
     """
     assert split in SPLIT_WORDS and verify in ("auto", "always", "never")
     folder = _prepared_folder(Path(path))
+    if folder is None and kind != "documents":
+        raise DataError(f"{path}: holds no prepared {kind} ({MANIFEST}); prepare them with {KINDS[kind][1]}")
     if folder is not None:
         manifest = _read_manifest(folder)
+        held = manifest.get("kind", "documents")
+        if held != kind:
+            raise DataError(f"{folder}: holds {held}, but {KINDS[kind][0]} needs {kind}; prepare them with {KINDS[kind][1]}")
         made_with = manifest["tokenizer_sha256"]
         if tokenizer_sha256 not in (None, made_with):
             raise DataError(f"{folder}: was made with another tokenizer ({made_with[:12]}) than the one given "
@@ -147,6 +167,16 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
     if verify != "never":
         _verify(shards, vocab_size, trust_earlier=verify == "auto")
     return token_set
+
+
+def open_segments(path: str | Path, split: str, *, verify: str = "auto") -> TokenSet:
+    """Open the second stream of prepared chats or pairs, uint32 segments, as `open_token_set` opens the first."""
+    folder = _prepared_folder(Path(path))
+    assert folder is not None, "open_token_set comes first"
+    shards = _prepared_shards(folder, _read_manifest(folder), split, segments=True)
+    if verify != "never":
+        _verify(shards, 1 << 32, trust_earlier=verify == "auto")
+    return TokenSet(tuple(shards), hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest())
 
 
 def _prepared_folder(path: Path) -> Path | None:
@@ -177,16 +207,18 @@ def _read_manifest(folder: Path) -> dict:
     return manifest
 
 
-def _prepared_shards(folder: Path, manifest: dict, split: str) -> list[Shard]:
+def _prepared_shards(folder: Path, manifest: dict, split: str, segments: bool = False) -> list[Shard]:
     try:
-        entries = [(folder / entry["file"], entry["tokens"], entry["sha256"])
-                   for entry in manifest["splits"].get(split, {}).get("shards", [])]
+        stream = manifest["splits"].get(split, {})
+        stream = stream["segments"] if segments else stream
+        entries = [(folder / entry["file"], entry["tokens"], entry["sha256"]) for entry in stream.get("shards", [])]
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{folder / MANIFEST}: its {split} shards are malformed; prepare the data again") from error
     if not entries:
         without = ", with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0" if split == "validation" else ""
         raise DataError(f"{folder / MANIFEST}: lists no {split} shards; prepare more text{without}")
-    return [_prepared_shard(path, manifest["dtype"], tokens, sha256) for path, tokens, sha256 in entries]
+    dtype = "uint32" if segments else manifest["dtype"]
+    return [_prepared_shard(path, dtype, tokens, sha256) for path, tokens, sha256 in entries]
 
 
 def _prepared_shard(path: Path, dtype: str, tokens: int, sha256: str) -> Shard:
