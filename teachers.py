@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 import checkpoints
 from config import Config, ModelConfig
-from convert import WEIGHTS_FILE, from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
+from convert import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    from_huggingface,
+    load_model_weights,
+    model_settings_from_huggingface,
+    read_json,
+    weights_sha256,
+)
 from dataloaders import Batch
 from errors import CheckpointError, SettingsError
 from model import IGNORE_INDEX, Transformer, linear, padded
@@ -79,7 +87,7 @@ def _hub_folder(name: str) -> Path:
 
 def _is_whole(folder: Path) -> bool:
     """Whether a model folder has its configuration and all of its weights."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
     return all((folder / file).exists() for file in ("config.json", *files))
 
@@ -116,16 +124,6 @@ def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
         words = theirs.decode([token]), tokenizer.decode([token])
         if words[0] != words[1] and token not in control and UNREADABLE_CHARACTER not in "".join(words):
             raise refusal(f", and the id {token} is {words[0]!r} to it, {words[1]!r} to the student")
-
-
-def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """Hex digest of the tensors' names, types, shapes and bytes, whatever files they lie in."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def teacher_facts(folder: Path, config: Config) -> dict[str, Any]:
