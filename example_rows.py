@@ -172,6 +172,18 @@ class ExampleRows:
         """The share of slots that hold no padding."""
         return self.tokens / (len(self) * self.row_tokens)
 
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the data, the same on every rank."""
+        return self.example_set.fingerprint
+
+    def describe(self) -> str:
+        """What there is, in words."""
+        what = f"{self.examples:,} {self.example_set.kind} in {len(self):,} rows, {self.fill:.1%} full"
+        cut = f", {self.cut:,} cut at the end of their row" if self.cut else ""
+        left_out = f", {self.left_out:,} longer ones left out" if self.left_out else ""
+        return what + cut + left_out
+
     def examples_in(self, row: int) -> np.ndarray:
         """The numbers of the examples in a row, in the order of their documents."""
         return self._packing.items_in(self._bins[row])
