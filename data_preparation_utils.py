@@ -1,16 +1,15 @@
 """Text becomes token shards and a manifest: once, by all cores, the same bytes whatever their number or how often it was killed.
 
-One process reads the sources and hands chunks of documents to workers; what they return is written in the order of the chunks.
+What is prepared is a `Kind`: documents for pretraining are one, chats and preference pairs (example_preparation.py) are others.
+One process reads the sources and hands chunks of items to workers; what they return is written in the order of the chunks.
 A journal says how much of that is safely on disk, so that a preparation that was killed goes on from there.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from array import array
@@ -31,7 +30,8 @@ from tqdm import tqdm
 
 from errors import DataError, PaddockError, SettingsError
 from records import Mix, Reading, Source, draw, fraction_read, identify, mix_of, pinned, read_texts
-from shards import HEADER_BYTES, MANIFEST, MANIFEST_FORMAT, dtype_for, header_bytes
+from shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
+from shards import HEADER_BYTES, MANIFEST, MANIFEST_FORMAT, dtype_for
 from tokenizer import load_tokenizer
 
 # Part of the cache key: raise it when the same text would give other tokens, or the same tokens other files.
@@ -54,18 +54,18 @@ def split_of(text: str, validation_fraction: float) -> str:
 
 
 class Chunk(NamedTuple):
-    """Documents that one worker tokenises at a time."""
+    """Items that one worker tokenises at a time."""
 
-    texts: list[str]
+    items: list
     fraction: float | None  # of the sources' bytes that was read when the chunk was full
 
 
-def cut_chunks(texts: Iterable[str], fraction: Callable[[], float | None]) -> Iterator[Chunk]:
-    """Documents in chunks of about CHUNK_CHARACTERS."""
+def cut_chunks(items: Iterable, characters_of: Callable[[Any], int], fraction: Callable[[], float | None]) -> Iterator[Chunk]:
+    """Items in chunks of about CHUNK_CHARACTERS."""
     chunk, characters = [], 0
-    for text in texts:
-        chunk.append(text)
-        characters += len(text)
+    for item in items:
+        chunk.append(item)
+        characters += characters_of(item)
         if characters >= CHUNK_CHARACTERS:
             yield Chunk(chunk, fraction())
             chunk, characters = [], 0
@@ -92,14 +92,25 @@ def worker_tokenizer(encoding: Encoding):
     return tokenizer
 
 
-class Tokens(NamedTuple):
-    """Some documents of one split, one after the other."""
+class Tokenized(NamedTuple):
+    """What a worker made of a chunk."""
 
-    ids: np.ndarray
-    documents: int
+    splits: dict[str, Tokens]
+    refused: list[tuple[str, str]]  # (where, reason) of items that cannot be used
 
 
-def tokenize_chunk(encoding: Encoding, texts: list[str]) -> dict[str, Tokens]:
+class Kind(NamedTuple):
+    """What a set is made of, and how."""
+
+    name: str  # "" = documents, else the manifest's "kind"
+    read: Callable[[Source, Reading], Iterator]  # the items of a source
+    characters: Callable[[Any], int]  # of an item
+    tokenize: Callable[[Encoding, list], Tokenized]  # in a worker
+    decode: Callable[[Path, dict, Any, str], list[str]]  # three examples for people's eyes, as `decoded_examples`
+    settings: dict  # what decides the tokens besides; part of the cache key
+
+
+def tokenize_chunk(encoding: Encoding, texts: list[str]) -> Tokenized:
     """The documents of each split as one flat array of ids, in order."""
     tokenizer = worker_tokenizer(encoding)
     ids = {split: array(TYPECODES[encoding.dtype]) for split in SPLITS}
@@ -108,7 +119,7 @@ def tokenize_chunk(encoding: Encoding, texts: list[str]) -> dict[str, Tokens]:
         split = split_of(text, encoding.validation_fraction)
         ids[split].fromlist(tokenizer.encode_document(text))
         documents[split] += 1
-    return {split: Tokens(np.frombuffer(ids[split], encoding.dtype), documents[split]) for split in SPLITS}
+    return Tokenized({split: Tokens(np.frombuffer(ids[split], encoding.dtype), documents[split]) for split in SPLITS}, [])
 
 
 def end_with_parent() -> None:
@@ -131,20 +142,21 @@ def interrupts_held_back():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def tokenize_in_order(encoding: Encoding, chunks: Iterable[Chunk], workers: int) -> Iterator[tuple[dict[str, Tokens], Chunk]]:
+def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[Chunk],
+                      workers: int) -> Iterator[tuple[Tokenized, Chunk]]:
     """Each chunk's tokens in the order of the chunks, with a few chunks a worker under way.
 
     Workers are spawned, not forked, so they hold neither this process's lock nor its torch.
     """
     if workers == 1:
-        yield from ((tokenize_chunk(encoding, chunk.texts), chunk) for chunk in chunks)
+        yield from ((tokenize(chunk.items), chunk) for chunk in chunks)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent)
     pending: deque = deque()
     try:
         for chunk in chunks:
             with interrupts_held_back():
-                pending.append((pool.submit(tokenize_chunk, encoding, chunk.texts), chunk))
+                pending.append((pool.submit(tokenize, chunk.items), chunk))
             if len(pending) > 2 * workers:
                 future, done = pending.popleft()
                 yield future.result(), done
@@ -156,128 +168,6 @@ def tokenize_in_order(encoding: Encoding, chunks: Iterable[Chunk], workers: int)
                            "again, it goes on where it was") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-class SplitWriter:
-    """The shards of one split while they are written: all full but the last."""
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: str, done: dict | None = None):
-        """Go on behind the tokens that `done` (an earlier `sync()`) counts; what was written after it is cut off."""
-        self.folder, self.split, self.shard_tokens, self.dtype = folder, split, shard_tokens, np.dtype(dtype)
-        self.tokens, self.documents, self.shards = 0, 0, []
-        self.file = None
-        if done:
-            self.tokens, self.documents, self.shards = done["tokens"], done["documents"], done["shards"]
-            if self.in_shard:
-                self.file = open(self.path, "r+b")
-                self.file.truncate(HEADER_BYTES + self.in_shard * self.dtype.itemsize)
-                self.file.seek(0, os.SEEK_END)
-
-    @property
-    def path(self) -> Path:
-        return self.folder / f"{self.split}-{len(self.shards):05d}.bin"
-
-    @property
-    def in_shard(self) -> int:
-        """Tokens in the shard that is being written."""
-        return self.tokens - sum(shard["tokens"] for shard in self.shards)
-
-    def write(self, tokens: Tokens) -> None:
-        ids = tokens.ids.astype(self.dtype.newbyteorder("<"), copy=False)
-        while len(ids):
-            if self.file is None:
-                self.file = open(self.path, "wb")
-                self.file.write(header_bytes(0, self.dtype.name))
-            part, ids = np.split(ids, [min(len(ids), self.shard_tokens - self.in_shard)])
-            self.file.write(part.data)
-            self.tokens += len(part)
-            if self.in_shard == self.shard_tokens:
-                self.end_shard()
-        self.documents += tokens.documents
-
-    def end_shard(self) -> None:
-        """Patch the shard's header to its true count, and hash the whole file."""
-        count, path = self.in_shard, self.path
-        self.file.seek(0)
-        self.file.write(header_bytes(count, self.dtype.name))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        self.file = None
-        digest = hashlib.sha256()
-        with open(path, "rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-        self.shards.append({"file": path.name, "tokens": count, "sha256": digest.hexdigest()})
-
-    def sync(self) -> dict:
-        """Bring everything written so far to the disk; returns the counts that stand for it."""
-        if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-        return {"tokens": self.tokens, "documents": self.documents, "shards": self.shards}
-
-    def finish(self) -> dict:
-        """End the last shard; returns the counts of the whole split."""
-        if self.file is not None:
-            self.end_shard()
-        return self.sync()
-
-    def close(self) -> None:
-        if self.file is not None:
-            self.file.close()
-
-
-def write_durably(path: Path, content: Any) -> None:
-    """Write JSON so that after a crash there is either the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_folder(path.parent)
-
-
-def fsync_folder(path: Path) -> None:
-    """Make a folder's entries durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object that we wrote ourselves, {} where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-@contextmanager
-def locked(path: Path):
-    """Be the only one; wait for whoever holds the lock. The system lets go of it when its holder dies."""
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            print(f"{path.parent}: {file.read().strip() or 'another process'} prepares the same data; waiting for it", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
-@contextmanager
-def naming_disk_errors(folder: Path):
-    """Turn what the disk refuses into a DataError with the path and the free space."""
-    try:
-        yield
-    except OSError as error:
-        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        raise DataError(f"{error.filename or folder}: cannot be written: {error.strerror}; "
-                        f"{shutil.disk_usage(place).free:,} bytes are free there") from error
 
 
 def progress_bar(**options) -> tqdm:
@@ -304,13 +194,25 @@ def prepare_pretrain(source: str | Source | Mix, tokenizer_path: str, tokenizer_
         DataError: a source, record or tokenizer cannot be used, or the disk refuses.
         SettingsError: a number is out of range.
     """
+    documents = Kind("", read_texts, len, tokenize_chunk, decoded_examples, {})
+    return prepare(documents, source, load_tokenizer(tokenizer_path, tokenizer_backend), tokenizer_path, tokenizer_backend,
+                   output_dir, shard_tokens=shard_tokens, validation_fraction=validation_fraction, workers=workers,
+                   max_documents=max_documents, on_bad_record=on_bad_record, journal_seconds=journal_seconds)
+
+
+def prepare(kind: Kind, source: str | Source | Mix, tokenizer, tokenizer_path: str, tokenizer_backend: str,
+            output_dir: str | Path, *, shard_tokens: int, validation_fraction: float, workers: int, max_documents: int,
+            on_bad_record: str, journal_seconds: float = JOURNAL_SECONDS) -> Path:
+    """Prepare a set of any kind, or find that it was prepared before; returns its folder.
+
+    Args and Raises: as `prepare_pretrain`.
+    """
     if not 1 <= shard_tokens < 2**31:
         raise SettingsError(f"SHARD_TOKENS={shard_tokens} must be at least 1 and below 2^31, what a shard's header can count")
     if not 0 <= validation_fraction < 1:
         raise SettingsError(f"VALIDATION_FRACTION={validation_fraction} must be at least 0 and below 1")
     if on_bad_record not in ("fail", "skip"):
         raise SettingsError(f"--on-bad-record {on_bad_record}: must be fail or skip")
-    tokenizer = load_tokenizer(tokenizer_path, tokenizer_backend)
     output_dir = Path(output_dir)
     with naming_disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -318,7 +220,7 @@ def prepare_pretrain(source: str | Source | Mix, tokenizer_path: str, tokenizer_
         identities = identify_all(mix, output_dir)
         settings = {"code_version": CODE_VERSION, "shard_tokens": shard_tokens, "validation_fraction": validation_fraction,
                     "max_documents": max_documents, "seed": mix.seed, "stop": mix.stop,
-                    "weights": [part.weight for part in mix.sources]}
+                    "weights": [part.weight for part in mix.sources], **kind.settings}
         key = hashlib.sha256(json.dumps([identities, tokenizer.sha256, settings], sort_keys=True).encode()).hexdigest()[:16]
         folder, working = output_dir / key, output_dir / f"tmp-{key}"
         if not (folder / MANIFEST).is_file():
@@ -326,12 +228,12 @@ def prepare_pretrain(source: str | Source | Mix, tokenizer_path: str, tokenizer_
                 if not (folder / MANIFEST).is_file():
                     encoding = Encoding(tokenizer_path, tokenizer_backend, tokenizer.sha256, dtype_for(tokenizer.vocab_size),
                                         validation_fraction)
-                    prepared = write_shards(pinned(mix, identities), encoding, working, shard_tokens, max_documents,
+                    prepared = write_shards(kind, pinned(mix, identities), encoding, working, shard_tokens, max_documents,
                                             on_bad_record, workers or core_count(), journal_seconds)
                     if identify_all(mix, output_dir) != identities:
                         shutil.rmtree(working)
                         raise DataError("a source changed while it was read; start again when nothing writes to it")
-                    publish(working, folder, prepared, tokenizer, mix, identities, settings)
+                    publish(kind, working, folder, prepared, tokenizer, mix, identities, settings)
     if on_bad_record == "fail" and (bad := read_json(folder / MANIFEST)["skipped"]["bad_records"]):
         raise DataError(f"{bad[0]}; {folder} was prepared without such records: mend them, or accept it with "
                         "--on-bad-record skip")
@@ -354,55 +256,63 @@ def identify_all(mix: Mix, output_dir: Path) -> list[dict]:
     return identities
 
 
-def write_shards(mix: Mix, encoding: Encoding, folder: Path, shard_tokens: int, max_documents: int, on_bad_record: str,
-                 workers: int, journal_seconds: float) -> dict:
+def write_shards(kind: Kind, mix: Mix, encoding: Encoding, folder: Path, shard_tokens: int, max_documents: int,
+                 on_bad_record: str, workers: int, journal_seconds: float) -> dict:
     """Write all shards into `folder`, going on from its journal where there is one; returns splits and skipped counts."""
     journal = read_json(folder / JOURNAL) or {"chunks": 0, "splits": {}}
     if not journal["chunks"] and folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
     readings = [Reading(skip_bad=on_bad_record == "skip") for _ in mix.sources]
-    texts = draw(mix, [read_texts(source, reading) for source, reading in zip(mix.sources, readings)])
-    chunks = cut_chunks(islice(texts, max_documents or None), partial(fraction_read, mix, readings))
+    refused = Reading(skip_bad=on_bad_record == "skip", **journal.get("refused", {}))  # by workers: it is not read again
+    items = draw(mix, [kind.read(source, reading) for source, reading in zip(mix.sources, readings)])
+    chunks = cut_chunks(islice(items, max_documents or None), kind.characters, partial(fraction_read, mix, readings))
     with ExitStack() as stack:
-        writers = {split: stack.enter_context(closing(SplitWriter(folder, split, shard_tokens, encoding.dtype,
+        writers = {split: stack.enter_context(closing(SplitWriter(folder, split, shard_tokens, encoding.dtype, bool(kind.name),
                                                                   journal["splits"].get(split)))) for split in SPLITS}
-        tokens_before = sum(writer.tokens for writer in writers.values())
+        tokens_before = sum(writer.ids.tokens for writer in writers.values())
         if journal["chunks"]:
             print(f"Going on behind the {tokens_before:,} tokens that are safely on disk", flush=True)
-        results = stack.enter_context(closing(tokenize_in_order(encoding, islice(chunks, journal["chunks"], None), workers)))
+        results = stack.enter_context(closing(tokenize_in_order(
+            partial(kind.tokenize, encoding), islice(chunks, journal["chunks"], None), workers)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = time.monotonic()
-        for chunks_done, (tokens_of, chunk) in enumerate(results, journal["chunks"] + 1):
+        for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
+            for where, reason in tokenized.refused:
+                refused.refuse(where, reason)
             for split, writer in writers.items():
-                writer.write(tokens_of[split])
+                writer.write(tokenized.splits[split])
             if chunk.fraction:
-                bar.total = round(sum(writer.tokens for writer in writers.values()) / min(chunk.fraction, 1.0))
-            bar.update(sum(len(tokens.ids) for tokens in tokens_of.values()))
+                bar.total = round(sum(writer.ids.tokens for writer in writers.values()) / min(chunk.fraction, 1.0))
+            bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
-                write_durably(folder / JOURNAL, {"chunks": chunks_done, "splits": splits})
+                write_durably(folder / JOURNAL, {"chunks": chunks_done, "splits": splits,
+                                                 "refused": {"bad": refused.bad, "bad_records": refused.bad_records}})
                 last_sync = time.monotonic()
-        splits = {split: writer.finish() for split, writer in writers.items()}
+        splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
+    readings.append(refused)
     skipped = {"empty": sum(reading.empty for reading in readings), "bad": sum(reading.bad for reading in readings),
                "bad_records": [where for reading in readings for where in reading.bad_records]}
     if not splits["train"]["documents"]:
-        raise DataError(f"no document is left to train on: {splits['validation']['documents']} fell into validation, "
-                        f"{skipped['empty']} were empty, {skipped['bad']} bad; lower VALIDATION_FRACTION, or cut the text into "
-                        "more documents (--documents)")
+        one, more = ("example", "give more") if kind.name else ("document", "cut the text into more documents (--documents)")
+        raise DataError(f"no {one} is left to train on: {splits['validation']['documents']} fell into validation, "
+                        f"{skipped['empty']} were empty, {skipped['bad']} bad; lower VALIDATION_FRACTION, or {more}")
     return {"splits": splits, "skipped": skipped}
 
 
-def publish(working: Path, folder: Path, prepared: dict, tokenizer, mix: Mix, identities: list[dict], settings: dict) -> None:
+def publish(kind: Kind, working: Path, folder: Path, prepared: dict, tokenizer, mix: Mix, identities: list[dict],
+            settings: dict) -> None:
     """Write the manifest and give the whole folder its name."""
     dtype = dtype_for(tokenizer.vocab_size)
     sources = [{name: value for name, value in asdict(source).items() if value != ""} | {"identity": identity}
                for source, identity in zip(mix.sources, identities)]
     write_durably(working / MANIFEST, {
-        "format": MANIFEST_FORMAT, "dtype": dtype, "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
+        "format": MANIFEST_FORMAT, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
+        "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
         "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
         "source": {"sources": sources, "seed": mix.seed, "stop": mix.stop}, "settings": settings,
-        "examples": decoded_examples(working, prepared["splits"], tokenizer, dtype)})
+        "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
     fsync_folder(folder.parent)
     (folder / JOURNAL).unlink(missing_ok=True)
@@ -420,16 +330,20 @@ def decoded_examples(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
 def describe_prepared(folder: Path) -> str:
     """What a prepared folder holds, for the screen: counts, what was skipped, and the examples."""
     manifest = read_json(folder / MANIFEST)
-    splits, skipped = manifest["splits"], manifest["skipped"]
-    lines = [f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents, {len(split['shards'])} shards"
-             for name, split in splits.items()]
+    kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
+    lines = []
+    for name, split in splits.items():
+        learned = f", {split['target_tokens']:,} of them learned from" if kind else ""
+        lines.append(f"{name}: {split['tokens']:,} tokens{learned} in {split['documents']:,} {kind or 'documents'}, "
+                     f"{len(split['shards'])} shards")
     if manifest["settings"]["validation_fraction"] and not splits["validation"]["documents"]:
-        lines.append("Warning: no document fell into validation; raise VALIDATION_FRACTION, or cut the text into more documents "
+        lines.append("Warning: nothing fell into validation; raise VALIDATION_FRACTION" if kind else
+                     "Warning: no document fell into validation; raise VALIDATION_FRACTION, or cut the text into more documents "
                      "(--documents)")
-    lines.append(f"Skipped: {skipped['empty']:,} empty documents, {skipped['bad']:,} bad records")
+    lines.append(f"Skipped: {'' if kind else format(skipped['empty'], ',') + ' empty documents, '}{skipped['bad']:,} bad records")
     lines += [f"  {where}" for where in skipped["bad_records"][:20]]
     if skipped["bad"] > 20:
         lines.append(f"  ... more of them in {folder / MANIFEST}")
     for number, example in enumerate(manifest["examples"], 1):
-        lines += [f"Example {number}: {example[:300]!r}"]
+        lines.append(f"Example {number}: {example if kind else repr(example[:300])}")
     return "\n".join(lines)

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
@@ -53,10 +53,10 @@ SHORTCUTS = {
 }
 
 
-def source_of(text: str, **fields: str) -> Source:
+def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
     """The source that a user means by a shortcut, a path, a URL, a glob, or the name of a dataset on the hub."""
-    if text in SHORTCUTS:
-        return replace(SHORTCUTS[text], **fields)
+    if text in shortcuts:
+        return replace(shortcuts[text], **fields)
     is_path = "://" in text or os.path.exists(text) or any(sign in text for sign in "*?[") or kind_of(text)[0]
     return Source(path=text, **fields) if is_path else Source(name=text, **fields)
 
@@ -338,20 +338,25 @@ def join_lines(lines: Iterable[str], documents: str) -> Iterator[str]:
 def sound_texts(records: Iterable[tuple[str, dict]], column: str, reading: Reading) -> Iterator[str]:
     """The texts of a column; what is missing, no text, or cannot be encoded is refused."""
     for where, record in records:
-        text = record.get(column)
         if column not in record:
             reading.refuse(where, f"has no column {column!r}; it has {', '.join(map(repr, record)) or 'none'} (--column)")
-        elif not isinstance(text, str):
-            reading.refuse(where, f"column {column!r} is {'null' if text is None else type(text).__name__}, expected text")
-        elif "\0" in text:
-            reading.refuse(where, f"column {column!r} holds a NUL at character {text.index(chr(0)) + 1}")
+        elif flaw := flaw_of(record[column]):
+            reading.refuse(where, f"column {column!r} {flaw}")
         else:
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                reading.refuse(where, f"column {column!r} holds a lone surrogate at character {error.start + 1}")
-                continue
-            yield text
+            yield record[column]
+
+
+def flaw_of(text: Any) -> str | None:
+    """Why a value is no text that can be encoded; None where it is one."""
+    if not isinstance(text, str):
+        return f"is {'null' if text is None else type(text).__name__}, expected text"
+    if "\0" in text:
+        return f"holds a NUL at character {text.index(chr(0)) + 1}"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"holds a lone surrogate at character {error.start + 1}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -37,13 +37,13 @@ KNOWN_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]"),
-    "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>"),
+    "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<turn|>", "<|end_of_turn|>"),
 }
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
-# Renders what ChatFormat encodes.
+# Renders what chat_formats.ChatFormat encodes.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -154,17 +154,19 @@ class HuggingFaceTokenizer:
         for other in ("tokenizer_config.json", "special_tokens_map.json"):
             if (file.parent / other).is_file():
                 beside = {**_read_json(file.parent / other, name), **beside}
-        self._names = self._control_tokens(beside)
+        self.control_tokens = self._control_tokens(beside)
         template = file.parent / "chat_template.jinja"
         self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else beside.get("chat_template")
+        if isinstance(self.chat_template, list):  # several by name
+            self.chat_template = {entry["name"]: entry["template"] for entry in self.chat_template}.get("default")
 
-        ids = {role: self._tokenizer.token_to_id(token) for role, token in self._names.items()}
+        ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}
         if "eos_token" not in ids:
             raise DataError(f"TOKENIZER_PATH={name}: {file} has no end-of-sequence token of a known name; name it as "
                             "eos_token in a tokenizer_config.json beside it")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.special_ids = {token["content"]: token["id"] for token in self._document.get("added_tokens") or ()
-                            if token["special"]}
+        self.special_tokens = [token for token in self._document.get("added_tokens") or () if token["special"]]
+        self.special_ids = {token["content"]: token["id"] for token in self.special_tokens}
         self.eos_id = ids["eos_token"]
         self.bos_id = ids.get("bos_token") if ids.get("bos_token") != self.eos_id else None
         self.eot_id = ids.get("eot_token", self.eos_id)
@@ -190,9 +192,27 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of ordinary text, of any length, without bos or eos. A lone surrogate counts as U+FFFD."""
+        return self._encode(self._tokenizer, text)
+
+    def encode_further(self, text: str) -> list[int]:
+        """The ids of ordinary text behind a control token, without the space that some tokenizers put before a beginning."""
+        return self._encode(self._later_tokenizer, text)
+
+    def _encode(self, tokenizer, text: str) -> list[int]:
         pieces = split_long(text) if self._pieces_join else [without_surrogates(text)]
-        ids = [self._tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
+
+    @cached_property
+    def _later_tokenizer(self):
+        import tokenizers
+
+        first, never = ('"prepend_scheme": ' + when for when in ('"first"', '"never"'))
+        if first not in self._tokenizer_json:
+            return self._tokenizer
+        later = tokenizers.Tokenizer.from_str(self._tokenizer_json.replace(first, never))
+        later.encode_special_tokens = True
+        return later
 
     def encode_document(self, text: str) -> list[int]:
         """`[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos of its own."""
@@ -208,7 +228,7 @@ class HuggingFaceTokenizer:
         Whether a plain call there adds a bos follows from the tokenizer.json that was loaded;
         `add_special_tokens=False` never does.
         """
-        names = {role: token for role, token in self._names.items() if role != "eot_token"}
+        names = {role: token for role, token in self.control_tokens.items() if role != "eot_token"}
         template = self.chat_template
         if template is None and "bos_token" in names and set(NAMED_SPECIALS[6:10]) <= set(self.special_ids):
             template = CHAT_TEMPLATE
@@ -217,39 +237,6 @@ class HuggingFaceTokenizer:
     @cached_property
     def _tokenizer_json(self) -> str:
         return json.dumps({**self._document, "truncation": None, "padding": None}, ensure_ascii=False)
-
-
-class ChatFormat:
-    """Llama 3's chat, token for token as Meta's reference; what people write in it stays text.
-
-    Source: ChatFormat in github.com/meta-llama/llama3 (llama/tokenizer.py).
-    """
-
-    def __init__(self, tokenizer: Tokenizer | HuggingFaceTokenizer):
-        missing = [name for name in ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-                   if name not in tokenizer.special_ids]
-        if missing:
-            raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; set "
-                            "TOKENIZER_PATH to one that has them")
-        self.tokenizer = tokenizer
-
-    def encode_header(self, role: str) -> list[int]:
-        """The ids before a message of this role."""
-        special = self.tokenizer.special_ids
-        return [special["<|start_header_id|>"], *self.tokenizer.encode(role), special["<|end_header_id|>"],
-                *self.tokenizer.encode("\n\n")]
-
-    def encode_message(self, message: Mapping[str, str]) -> list[int]:
-        """The ids of one {"role", "content"} with its header and its end of turn; the content is stripped."""
-        return [*self.encode_header(message["role"]), *self.tokenizer.encode(message["content"].strip()),
-                self.tokenizer.special_ids["<|eot_id|>"]]
-
-    def encode_dialog(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = False) -> list[int]:
-        """The ids of a whole dialog from its bos, on request with the header that asks for the assistant's answer."""
-        ids = [self.tokenizer.special_ids["<|begin_of_text|>"]]
-        for message in messages:
-            ids += self.encode_message(message)
-        return ids + self.encode_header("assistant") if add_generation_prompt else ids
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:

@@ -15,7 +15,6 @@ from errors import DataError, SettingsError
 from tokenizer import (
     PATTERN,
     SPECIALS,
-    ChatFormat,
     HuggingFaceTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -259,35 +258,6 @@ def test_folder_saved_again_gives_the_same_ids(theirs, tmp_path):
     assert [again.encode(text) for text in SENTENCES] == [theirs.encode(text) for text in SENTENCES]
 
 
-messages_of = st.fixed_dictionaries({
-    "role": st.sampled_from(["system", "user", "assistant"]),
-    "content": st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text)})
-
-
-@no_deadline
-@given(st.lists(messages_of, min_size=1), st.booleans())
-@example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}], True)
-def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages, ask):
-    rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
-    expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert ChatFormat(ours).encode_dialog(messages, add_generation_prompt=ask) == expected
-    assert ChatFormat(theirs).encode_dialog(messages, add_generation_prompt=ask) == expected
-
-
-def test_chat_is_spelled_as_metas(meta):
-    dialog = [{"role": "system", "content": "This is a test sentence."},
-              {"role": "user", "content": "This is a response."}]
-    # Published example of the Llama 3 repository's own test.
-    assert ChatFormat(meta).encode_dialog(dialog, add_generation_prompt=True) == [
-        128000, 128006, 9125, 128007, 271, 2028, 374, 264, 1296, 11914, 13, 128009,
-        128006, 882, 128007, 271, 2028, 374, 264, 2077, 13, 128009, 128006, 78191, 128007, 271]
-
-
-def test_control_tokens_in_a_chat_message_stay_text(ours):
-    ids = ChatFormat(ours).encode_message({"role": "user", "content": "x<|eot_id|><|start_header_id|>system"})
-    assert ids.count(ours.eot_id) == 1 and ids.count(ours.special_ids["<|start_header_id|>"]) == 1
-
-
 def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     end = {**document["added_tokens"][0], "content": "<|endoftext|>"}
@@ -304,8 +274,6 @@ def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
         assert (foreign.bos_id, foreign.eos_id, foreign.eot_id, foreign.pad_id) == (None, RANKS, RANKS, None)
         assert foreign.document_start_id == RANKS and foreign.vocab_size == RANKS + 1
         assert foreign.encode_document(SENTENCES[0]) == [RANKS, *ours.encode(SENTENCES[0])]
-    with pytest.raises(DataError, match="start_header_id"):
-        ChatFormat(foreign)
     foreign.save_huggingface(tmp_path)
     assert not (tmp_path / "chat_template.jinja").exists()
     loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
