@@ -181,7 +181,7 @@ class ExampleRows:
         """What there is, in words."""
         what = f"{self.examples:,} {self.example_set.kind} in {len(self):,} rows, {self.fill:.1%} full"
         cut = f", {self.cut:,} cut at the end of their row" if self.cut else ""
-        left_out = f", {self.left_out:,} longer ones left out" if self.left_out else ""
+        left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return what + cut + left_out
 
     def examples_in(self, row: int) -> np.ndarray:

@@ -240,7 +240,7 @@ def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remain
     chats = [chat(3, 4), chat(8, 5), chat(9, 2), chat(2, 2, 4, 1), chat(2, 2, 5, 9), chat(30, 1)]
     rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 8)
     assert (rows.examples, rows.cut, rows.left_out) == (4, 2, 2)
-    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 cut at the end of their row, 2 longer ones left out"
+    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 cut at the end of their row, 2 too long and left out"
     read = {}
     for row in range(len(rows)):
         batch = rows(np.array([row]))
