@@ -1,9 +1,10 @@
-"""Weights and configuration to and from the Hugging Face and Meta formats: pure functions on state dicts.
+"""Weights and configuration to and from the formats of Hugging Face, PEFT and Meta: pure functions on state dicts.
 
 Paddock's own names are Meta's. Hugging Face names every tensor differently, rotates halves of a head where Meta rotates
 neighbouring pairs (so the rows of wq and wk change places), and knows nothing of the padding of our vocabulary.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+VOCABULARY = ("tok_embeddings.weight", "output.weight")  # a row for each id
 MAX_SHARD_BYTES = 5_000_000_000
 
 HUGGINGFACE_NAMES = {
@@ -89,7 +91,7 @@ def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig, 
         heads = _rotated_heads(name, model_config)
         if heads:
             weight = _pairs_to_halves(weight, heads)
-        if len(weight) > shape[0] and name in ("tok_embeddings.weight", "output.weight"):
+        if len(weight) > shape[0] and name in VOCABULARY:
             weight = weight[:vocab_size]
         assert weight.shape == shape, f"{name} is {tuple(weight.shape)}, expected {shape}"
         tensors[huggingface_name(name)] = weight.cpu().contiguous()
@@ -118,13 +120,67 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
     state = {}
     for name, shape in shapes.items():
         weight = tensors[huggingface_name(name)]
-        if name in ("tok_embeddings.weight", "output.weight") and len(weight) < padded_vocab:
+        if name in VOCABULARY and len(weight) < padded_vocab:
             weight = torch.cat([weight, weight.new_zeros(padded_vocab - len(weight), weight.shape[1])])
         if weight.shape != shape:
             raise CheckpointError(f"{huggingface_name(name)} is {tuple(weight.shape)} in the checkpoint, but the settings and "
                                   f"the tokenizer give {shape}; set the model settings as in the checkpoint's config.json")
         heads = _rotated_heads(name, model_config)
         state[name] = _halves_to_pairs(weight, heads) if heads else weight
+    return state
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name of an adapter's factor, or of a parameter that is trained as a whole."""
+    stem, _, last = unwrapped_name(name).rpartition(".")
+    theirs = huggingface_name(f"{stem}.weight")
+    return "base_model.model." + (theirs if last == "weight" else f"{theirs.removesuffix('weight')}{last}.weight")
+
+
+def to_peft(state_dict: Mapping[str, Tensor], model_config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """What LoRA trains, under PEFT's names, on the CPU; PEFT has a tied matrix twice, as embedding and as head."""
+    tensors = {}
+    for name, tensor in state_dict.items():
+        heads = _rotated_heads(name, model_config) if name.endswith(".lora_B") else 0
+        tensor = _pairs_to_halves(tensor.detach(), heads) if heads else tensor.detach()
+        if name in VOCABULARY:
+            tensor = tensor[:vocab_size]
+        tensors[peft_name(name)] = tensor.cpu().contiguous()
+    if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
+        tensors[peft_name("output.weight")] = tied.clone()
+    return tensors
+
+
+def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int, rank: int) -> dict[str, Tensor]:
+    """PEFT's tensors under our names; the inverse of `to_peft`.
+
+    Raises:
+        CheckpointError: they train what this model has not, or are not of its shapes.
+    """
+    left, state, shapes = dict(tensors), {}, {}
+    for name, shape in parameter_shapes(model_config, padded_vocab).items():
+        if name in VOCABULARY:
+            shapes[name] = shape
+        elif len(shape) == 2:
+            stem = name.removesuffix(".weight")
+            shapes |= {f"{stem}.lora_A": (rank, shape[1]), f"{stem}.lora_B": (shape[0], rank)}
+    if model_config.tie_embeddings:
+        embedding, head = tensors.get(peft_name("tok_embeddings.weight")), left.pop(peft_name("output.weight"), None)
+        if (embedding is None) != (head is None) or (head is not None and not torch.equal(embedding, head)):
+            raise CheckpointError("the adapters train head and embeddings apart, which are one matrix in their base")
+    for name, shape in shapes.items():
+        tensor = left.pop(peft_name(name), None)
+        if tensor is None:
+            continue
+        if name in VOCABULARY and len(tensor) < padded_vocab:
+            tensor = torch.cat([tensor, tensor.new_zeros(padded_vocab - len(tensor), *tensor.shape[1:])])
+        if tensor.shape != shape:
+            raise CheckpointError(f"{peft_name(name)} is {tuple(tensor.shape)}, and rank and base give {shape}; "
+                                  "take the base that the adapters were made for")
+        heads = _rotated_heads(name, model_config) if name.endswith(".lora_B") else 0
+        state[name] = _halves_to_pairs(tensor, heads) if heads else tensor
+    if left:
+        raise CheckpointError(f"the adapters hold {min(left)}, which this model has not ({len(left)} such tensors)")
     return state
 
 
@@ -266,11 +322,35 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     for name in names:
         if Path(name).name != name:
             raise CheckpointError(f"{folder / INDEX_FILE} points outside its folder: {name!r}")
-        try:
-            tensors |= load_file(folder / name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+        tensors |= read_tensors(folder / name)
     return tensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, on the CPU.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """A hash of a model's weights under Hugging Face's names, the same however they are divided into files.
+
+    What follows from the rest (a tied head that is stored all the same, buffers of old files) does not count.
+    """
+    digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        if name.endswith("inv_freq") or (name == "lm_head.weight" and embedding is not None and torch.equal(tensor, embedding)):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_config: ModelConfig, tokenizer,

@@ -1,0 +1,121 @@
+"""Put adapters into their base for good: a Hugging Face model folder that gives the logits of both together.
+
+    python scripts/merge_lora.py runs/my-run/checkpoints/step-00001000 --output models/merged
+    python scripts/merge_lora.py ADAPTER --base models/start --output models/merged --dtype bf16
+
+The adapters may be ours or PEFT's. What is written is read again and compared before it gets its name.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+import adapter_files
+from checkpoints import MANIFEST, publish, verify
+from config import ModelConfig
+from convert import (
+    MAX_SHARD_BYTES,
+    from_huggingface,
+    load_model_weights,
+    model_settings_from_huggingface,
+    read_json,
+    save_model_folder,
+    weights_sha256,
+)
+from errors import CheckpointError, run_script
+from lora import add_adapters, load_adapter_state_dict, merged_state_dict
+from model import Transformer, padded
+from tokenizer import load_tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order
+
+
+def build(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int) -> Transformer:
+    """A model that computes in float32 with the weights in their own dtype."""
+    with torch.device("meta"):
+        model = Transformer(config, vocab_size)
+    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
+    return model.eval()
+
+
+def base_of(adapter: Path, base: Optional[Path]) -> Path:
+    """The base's folder: the one that was named, or the one that the adapters name.
+
+    Raises:
+        CheckpointError: it is not here.
+    """
+    named = base or read_json(adapter / adapter_files.CONFIG_FILE).get("base_model_name_or_path")
+    if not named or not (Path(named) / "config.json").is_file():
+        what = f"{named} is no model folder here" if named else "the adapters do not name their base"
+        raise CheckpointError(f"{what}; name the base's folder with --base (one on the hub is fetched with: "
+                              "hf download NAME --local-dir FOLDER)")
+    return Path(named)
+
+
+def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype: torch.dtype = torch.float32) -> float:
+    """Write base and adapters as one model folder; returns the largest difference of a logit, compared in float32.
+
+    Raises:
+        CheckpointError: the output is there already, the adapters or the base cannot be used, or they do not belong together.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} exists; name a new folder")
+    base = base_of(adapter_folder, base)
+    for folder in (adapter_folder, base):
+        if (folder / MANIFEST).exists():
+            verify(folder)
+    content, tensors = read_json(base / "config.json"), load_model_weights(base)
+    config = ModelConfig(**model_settings_from_huggingface(content))
+    rows = len(tensors.get("model.embed_tokens.weight", ()))
+    adapter = adapter_files.load_adapter_folder(adapter_folder, config, padded(rows))
+    adapter.check_base(weights_sha256(tensors), base)
+    if adapter.base_sha256 is None:
+        print(f"The adapters do not say which weights they were trained on; {base} is taken on trust.")
+    tokenizer = load_tokenizer(str(adapter_folder if (adapter_folder / "tokenizer.json").is_file() else base))
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; take the base's own")
+    model = build(tensors, config, rows)
+    add_adapters(model, adapter.config, torch.Generator())
+    load_adapter_state_dict(model, adapter.state)
+    tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected_BTV = model.logits(tokens_BT)[..., :tokenizer.vocab_size]
+    state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
+    differences = []
+
+    def write(folder: Path) -> None:
+        save_model_folder(folder, state, config, tokenizer, content.get("max_position_embeddings", 2048))
+        with torch.no_grad():
+            merged_BTV = build(load_model_weights(folder), config, tokenizer.vocab_size).logits(tokens_BT)
+        differences.append(float((merged_BTV - expected_BTV).abs().max()))
+        if dtype == torch.float32 and not differences[0] <= TOLERANCE * max(1.0, float(expected_BTV.abs().max())):
+            raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from base and adapters'; nothing is "
+                                  "written: are the adapters finite?")
+
+    size = sum(tensor.nbytes for tensor in state.values())
+    publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
+    return differences[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("adapter", type=Path, help="a checkpoint of a LoRA run, or PEFT's folder")
+    parser.add_argument("--base", type=Path, metavar="FOLDER", help="the base model's folder, where it is not the one that the "
+                                                                    "adapters name")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the new model's folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights that are written (default: %(default)s)")
+    args = parser.parse_args()
+    base = args.base.expanduser() if args.base else None
+    difference = merge(args.adapter.expanduser(), args.output.expanduser(), base, DTYPES[args.dtype])
+    print(f"{args.output} is ready; its logits differ from base and adapters' by {difference:.2g} at most.")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,538 @@
+"""Adapters held against PEFT's: forward, gradients, and the folder that both read."""
+
+import importlib.util
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import furthest, run_ranks
+from torch import nn
+
+import adapter_files
+import convert
+import lora
+from config import LoraConfig, ModelConfig
+from errors import CheckpointError, SettingsError
+from model import Linear, Transformer, padded
+from model_utils import wrap_model
+from ranks import start_ranks, stop_ranks
+from tokenizer import Tokenizer
+
+VOCAB = 300 + 256  # of the tokenizer below; padded to 640
+SCRIPT = Path(lora.__file__).parent / "scripts" / "merge_lora.py"
+looked_at_by_dynamo = pytest.mark.filterwarnings("ignore:The .grad attribute")
+EVERYWHERE = "wq,wk,wv,wo,w1,w2,w3"
+
+
+def shape(**changes) -> ModelConfig:
+    return ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32, init_std=0.1), **changes})
+
+
+def base_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
+    model = Transformer(config, VOCAB, dtype)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def settings(**changes) -> LoraConfig:
+    return LoraConfig(**{**dict(lora_enabled=True, lora_rank=4, lora_alpha=8.0), **changes})
+
+
+def adapted(config: ModelConfig, changes: dict, dtype: torch.dtype = torch.float32, grown: bool = True) -> Transformer:
+    """A model with adapters, after some learning (of noise) unless it is to be new."""
+    model = base_model(config, dtype)
+    lora.add_adapters(model, settings(**changes), torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if grown and parameter.requires_grad:
+                noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+                if name in convert.VOCABULARY:
+                    noise[VOCAB:] = 0
+                parameter.add_(noise)
+    return model
+
+
+def tokens(rows: int = 2, length: int = 24) -> torch.Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def learn(model: nn.Module, batch: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """The gradients of a mean next-token loss, of what learns."""
+    batch = tokens() if batch is None else batch
+    model.zero_grad()
+    (-model(batch[:, :-1], batch[:, 1:], reduction="sum") / batch[:, 1:].numel()).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    pairs = [bytes([a, b]) for a in b"etaoinsh" for b in b"etaoinsh"][:44]
+    return Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
+
+
+# -------------------------------------------------------------------------------------------------------------------- truths
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_birth_the_model_is_its_base_to_the_bit(dtype):
+    config = shape(tie_embeddings=False)
+    before = base_model(config, dtype)
+    after = adapted(config, dict(lora_train_head=True, lora_train_embeddings=True), dtype, grown=False)
+    x = torch.randn(3, 5, 64, dtype=dtype)
+    for old, new in zip(before.layers, after.layers):
+        assert torch.equal(old.attention.wq(x), new.attention.wq(x))
+        assert torch.equal(old.feed_forward.w3(x), new.feed_forward.w3(x))
+    with torch.no_grad():
+        expected = before.logits(tokens())
+        assert torch.equal(after.logits(tokens()), expected)
+        with lora.adapters_off(after):
+            assert torch.equal(after.logits(tokens()), expected)
+    assert all(factor.any() for name, factor in after.named_parameters() if name.endswith("lora_A"))
+
+
+def test_the_base_in_bf16_changes_nothing_that_is_computed_in_bf16():
+    model = adapted(shape(), {}, torch.bfloat16)
+    with torch.no_grad():
+        before = model.logits(tokens())
+        lora.keep_base_in(model, torch.bfloat16)
+        assert torch.equal(model.logits(tokens()), before)
+    kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert kept["layers.0.attention.wq.weight"] == kept["tok_embeddings.weight"] == torch.bfloat16
+    assert kept["layers.0.attention.wq.lora_A"] == kept["norm.weight"] == torch.float32
+    gradients = learn(model)
+    assert all(gradient.dtype == torch.float32 and gradient.any() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_off_is_the_base_and_on_again_is_what_it_was(tied):
+    config = shape(tie_embeddings=tied)
+    model = adapted(config, dict(lora_train_head=True, lora_train_embeddings=True))
+    with torch.no_grad():
+        learnt, base = model.logits(tokens()), base_model(config).logits(tokens())
+        assert (learnt - base).abs().max() > 0.1
+        with pytest.raises(KeyError):
+            with lora.adapters_off(model):
+                assert torch.equal(model.logits(tokens()), base)
+                raise KeyError
+        assert torch.equal(model.logits(tokens()), learnt)
+    assert {name for name in learn(model) if "lora" not in name} == (
+        {"tok_embeddings.weight"} if tied else {"tok_embeddings.weight", "output.weight"})
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(lora_rslora=True, lora_target_modules="wq, w2"), dict(lora_train_head=True, lora_train_embeddings=True)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_is_unmerged(changes, tied):
+    config = shape(tie_embeddings=tied)
+    model = adapted(config, changes)
+    state = lora.merged_state_dict(model)
+    merged = Transformer(config, VOCAB)
+    merged.load_state_dict(state)  # strict: the very names of a plain model
+    with torch.no_grad():
+        expected = model.logits(tokens())
+        assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert convert.to_huggingface(state, config, VOCAB).keys() == convert.to_huggingface(
+        base_model(config).state_dict(), config, VOCAB).keys()
+
+
+def test_only_what_was_asked_for_learns():
+    model = adapted(shape(), dict(lora_target_modules="wv,w1"))
+    learn(model)
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {f"layers.{layer}.{part}.lora_{factor}" for layer in range(2)
+                       for part in ("attention.wv", "feed_forward.w1") for factor in "AB"}
+    assert lora.adapter_state_dict(model).keys() == trained
+    assert not any(parameter.requires_grad for name, parameter in model.named_parameters() if name not in trained)
+
+
+@pytest.mark.parametrize("tied, changes, whole", [
+    (True, dict(lora_train_head=True), {"tok_embeddings.weight"}),
+    (True, dict(lora_train_embeddings=True), {"tok_embeddings.weight"}),
+    (False, dict(lora_train_head=True), {"output.weight"}),
+    (False, dict(lora_train_embeddings=True), {"tok_embeddings.weight"})])
+def test_head_and_embeddings_learn_when_asked(tied, changes, whole):
+    model = adapted(shape(tie_embeddings=tied), changes)
+    assert {name for name, gradient in learn(model).items() if "lora" not in name and gradient.any()} == whole
+
+
+def test_equally_seeded_adapters_are_equal_and_others_are_not():
+    one, same, other = base_model(shape()), base_model(shape()), base_model(shape())
+    for model, seed in ((one, 1), (same, 1), (other, 2)):
+        lora.add_adapters(model, settings(), torch.Generator().manual_seed(seed))
+    names = list(lora.adapter_state_dict(one))
+    assert names[:4] == [f"layers.0.attention.{part}.lora_{factor}" for part in ("wq", "wk") for factor in "AB"]
+    for name, factor in lora.adapter_state_dict(one).items():
+        assert torch.equal(factor, lora.adapter_state_dict(same)[name])
+        assert name.endswith("B") or not torch.equal(factor, lora.adapter_state_dict(other)[name])
+
+
+@pytest.mark.parametrize("targets, named", [("wq,q_proj", "'q_proj'"), ("output", "'output'"), (" , ", "no layer")])
+def test_an_unknown_layer_is_refused_with_the_known_ones(targets, named):
+    with pytest.raises(SettingsError, match=f"LORA_TARGET_MODULES.*{named}.*choose from {EVERYWHERE}"):
+        lora.add_adapters(base_model(shape()), settings(lora_target_modules=targets), torch.Generator())
+
+
+def test_dropout_is_on_the_adapters_branch_only():
+    layer = lora.LoRALinear(Linear(64, 32), settings(lora_dropout=0.5), torch.Generator().manual_seed(0))
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        layer.weight.normal_()
+        base = x @ layer.weight.T
+        assert torch.equal(layer(x), base)  # at birth, whatever is dropped
+        layer.lora_B.normal_()
+        torch.manual_seed(5)
+        dropped = nn.functional.dropout(x, 0.5)
+        torch.manual_seed(5)
+        torch.testing.assert_close(layer(x), base + 2.0 * dropped @ layer.lora_A.T @ layer.lora_B.T)
+        layer.eval()
+        torch.testing.assert_close(layer(x), base + 2.0 * x @ layer.lora_A.T @ layer.lora_B.T)
+        layer.enabled = False
+        assert torch.equal(layer.train()(x), base)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_gives_the_same_gradients_with_dropout(dtype):
+    gradients = []
+    for checkpointing in ("none", "block"):
+        model = adapted(shape(activation_checkpointing=checkpointing), dict(lora_dropout=0.3), dtype)
+        torch.manual_seed(7)
+        gradients.append(learn(model))
+    assert furthest(*gradients) == 0.0
+
+
+@looked_at_by_dynamo
+def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapters():
+    """But for the first block, which alone begins with what needs no gradient."""
+    eager, compiled = adapted(shape(n_layers=3), {}), adapted(shape(n_layers=3), {})
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for block in compiled.layers:
+        block.compile(fullgraph=True, backend=backend)
+    torch._dynamo.reset()
+    assert furthest(learn(compiled), learn(eager)) < 1e-6
+    assert len(graphs) == 2
+    with torch.no_grad(), lora.adapters_off(compiled):
+        expected = base_model(shape(n_layers=3)).logits(tokens())
+        torch.testing.assert_close(compiled.logits(tokens()), expected)
+    learn(compiled)
+    assert len(graphs) == 3
+
+
+def rank_gradients(folder: str) -> int:
+    """In one of two ranks: DDP without find_unused_parameters, with recomputation and accumulation."""
+    ranks = start_ranks("cpu", 60)
+    model = adapted(shape(activation_checkpointing="block"), dict(lora_train_head=True))
+    trained, _ = wrap_model(model, ranks)
+    halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
+    for part, last in zip(halves, (False, True)):
+        with trained.no_sync() if not last else torch.enable_grad():
+            (-trained(part[:, :-1], part[:, 1:], reduction="sum")).backward()
+    with torch.no_grad(), lora.adapters_off(trained):
+        base = model.logits(tokens())
+    if ranks.is_main:
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        torch.save({"gradients": gradients, "base": base}, Path(folder) / "gradients.pt")
+    stop_ranks()
+    return 0
+
+
+def test_two_ranks_have_the_gradients_of_one(tmp_path):
+    run_ranks(rank_gradients, str(tmp_path), world_size=2, folder=tmp_path)
+    saved = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    alone = learn(adapted(shape(), dict(lora_train_head=True)), tokens(rows=8))
+    mean = {name: gradient * 2 / (8 * 23) for name, gradient in saved["gradients"].items()}  # DDP has halved it
+    assert mean.keys() == alone.keys() and furthest(mean, alone) < 1e-5
+    with torch.no_grad():
+        assert torch.equal(saved["base"], base_model(shape()).logits(tokens()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- PEFT
+
+
+def in_transformers(config: ModelConfig):
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    content = convert.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**content))
+    tensors = convert.to_huggingface(base_model(config).state_dict(), config, VOCAB)
+    theirs.load_state_dict(tensors, strict=not config.tie_embeddings)
+    theirs.tie_weights()
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def peft():
+    return pytest.importorskip("peft", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+
+
+@pytest.mark.parametrize("changes", [
+    {}, dict(lora_rslora=True), dict(lora_target_modules="wk,w2", lora_rank=3, lora_alpha=5.0)])
+def test_forward_and_gradients_are_pefts(peft, changes):
+    config = shape(tie_embeddings=False, rope_scaling_factor=8.0, rope_original_max_len=64)
+    ours, wanted = adapted(config, changes), settings(**changes)
+    content = adapter_files.peft_config(wanted, config.tie_embeddings, "") | {"inference_mode": False,
+                                                                              "base_model_name_or_path": None}
+    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
+    peft.set_peft_model_state_dict(theirs, convert.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+        assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+        with lora.adapters_off(ours), theirs.disable_adapter():
+            assert (ours.logits(tokens()) - theirs(tokens()).logits).abs().max() < 1e-4
+    theirs(tokens(), labels=tokens()).loss.backward()
+    of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
+                 if parameter.requires_grad}
+    of_ours = convert.to_peft(learn(ours), config, VOCAB)
+    assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
+
+
+def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
+    """The base as a model folder, and its hash."""
+    folder.mkdir()
+    convert.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
+    return folder, convert.weights_sha256(convert.load_model_weights(folder))
+
+
+def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer) -> tuple[Path, Path]:
+    """Adapter and base folders of a model."""
+    base, sha256 = base_folder(folder / "base", model.config, tokenizer)
+    (folder / "adapter").mkdir()
+    adapter_files.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
+                                      str(base), sha256, tokenizer)
+    return folder / "adapter", base
+
+
+WHOLE = [dict(), dict(lora_train_head=True), dict(lora_train_embeddings=True),
+         dict(lora_train_head=True, lora_train_embeddings=True)]
+
+
+@pytest.mark.parametrize("changes", [dict(lora_rslora=True, lora_target_modules="wk,wo,w3"), *WHOLE])
+@pytest.mark.parametrize("tied", [True, False])
+def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tied, tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model = adapted(shape(tie_embeddings=tied), changes)
+    folder, base = saved(tmp_path, model, changes, tokenizer)
+    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), folder)
+    with torch.no_grad():
+        expected = theirs(tokens()).logits
+        assert (model.logits(tokens()) - expected).abs().max() < 1e-5
+    adapter = adapter_files.load_adapter_folder(folder, model.config, padded(VOCAB))
+    again = base_model(model.config)
+    lora.add_adapters(again, adapter.config, torch.Generator())
+    lora.load_adapter_state_dict(again, adapter.state)
+    before, after = (lora.adapter_state_dict(each) for each in (model, again))
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    wanted = settings(**changes)
+    assert adapter.config.model_dump(include={"lora_rank", "lora_alpha", "lora_rslora", "lora_dropout"}) == wanted.model_dump(
+        include={"lora_rank", "lora_alpha", "lora_rslora", "lora_dropout"})
+    assert transformers.AutoTokenizer.from_pretrained(folder).decode(tokenizer.encode("the heat")) == "the heat"
+
+
+@pytest.mark.parametrize("tied, extra", [
+    (False, {}), (False, dict(modules_to_save=["lm_head"])), (False, dict(modules_to_save=["embed_tokens", "lm_head"])),
+    (True, dict(target_modules="all-linear", use_rslora=True)), (True, dict(target_modules=r".*\.(q_proj|up_proj)")),
+    (True, dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
+])
+def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
+    config = shape(tie_embeddings=tied)
+    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(
+        **{**dict(r=5, lora_alpha=7, target_modules=["q_proj", "k_proj", "down_proj"], init_lora_weights=False,
+                  task_type="CAUSAL_LM"), **extra}))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    adapter = adapter_files.load_adapter_folder(tmp_path, config, padded(VOCAB))
+    assert adapter.base_sha256 is None
+    ours = base_model(config)
+    lora.add_adapters(ours, adapter.config, torch.Generator())
+    lora.load_adapter_state_dict(ours, adapter.state)
+    with torch.no_grad():
+        expected = theirs.eval()(tokens()).logits
+        assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------------------------- folders
+
+
+def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
+    config = shape(tie_embeddings=True)
+    whole, sha256 = base_folder(tmp_path / "whole", config, tokenizer)
+    monkeypatch.setattr(convert.save_weights, "__defaults__", (100_000,))
+    divided, same = base_folder(tmp_path / "divided", config, tokenizer)
+    assert len(list(divided.glob("*.safetensors"))) > 2 and same == sha256
+    tensors = convert.load_model_weights(whole)
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}
+    assert convert.weights_sha256({**extra, **tensors}) == sha256
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][3, 4] += 1e-6
+    assert convert.weights_sha256(tensors) != sha256
+
+
+@pytest.mark.parametrize("damage, match", [
+    (dict(use_dora=True), "use_dora=True"), (dict(peft_type="IA3"), "IA3"), (dict(init_lora_weights="pissa"), "pissa"),
+    (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
+    (dict(bias="all"), "bias='all'"),
+])
+def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
+    folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
+    content = convert.read_json(folder / "adapter_config.json")
+    (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
+    with pytest.raises(CheckpointError, match=match):
+        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
+
+
+def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
+    folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
+    for changes, match in ((dict(dim=32), r"lora_A.weight is \(4, 64\).*\(4, 32\)"),
+                           (dict(n_layers=1), "hold .*layers.1.*has not")):
+        with pytest.raises(CheckpointError, match=match):
+            adapter_files.load_adapter_folder(folder, shape(**changes), padded(VOCAB))
+    state = adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB)).state
+    for changes, match in ((dict(lora_rank=8), r"\(4, 64\) in the checkpoint and \(8, 64\) here.*LORA_RANK"),
+                           (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES")):
+        with pytest.raises(CheckpointError, match=match):
+            lora.load_adapter_state_dict(adapted(shape(), changes), state)
+    with pytest.raises(CheckpointError, match="holds no adapters"):
+        adapter_files.load_adapter_folder(tmp_path / "base", shape(), padded(VOCAB))
+    (folder / "adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="adapter_model.safetensors cannot be read"):
+        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
+
+
+def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
+    tied = shape(tie_embeddings=True)
+    tensors = convert.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
+    for change in ({}, {"base_model.model.lm_head.weight": torch.zeros(VOCAB, 64)}):
+        apart = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name} | change
+        with pytest.raises(CheckpointError, match="one matrix in their base"):
+            convert.from_peft(apart, tied, padded(VOCAB), 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------- the script
+
+
+merge = runpy.run_path(str(SCRIPT))["merge"]
+
+
+@pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, dict(lora_rslora=True)), (False, WHOLE[3])])
+def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, changes, tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    model = adapted(shape(tie_embeddings=tied), changes)
+    adapter, _ = saved(tmp_path, model, changes, tokenizer)
+    done = subprocess.run([sys.executable, SCRIPT, adapter, "--output", tmp_path / "merged"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "is ready" in done.stdout
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        expected = model.logits(tokens())
+        assert (theirs(tokens()).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_a_merge_can_round_to_bf16(tokenizer, tmp_path):
+    model = adapted(shape(), {})
+    adapter, _ = saved(tmp_path, model, {}, tokenizer)
+    assert 0 < merge(adapter, tmp_path / "merged", dtype=torch.bfloat16) < 0.2
+    assert {tensor.dtype for tensor in convert.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
+
+
+def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_path):
+    adapter, base = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
+    output = tmp_path / "merged"
+
+    def refused(match: str, *arguments) -> None:
+        there = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CheckpointError, match=match):
+            merge(adapter, *arguments)
+        assert sorted(tmp_path.rglob("*")) == there
+
+    refused(f"{base} exists", base)
+    refused("nowhere is no model folder here; .*--base", output, tmp_path / "nowhere")
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    tensors = convert.load_model_weights(base)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    convert.save_weights(other, tensors)
+    hashes = [convert.weights_sha256(convert.load_model_weights(folder)) for folder in (other, base)]
+    refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
+    factors = convert.read_tensors(adapter / "adapter_model.safetensors")
+    next(iter(factors.values())).fill_(torch.nan)
+    adapter_files.save_file(factors, adapter / "adapter_model.safetensors")
+    refused("nothing is written", output)
+
+
+# ------------------------------------------------------------------------------------------------------------------ few bits
+
+
+few_bits = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
+
+
+@few_bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind, smallest, error", [("int8", 1.0, 0.01), ("nf4", 0.5, 0.12)])
+def test_a_quantised_base_is_near_and_its_adapters_learn(kind, smallest, error, dtype):
+    changes = dict(lora_target_modules="wq,w2", lora_base_quantization=kind)
+    model, plain = adapted(shape(), changes, dtype), adapted(shape(), dict(lora_target_modules="wq,w2"), dtype)
+    lora.keep_base_in(model, dtype)
+    for name in ("attention.wq", "attention.wo", "feed_forward.w2"):
+        layer, whole = (each.layers[1].get_submodule(name) for each in (model, plain))
+        assert layer.weight.nbytes == smallest * whole.weight.numel() and not layer.weight.requires_grad
+        x = torch.randn(50, layer.in_features).to(dtype).requires_grad_()
+        got, wanted = layer(x), whole(x)
+        assert (got - wanted).norm() < error * wanted.norm()
+        upstream = torch.randn_like(got)
+        mine, theirs = (torch.autograd.grad(output, x, upstream)[0] for output in (got, wanted))
+        assert (mine - theirs).norm() < error * theirs.norm()
+    gradients, wanted = learn(model), learn(plain)
+    assert gradients.keys() == wanted.keys()
+    one, other = (torch.cat([gradient.flatten() for gradient in each.values()]) for each in (gradients, wanted))
+    assert torch.cosine_similarity(one, other, dim=0) > 0.9
+
+
+@few_bits
+@looked_at_by_dynamo
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
+    changes = dict(lora_base_quantization=kind, lora_target_modules="wq,wk,w1")
+    config = shape(activation_checkpointing="block")
+    model, compiled = adapted(config, changes), adapted(config, changes)
+    for block in compiled.layers:
+        block.compile(fullgraph=True, backend="aot_eager")
+    assert furthest(learn(compiled), learn(model)) < 1e-5
+    merged = Transformer(shape(), VOCAB)
+    merged.load_state_dict(lora.merged_state_dict(model))
+    with torch.no_grad():
+        expected = model.logits(tokens())
+        assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
+        with lora.adapters_off(model):
+            assert not torch.equal(model.logits(tokens()), expected)
+    assert all("lora_" in name for name in lora.adapter_state_dict(model))
+
+
+def test_quantisation_without_its_library_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(SettingsError, match="LORA_BASE_QUANTIZATION=nf4 needs bitsandbytes: pip install"):
+        adapted(shape(), dict(lora_base_quantization="nf4"))
+
+
+@few_bits
+def test_quantisation_without_a_kernel_is_refused(monkeypatch):
+    def missing(*arguments):
+        raise NotImplementedError("no kernel found")
+
+    import bitsandbytes  # noqa: F401
+    monkeypatch.setattr(torch.ops.bitsandbytes, "int8_vectorwise_quant", missing)
+    with pytest.raises(SettingsError, match="LORA_BASE_QUANTIZATION=int8.*no working kernel for cpu.*no kernel found"):
+        adapted(shape(), dict(lora_base_quantization="int8"))
