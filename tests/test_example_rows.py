@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from config import ModelConfig
 from dataloaders import TokenRows, validation_batches
 from errors import DataError
+from example_preparation import prepare_examples
 from example_rows import ExampleRows, open_example_set
 from model import IGNORE_INDEX, Transformer
 from shards import MANIFEST, header_bytes, open_token_set
+from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
 VOCABULARY = 100
 PROMPT, WORDS = False, True  # what a part of an example is
@@ -399,3 +401,37 @@ def test_rows_are_the_padding_free_batches_of_trl(tmp_path):
         assert ours.targets_BT[0, :used].tolist() == theirs["labels"][0, ~first].tolist()
         assert ours.documents_BT[0, :used].tolist() == (theirs["seq_idx"][0, ~last] + 1).tolist()
         assert (ours.targets_BT[0, used:] == IGNORE_INDEX).all()
+
+
+# Llama 3's format, with the marks by which transformers tells what the assistant says.
+MARKED_TEMPLATE = """{{ bos_token }}{% for message in messages %}\
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}{% if message['role'] == 'assistant' %}\
+{% generation %}{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}\
+{% else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}{% endfor %}"""
+
+
+def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ranks = train_bpe(["Who has the cat? The cat sat on the mat; Anna says that it's hers. user assistant system\n\n"] * 9, 300)
+    write_tiktoken(ranks, tmp_path / "tokenizer.model")
+    tokenizer = Tokenizer(ranks)
+    tokenizer.save_huggingface(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    roles = ["user", "assistant"] * 3
+    chats = [[{"role": role, "content": f"{'The cat sat. ' * (turn + number % 3)}{number}"} for turn, role in
+              enumerate((["system"] if number % 2 else []) + roles[:2 + 2 * (number % 3)])] for number in range(8)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    folder = prepare_examples("chats", str(tmp_path / "chats.jsonl"), str(tmp_path / "tokenizer.model"), "auto", tmp_path / "sft",
+                              system_prompt="", shard_tokens=200, validation_fraction=0, workers=1)
+    rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256), 512)
+    batch, expected = rows(np.arange(len(rows))), []
+    for chat in chats:
+        labelled = theirs.apply_chat_template(chat, chat_template=MARKED_TEMPLATE, return_dict=True,
+                                              return_assistant_tokens_mask=True)
+        labels = [token if said else IGNORE_INDEX for token, said in zip(labelled["input_ids"], labelled["assistant_masks"])]
+        expected.append((labelled["input_ids"][:-1], labels[1:]))
+    for row in range(len(rows)):
+        for document, example in enumerate(rows.examples_in(row).tolist(), 1):
+            own = batch.documents_BT[row] == document
+            assert (batch.tokens_BT[row, own].tolist(), batch.targets_BT[row, own].tolist()) == expected[example]
+            assert expected[example][1][-1] == tokenizer.special_ids["<|eot_id|>"]
