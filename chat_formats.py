@@ -88,8 +88,8 @@ class TemplateFormat:
     """A Hugging Face chat template, rendered in jinja2's sandbox; what people write in a chat stays text.
 
     The ids are those of transformers' apply_chat_template, with two exceptions. A control token's literal in a message is encoded
-    as text. And there is no `strftime_now`, so that the same chats are the same tokens on every day; templates that ask for it
-    have a fixed date to fall back on.
+    as text. And there is no `strftime_now`, so that the same chats are the same tokens on every day; a template that asks for the
+    date uses the one that it has to fall back on, or cannot be used.
 
     Raises:
         DataError: from each method too: the template cannot be rendered, or the answers' places in it cannot be told.
@@ -121,6 +121,10 @@ class TemplateFormat:
             ends = {ids[-1] for ids, is_target in self.encode_chat(TRIAL) if is_target}
             if len(ends) > 1:
                 raise DataError(f"it ends the assistant's turns in either of {self.tokenizer.decode(sorted(ends))}")
+            if not ends <= {self.tokenizer.eot_id, self.tokenizer.eos_id}:
+                # What a saved folder says of where to stop comes from there.
+                raise DataError(f"it ends the assistant's turns in {self.tokenizer.decode(ends)}; name that as eot_token in the "
+                                "tokenizer_config.json beside its tokenizer.json")
         except DataError as error:
             raise DataError(f"the tokenizer's chat template cannot be learned from: {error}; put another chat_template.jinja "
                             "beside its tokenizer.json") from error

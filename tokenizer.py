@@ -37,7 +37,8 @@ KNOWN_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]"),
-    "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<turn|>", "<|end_of_turn|>"),
+    "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<turn|>", "<|end_of_turn|>",
+                  "<|END_OF_TURN_TOKEN|>"),
 }
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -228,7 +229,8 @@ class HuggingFaceTokenizer:
         Whether a plain call there adds a bos follows from the tokenizer.json that was loaded;
         `add_special_tokens=False` never does.
         """
-        names = {role: token for role, token in self.control_tokens.items() if role != "eot_token"}
+        names = {role: token for role, token in self.control_tokens.items()
+                 if role != "eot_token" or token not in KNOWN_NAMES[role]}
         template = self.chat_template
         if template is None and "bos_token" in names and set(NAMED_SPECIALS[6:10]) <= set(self.special_ids):
             template = CHAT_TEMPLATE
