@@ -1,6 +1,7 @@
-"""Continue texts with a checkpoint, or with any Llama in a Hugging Face folder.
+"""Continue texts, or talk, with a checkpoint or with any Llama in a Hugging Face folder.
 
     python scripts/generate.py runs/first/checkpoints/step-00000200 --prompt "Once upon a time" "The museum"
+    python scripts/generate.py runs/sft/checkpoints/step-00000900 --chat --prompt "Who are you?" "And who am I?"
 """
 
 import argparse
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import checkpoints
+from chat_formats import load_chat_format
 from config import ModelConfig
 from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
 from errors import run_script
@@ -48,10 +50,28 @@ def continuations(folder: Path, prompts: list[str], **options) -> list[str]:
     return [tokenizer.decode(ids) for ids in written]
 
 
+def answers(folder: Path, turns: list[str], system_prompt: str = "", **options) -> list[str]:
+    """What the folder's model answers to each turn of one dialog; the options are those of generate.
+
+    Raises:
+        DataError: its tokenizer has no chat format, or this refuses the dialog.
+    """
+    model, tokenizer = load(folder)
+    chat_format = load_chat_format(tokenizer)
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        written, = generate(model, [chat_format.encode_prompt(messages)], stop_ids=chat_format.stop_ids, **options)
+        messages.append({"role": "assistant", "content": tokenizer.decode(written)})
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a checkpoint, or a Llama in Hugging Face's format")
     parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT", help="beginnings to continue (default: none)")
+    parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns in one dialog, and get answers")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt of a chat (default: none)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T",
                         help="0 = the likeliest token always (default: %(default)s)")
@@ -61,14 +81,23 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.max_new_tokens < 0 or args.temperature < 0 or not 0 < args.top_p <= 1:
         parser.error("--max-new-tokens and --temperature must be 0 or more, --top-p above 0 and at most 1")
+    if args.system and not args.chat:
+        parser.error("--system goes with --chat")
+    if args.chat and not all(prompt.strip() for prompt in args.prompt):
+        parser.error("--chat needs a --prompt for each of the user's turns")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    texts = continuations(args.folder.expanduser(), args.prompt, max_new_tokens=args.max_new_tokens,
-                          temperature=args.temperature, top_p=args.top_p, seed=args.seed)
-    print("\n\n".join(prompt + text for prompt, text in zip(args.prompt, texts)))
+    folder = args.folder.expanduser()
+    options = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    if args.chat:
+        replies = answers(folder, args.prompt, args.system, **options)
+        print("\n\n".join(f"> {prompt}\n\n{reply}" for prompt, reply in zip(args.prompt, replies)))
+    else:
+        texts = continuations(folder, args.prompt, **options)
+        print("\n\n".join(prompt + text for prompt, text in zip(args.prompt, texts)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,60 @@ def test_the_command_prints_prompt_and_continuation(script, folder):
                            "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
     expected = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts)) + "\n"
     assert done.returncode == 0 and done.stdout.decode() == expected, done.stderr.decode()
+
+
+def chat_by_transformers(folder: Path, messages: list[dict], max_new_tokens: int) -> str:
+    """One greedy turn, stopped where the folder's own generation_config says."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1]:].tolist()
+    ends = model.generation_config.eos_token_id
+    assert written[-1] in ends or len(written) == max_new_tokens
+    return tokenizer.decode(written[:-1] if written[-1] in ends else written)
+
+
+@pytest.mark.parametrize("template", ["of the folder", "its own"])
+def test_a_greedy_chat_is_that_of_transformers(script, folder, tokenizer, tmp_path, template):
+    shutil.copytree(folder, tmp_path / "folder")
+    if template == "its own":
+        (tmp_path / "folder" / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}")
+    for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
+        answer, = script.answers(tmp_path / "folder", [turn], system, max_new_tokens=24, temperature=0)
+        assert answer == chat_by_transformers(tmp_path / "folder", messages, 24) != ""
+
+
+def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypatch):
+    prompts, stops = [], []
+
+    def generate(model, ids, *, stop_ids, **options):
+        prompts.append(tokenizer.decode(ids[0]))
+        stops.append(stop_ids)
+        return [tokenizer.encode(f"yes {len(prompts)}")]
+
+    monkeypatch.setattr(script, "generate", generate)
+    assert script.answers(folder, ["a", "b"], max_new_tokens=4) == ["yes 1", "yes 2"]
+    assert stops == [{tokenizer.eot_id, tokenizer.eos_id}] * 2
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+    assert prompts[1] == ("<|begin_of_text|>" + header("user") + "a<|eot_id|>" + header("assistant") + "yes 1<|eot_id|>"
+                          + header("user") + "b<|eot_id|>" + header("assistant"))
+
+
+def test_the_command_prints_the_turns_of_a_chat(script, folder, monkeypatch, capsys):
+    replies = script.answers(folder, ["The cat", "Why?"], "Be kind.", max_new_tokens=6, temperature=0)
+    argv = ["generate.py", str(folder), "--chat", "--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "6"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--prompt", "The cat", "Why?"])
+    script.main()
+    assert capsys.readouterr().out == f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
+    for bad, reason in ((argv, "--chat needs a --prompt"), ([*argv[:2], *argv[3:]], "--system goes with --chat")):
+        monkeypatch.setattr(sys, "argv", bad)
+        with pytest.raises(SystemExit):
+            script.main()
+        assert reason in capsys.readouterr().err
 
 
 def test_what_is_no_llama_is_refused_with_a_word(script, tmp_path, capsys, monkeypatch):
