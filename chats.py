@@ -225,7 +225,7 @@ def text_in(name: str, value: Any) -> str:
 
 def columns_of(record: Mapping[str, Any]) -> str:
     """The names of a record's columns, for a complaint."""
-    return ", ".join(map(repr, record)) or "no columns"
+    return ", ".join(f"{name!r} (null)" if value is None else repr(name) for name, value in record.items()) or "no columns"
 
 
 def is_blank(text: Any) -> bool:
