@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from config import DistillationConfig
-from model import IGNORE_INDEX
+from model import IGNORE_INDEX, slices
 from objectives import LossSum
 
+CACHE_BYTES = 2**20  # of logits that are worked on at a time on a CPU, where memory is slower than arithmetic
 LOWEST_LOGPROB = -1e4  # stands for the logarithm of 0, of which no arithmetic can make NaN
 
 
@@ -90,7 +91,7 @@ def sparse_divergence(student_logits_MV: Tensor, teacher_ids_MK: Tensor, teacher
 
 
 class MixedLoss(NamedTuple):
-    """Sums over the positions of a chunk, and the gradient of the weighted sum to the logits."""
+    """Sums over positions, and the gradient of the weighted sum to their logits."""
 
     gradient_MV: Tensor
     divergence: Tensor
@@ -115,6 +116,12 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
 
 
+def block_rows(logits_MV: Tensor) -> int:
+    """How many positions are worked on at a time."""
+    rows = len(logits_MV) if logits_MV.device.type != "cpu" else CACHE_BYTES // (4 * logits_MV.shape[1])
+    return max(1, rows)
+
+
 class Distillation:
     """DISTILLATION_WEIGHT of the divergence from the teacher, and cross-entropy for the rest, in nats per target.
 
@@ -122,7 +129,7 @@ class Distillation:
 
     Args:
         teacher: runs along; None where the batches bring `stored` what it said, as teachers.StoredTeacherRows gives them.
-        compiled: compile what is computed over the vocabulary.
+        compiled: compile what is computed over the vocabulary; on a GPU, a CPU gains nothing.
     """
 
     def __init__(self, config: DistillationConfig, teacher: Optional[Teacher] = None, compiled: bool = False):
@@ -139,15 +146,20 @@ class Distillation:
         told = self.told(batch)
         targets_M = batch.targets_BT.flatten()
         targets_M = targets_M if positions_M is None else targets_M[positions_M]
-        sums = dict.fromkeys(("divergence", "cross_entropy"), torch.zeros((), device=targets_M.device))
+        sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
         def loss(logits_MV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-            mixed = self.mixed_loss(logits_MV, targets_M[part], told(part), config.distillation_weight, config.distillation_loss,
-                                    config.distillation_temperature, config.distillation_jsd_beta)
-            sums["divergence"] = sums["divergence"] + mixed.divergence
-            sums["cross_entropy"] = sums["cross_entropy"] + mixed.cross_entropy
-            total = config.distillation_weight * mixed.divergence + (1 - config.distillation_weight) * mixed.cross_entropy
-            return total, mixed.gradient_MV
+            chunk_targets_M, chunk_told = targets_M[part], told(part)
+            total = torch.zeros_like(sums["divergence"])
+            for block in slices(len(logits_MV), block_rows(logits_MV)):
+                mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block], tuple(tensor[block] for tensor in chunk_told),
+                                        config.distillation_weight, config.distillation_loss, config.distillation_temperature,
+                                        config.distillation_jsd_beta)
+                logits_MV[block] = mixed.gradient_MV  # nobody reads these logits again
+                sums["divergence"] += mixed.divergence
+                sums["cross_entropy"] += mixed.cross_entropy
+                total += config.distillation_weight * mixed.divergence + (1 - config.distillation_weight) * mixed.cross_entropy
+            return total, logits_MV
 
         total = model(batch.tokens_BT, batch.targets_BT, batch.documents_BT, positions_M=positions_M, reduction=loss)
         return LossSum(total, sums)

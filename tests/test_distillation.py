@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import distillation
 from config import Config
 from dataloaders import Batch
 from distillation import Distillation, divergence, mixed_loss, sparse_divergence
@@ -228,8 +229,9 @@ def gradients(model: Transformer, total: torch.Tensor) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("with_positions", [True, False])
-@pytest.mark.parametrize("chunk", [0, 7])
-def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk):
+@pytest.mark.parametrize("chunk, cache_bytes", [(0, 2**20), (7, 2**20), (0, 4 * VOCAB * 3), (7, 1)])
+def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk, cache_bytes, monkeypatch):
+    monkeypatch.setattr(distillation, "CACHE_BYTES", cache_bytes)
     student, teacher, batch = llama(1, head_chunk_tokens=chunk), llama(2), a_batch(with_positions)
     objective = Distillation(settings(loss=kind, weight=0.3, temperature=2.0, jsd_beta=0.3), Teacher(teacher))
     summed = objective.loss_sum(student, batch)
@@ -327,7 +329,8 @@ def test_micro_batches_add_up():
     whole = objective.loss_sum(student, batch)
     at_once = gradients(student, whole.total)
     student.zero_grad()
-    parts = [Batch(batch.tokens_BT[part], batch.targets_BT[part], batch.documents_BT[part]) for part in (slice(0, 1), slice(1, 4))]
+    parts = [Batch(batch.tokens_BT[part], batch.targets_BT[part], batch.documents_BT[part])
+             for part in (slice(0, 1), slice(1, 4))]
     totals = [objective.loss_sum(student, part).total for part in parts]
     for total in totals:
         total.backward()
