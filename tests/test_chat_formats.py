@@ -228,6 +228,37 @@ def test_templates_of_well_known_models_give_the_ids_of_transformers(name, end, 
         assert marked == [int(is_target) for ids, is_target in chat_format.encode_chat(DIALOG) for _ in ids]
 
 
+def test_what_templates_are_written_with_works_as_in_transformers(with_template, tmp_path):
+    template = """{% if tools is not none or documents is not none %}
+    {{ raise_exception('tools?') }}
+{% endif %}
+{% set state = namespace(turns=0) %}
+  {% for message in messages %}
+    {% if message.role == 'system' %}
+        {% continue %}
+    {% endif %}
+    {% set state.turns = state.turns + 1 %}
+<|im_start|>{{ message.role }} {{ {'<turn>': state.turns, "it's": 'ä'} | tojson }} {{ [1, 2] | tojson(indent=1) }}
+{{ '' if message.role == 'user' }}{{ message.content }}<|im_end|>
+  {% endfor %}
+  {% if add_generation_prompt %}
+<|im_start|>assistant {{ {'<turn>': state.turns + 1, "it's": 'ä'} | tojson }} {{ [1, 2] | tojson(indent=1) }}
+
+  {%- endif %}
+{{ '\n' if add_generation_prompt }}"""
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    assert_as_transformers(chat_format, tmp_path, [{"role": "system", "content": "Be kind."}, *DIALOG])
+    assert "it's" in chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOG[:1]))
+
+
+def test_an_answer_that_ends_in_another_control_token_than_the_others_is_refused(with_template):
+    template = CHATML.replace("'<|im_end|>'", "('</s>' if 'calls' in message.content else '<|im_end|>')")
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    assert chat_format.encode_chat(DIALOG)
+    with pytest.raises(DataError, match="ends this answer in </s>"):
+        chat_format.encode_chat([DIALOG[0], {"role": "assistant", "content": "she calls"}])
+
+
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transformers_does(scheme, with_template, tmp_path):
     def sentencepiece(document):
