@@ -171,6 +171,14 @@ def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to
     assert all(message.format("Be brief.") in tokenizer.decode(prompt) for (prompt, _), _, _ in examples_of(pair, "train"))
 
 
+@pytest.mark.parametrize("kind", RECORDS)
+def test_an_example_falls_on_the_same_side_wherever_it_comes_from(tmp_path, tokenizer_path, kind):
+    records = RECORDS[kind](60)
+    sources = [write_jsonl(tmp_path / "x.jsonl", records), write_jsonl(tmp_path / "y.jsonl", records[::-1])]
+    held_out = [examples_of(prepare(kind, source, tokenizer_path, tmp_path / "out"), "validation") for source in sources]
+    assert held_out[0] == held_out[1][::-1] and 1 < len(held_out[0]) < 20
+
+
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):
     records = [{**chat, **pair} for chat, pair in zip(chats(40, seed=1), pairs(40))]
     records = [{**record, "messages": record["messages"][-2:]} for record in records]
@@ -252,6 +260,9 @@ def test_answers_of_the_same_tokens_are_refused(tmp_path, folder_path, tokenizer
     (tmp_path / "tokenizer.json").write_text(json.dumps({**document, "normalizer": {"type": "NFC"}}))
     with pytest.raises(DataError, match="x.jsonl:1: chosen and rejected have the same tokens"):
         prepare("pairs", str(tmp_path / "x.jsonl"), str(tmp_path), tmp_path / "out")
+    # An answer that is written in the other normal form is no fault of its labels.
+    chat = {"prompt": "a", "completion": "e\u0301"}
+    assert prepare("chats", write_jsonl(tmp_path / "y.jsonl", [chat]), str(tmp_path), tmp_path / "out", validation_fraction=0)
 
 
 @pytest.mark.parametrize("break_it, fault", [
