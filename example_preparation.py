@@ -151,13 +151,13 @@ def label_fault(example: Chat | Pair, segments: Segments, chat_format: ChatForma
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):
         return f"{len(targets)} runs of targets for {len(answers)} answers"
-    if segments[0][1] or not segments[0][0]:
-        return "nothing comes before the first target"
+    if segments[0][1] or not all(ids for ids, _ in segments):
+        return "nothing comes before a target"
     if not segments[-1][1]:
         return "the last tokens are no targets"
     specials = frozenset(tokenizer.special_ids.values())
     for ids, answer in zip(targets, answers):
-        if not ids or ids[-1] != chat_format.end_of_turn_id:
+        if ids[-1] != chat_format.end_of_turn_id:
             return f"the end of the turn is no target behind {answer[-40:]!r}"
         if not specials.isdisjoint(ids[:-1]):
             return f"a control token is a target within {tokenizer.decode(ids)[:80]!r}"
@@ -172,7 +172,7 @@ def flattened(examples: Sequence[Segments], dtype: str) -> Tokens:
     """Examples one after the other, as they are written."""
     ids = list(chain.from_iterable(part for segments in examples for part, _ in segments))
     flags = [len(part) << 2 | (number == len(segments)) << 1 | is_target
-             for segments in examples for number, (part, is_target) in enumerate(segments, 1) if part]
+             for segments in examples for number, (part, is_target) in enumerate(segments, 1)]
     targets = sum(len(part) for segments in examples for part, is_target in segments if is_target)
     return Tokens(np.array(ids, dtype), len(examples), np.array(flags, "uint32"), targets)
 
