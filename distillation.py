@@ -14,7 +14,7 @@ from config import DistillationConfig
 from model import IGNORE_INDEX, slices
 from objectives import LossSum
 
-CACHE_BYTES = 2**20  # of logits that are worked on at a time on a CPU, where memory is slower than arithmetic
+CACHE_BYTES = 2**19  # of logits that are worked on at a time on a CPU, where memory is slower than arithmetic
 LOWEST_LOGPROB = -1e4  # stands for the logarithm of 0, of which no arithmetic can make NaN
 
 
@@ -79,10 +79,9 @@ def sparse_divergence(student_logits_MV: Tensor, teacher_ids_MK: Tensor, teacher
     """
     scaled_MV = student_logits_MV / temperature
     kept_MK = scaled_MV.gather(1, teacher_ids_MK)
-    scaled_MV.scatter_(1, teacher_ids_MK, -torch.inf)
-    highest_M1 = scaled_MV.amax(dim=-1, keepdim=True).clamp(min=LOWEST_LOGPROB)
+    highest_M1 = scaled_MV.scatter_(1, teacher_ids_MK, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=LOWEST_LOGPROB)
     exp_MV = scaled_MV.sub_(highest_M1).exp_()
-    sum_M1 = exp_MV.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    sum_M1 = exp_MV.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # where none is left
     classes_MC = torch.cat([kept_MK, sum_M1.log() + highest_M1], dim=1)
     value_M, gradient_MC = divergence(classes_MC, teacher_logprobs_MC, kind, 1.0, jsd_beta)
     gradient_MV = exp_MV.mul_(temperature * gradient_MC[:, -1:] / sum_M1)
@@ -109,10 +108,12 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     divergence_M, gradient_MV = compare(logits_MV, *teacher, kind, temperature, jsd_beta)
     counted_M = (targets_M != IGNORE_INDEX).float()
     index_M1 = targets_M.clamp(min=0)[:, None]
-    logprobs_MV = softened_logprobs(logits_MV, 1.0)
-    cross_entropy_M = -logprobs_MV.gather(1, index_M1)[:, 0]
+    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
+    exp_MV = (logits_MV - highest_M1).exp_()
+    sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
+    cross_entropy_M = (sum_M1.log() + highest_M1 - logits_MV.gather(1, index_M1))[:, 0]
     share_M1 = ((1 - weight) * counted_M)[:, None]
-    gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(logprobs_MV.exp_(), share_M1).scatter_add_(1, index_M1, -share_M1)
+    gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1).scatter_add_(1, index_M1, -share_M1)
     return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
 
 

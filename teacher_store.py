@@ -20,7 +20,7 @@ import torch
 from config import Config
 from dataloaders import Batch, ReadRows
 from errors import DataError, SettingsError
-from model import HEAD_CHUNK_BYTES, slices
+from model import HEAD_CHUNK_BYTES, IGNORE_INDEX, slices
 from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
 
@@ -28,6 +28,7 @@ FORMAT = 1
 LOWEST_LOGPROB = -1e4  # for what is impossible: float16 holds it, and exp makes 0 of it
 PROGRESS_SECONDS = 15
 COMMIT_SECONDS = 10
+LITTLE = 0.5  # of the teacher's probability, below which most of what it knows is lost
 
 
 class TeacherStore:
@@ -90,26 +91,22 @@ class StoreWriter:
     """
 
     def __init__(self, store: TeacherStore):
-        self.store = store
+        self.store, self.committed = store, time.monotonic()
         self.pending: list[tuple[int, int]] = []
         self.files: dict[str, int] = {}
-
-    def __enter__(self) -> "StoreWriter":
-        folder = self.store.folder
+        folder = store.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / "facts.json").exists():  # every process writes the same
                 unfinished = folder / f"tmp-{os.getpid()}-facts.json"
-                unfinished.write_text(self.store.facts, encoding="utf-8")
+                unfinished.write_text(store.facts, encoding="utf-8")
                 unfinished.replace(folder / "facts.json")
-            for name, size in self.store.sizes.items():
+            for name, size in store.sizes.items():
                 self.files[name] = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
                 os.ftruncate(self.files[name], size)  # only a new file has another
         except OSError as error:
             self._close()
             raise self._refusal(error) from error
-        self.committed = time.monotonic()
-        return self
 
     def write(self, batch: Batch, indices: np.ndarray, ids_BTK: np.ndarray, logprobs_BTC: np.ndarray) -> None:
         """Write the rows that were read as `batch`; after a `commit`, which comes now and then by itself, they are stored."""
@@ -147,6 +144,9 @@ class StoreWriter:
     def _close(self) -> None:
         while self.files:
             os.close(self.files.popitem()[1])
+
+    def __enter__(self) -> "StoreWriter":
+        return self
 
     def __exit__(self, *_) -> None:
         try:
@@ -247,10 +247,21 @@ def with_stored_teacher(rows, folder: Path, facts: Mapping[str, Any], make_teach
         def ask(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
             return likeliest(teacher, batch.to(ranks.device), k, config.distillation_temperature, vocab_size)
 
-        with StoreWriter(store) as writer:
+        with ranks.together(lambda: StoreWriter(store)) as writer:
             fill(writer, rows, ask, slices(max(missing), config.micro_batch_size), own, ranks, signals, say)
         ranks.together(lambda: check_complete(store, indices))
-    return StoredTeacherRows(rows, store)
+    stored = StoredTeacherRows(rows, store)
+    share = ranks.together(lambda: kept_share(stored(indices[:config.micro_batch_size])))
+    advice = "" if share > LITTLE else "; a lower temperature or a larger DISTILLATION_TOP_K would teach more"
+    say(f"Teacher: the {k} likeliest tokens hold {share:.0%} of its probability at DISTILLATION_TEMPERATURE="
+        f"{config.distillation_temperature:g}{advice}")
+    return stored
+
+
+def kept_share(batch: Batch) -> float:
+    """The mean share of the teacher's probability that the kept tokens have where there is a target."""
+    others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
+    return 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
 
 
 def check_room(store: TeacherStore, rows: int) -> None:
@@ -294,3 +305,4 @@ def fill(writer: StoreWriter, rows: ReadRows, ask: Callable[[Batch], tuple[np.nd
         if now - told > PROGRESS_SECONDS:
             say(f"Teacher: {share:.0%} of the rows | ETA: {duration((now - started) * (1 - share) / share)}")
             told = now
+    ranks.together(writer.commit)

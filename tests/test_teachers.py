@@ -339,8 +339,12 @@ def token_rows(folder: Path, tokenizer, rows: int = 9, seed: int = 0) -> TokenRo
     ids = np.random.default_rng(seed).integers(0, 270, rows * ROW_TOKENS + 1).astype("<u2")
     ids[::5] = tokenizer.document_start_id
     (folder / "train-00000.bin").write_bytes(header_bytes(len(ids), "uint16") + ids.tobytes())
-    return TokenRows(TokenSet((Shard(folder / "train-00000.bin", "uint16", HEADER_BYTES, len(ids)),), "d"), ROW_TOKENS,
-                     tokenizer.document_start_id)
+    return token_rows_of(folder / "train-00000.bin", tokenizer)
+
+
+def token_rows_of(path: Path, tokenizer) -> TokenRows:
+    shard = Shard(path, "uint16", HEADER_BYTES, (path.stat().st_size - HEADER_BYTES) // 2)
+    return TokenRows(TokenSet((shard,), "d"), ROW_TOKENS, tokenizer.document_start_id)
 
 
 class CountingTeacher(LlamaTeacher):
@@ -434,7 +438,7 @@ def test_a_stopped_pass_goes_on_and_gives_the_same_store(tmp_path, tokenizer):
 def test_rows_that_were_written_but_not_committed_are_asked_for_again(tmp_path, tokenizer):
     rows = token_rows(tmp_path / "data", tokenizer)
     store = TeacherStore(tmp_path / "store", {}, len(rows), ROW_TOKENS, tokenizer.vocab_size, 8)
-    writer = StoreWriter(store).__enter__()
+    writer = StoreWriter(store)
     said = likeliest(CountingTeacher(tokenizer), rows(np.arange(3)), 8, 1.0, tokenizer.vocab_size)
     writer.write(rows(np.arange(3)), np.arange(3), *said)
     assert len(store.missing(np.arange(9))) == 9  # so would a killed process leave it
@@ -471,12 +475,15 @@ def test_other_facts_are_another_store(tmp_path, tokenizer):
 def test_rows_of_other_data_are_not_taken_for_those_that_were_stored(tmp_path, tokenizer):
     rows = token_rows(tmp_path / "data", tokenizer)
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
-    others = stored(token_rows(tmp_path / "others", tokenizer, seed=1), tmp_path, tokenizer, None)
-    with pytest.raises(DataError, match="row 4 is damaged, or of other data; delete the folder"):
-        others(np.array([4]))
-    masked = stored(TokenRows(rows.token_set, ROW_TOKENS, None), tmp_path, tokenizer, None)
-    with pytest.raises(DataError, match="row 0 is damaged, or of other data"):
-        masked(np.array([0, 1]))
+    for others in (token_rows(tmp_path / "others", tokenizer, seed=1), TokenRows(rows.token_set, ROW_TOKENS, None)):
+        with pytest.raises(DataError, match="row 0 is damaged, or of other data; delete the folder"):
+            stored(others, tmp_path, tokenizer, None)
+    shard = rows.token_set.shards[0].path
+    flip(shard, HEADER_BYTES + 2 * (4 * ROW_TOKENS + 5))  # a token in the middle of row 4
+    changed = stored(token_rows_of(shard, tokenizer), tmp_path, tokenizer, None)
+    assert changed(np.array([3, 5])).stored
+    with pytest.raises(DataError, match="row 4 is damaged, or of other data"):
+        changed(np.array([3, 4]))
 
 
 @pytest.mark.parametrize("spoil, match", [
@@ -521,6 +528,17 @@ def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokeniz
     monkeypatch.setattr(teacher_store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(DataError, match="bytes more, and 100 are free; lower DISTILLATION_TOP_K"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
+
+
+def test_how_much_of_the_teacher_is_kept_is_told_at_every_start(tmp_path, tokenizer):
+    rows, teacher, said = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer), []
+    stored(rows, tmp_path, tokenizer, teacher, said=said, distillation_temperature=4.0)
+    stored(rows, tmp_path, tokenizer, None, said=said, distillation_temperature=4.0)
+    stored(rows, tmp_path, tokenizer, teacher, said=said, distillation_temperature=4.0, distillation_top_k=500)
+    logits = teacher.logits(rows(np.arange(2)))(slice(None))
+    kept = (torch.softmax(logits / 4, -1).topk(8).values.sum(-1).mean() * 100).round().int().item()
+    assert said[1] == said[2] and f"the 8 likeliest tokens hold {kept}% of its" in said[1] and "a lower temperature" in said[1]
+    assert "500 likeliest tokens hold 9" in said[4] and "a lower temperature" not in said[4]
 
 
 def test_more_tokens_than_there_are_cannot_be_kept(tmp_path, tokenizer):
