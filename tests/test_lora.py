@@ -6,21 +6,22 @@ import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import furthest, run_ranks
+from safetensors.torch import save_file
 from torch import nn
 
-import adapter_files
 import convert
 import lora
 from config import LoraConfig, ModelConfig
 from errors import CheckpointError, SettingsError
 from model import Linear, Transformer, padded
 from model_utils import wrap_model
-from ranks import start_ranks, stop_ranks
+from ranks import Ranks, start_ranks, stop_ranks
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -228,32 +229,31 @@ def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapte
     assert len(graphs) == 3
 
 
-def rank_gradients(folder: str) -> int:
-    """In one of two ranks: DDP without find_unused_parameters, with recomputation and accumulation."""
-    ranks = start_ranks("cpu", 60)
+def shared_gradients(ranks: Ranks) -> dict[str, torch.Tensor]:
+    """Of this rank's two micro-batches and the other's: DDP without find_unused_parameters, with recomputation."""
     model = adapted(shape(activation_checkpointing="block"), dict(lora_train_head=True))
     trained, _ = wrap_model(model, ranks)
     halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
     for part, last in zip(halves, (False, True)):
-        with trained.no_sync() if not last else torch.enable_grad():
+        with nullcontext() if last else trained.no_sync():
             (-trained(part[:, :-1], part[:, 1:], reduction="sum")).backward()
     with torch.no_grad(), lora.adapters_off(trained):
-        base = model.logits(tokens())
-    if ranks.is_main:
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-        torch.save({"gradients": gradients, "base": base}, Path(folder) / "gradients.pt")
+        assert torch.equal(model.logits(tokens()), base_model(shape()).logits(tokens()))
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def check_gradients() -> None:
+    """In each of two ranks."""
+    ranks = start_ranks("cpu", 60)
+    shared, alone = shared_gradients(ranks), learn(adapted(shape(), dict(lora_train_head=True)), tokens(rows=8))
+    mean = {name: gradient * 2 / (8 * 23) for name, gradient in shared.items()}  # DDP has halved it
+    assert mean.keys() == alone.keys() and furthest(mean, alone) < 1e-5
+    ranks.barrier()
     stop_ranks()
-    return 0
 
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
-    run_ranks(rank_gradients, str(tmp_path), world_size=2, folder=tmp_path)
-    saved = torch.load(tmp_path / "gradients.pt", weights_only=True)
-    alone = learn(adapted(shape(), dict(lora_train_head=True)), tokens(rows=8))
-    mean = {name: gradient * 2 / (8 * 23) for name, gradient in saved["gradients"].items()}  # DDP has halved it
-    assert mean.keys() == alone.keys() and furthest(mean, alone) < 1e-5
-    with torch.no_grad():
-        assert torch.equal(saved["base"], base_model(shape()).logits(tokens()))
+    run_ranks(check_gradients, world_size=2, folder=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------- PEFT
@@ -279,7 +279,7 @@ def peft():
 def test_forward_and_gradients_are_pefts(peft, changes):
     config = shape(tie_embeddings=False, rope_scaling_factor=8.0, rope_original_max_len=64)
     ours, wanted = adapted(config, changes), settings(**changes)
-    content = adapter_files.peft_config(wanted, config.tie_embeddings, "") | {"inference_mode": False,
+    content = convert.peft_config(wanted, config.tie_embeddings, "") | {"inference_mode": False,
                                                                               "base_model_name_or_path": None}
     theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
     peft.set_peft_model_state_dict(theirs, convert.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
@@ -306,8 +306,7 @@ def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer)
     """Adapter and base folders of a model."""
     base, sha256 = base_folder(folder / "base", model.config, tokenizer)
     (folder / "adapter").mkdir()
-    adapter_files.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
-                                      str(base), sha256, tokenizer)
+    lora.save_adapter_folder(folder / "adapter", model, settings(**changes), base, sha256, tokenizer)
     return folder / "adapter", base
 
 
@@ -325,10 +324,10 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert (model.logits(tokens()) - expected).abs().max() < 1e-5
-    adapter = adapter_files.load_adapter_folder(folder, model.config, padded(VOCAB))
+    adapter = lora.read_adapter(folder, model.config, VOCAB)
     again = base_model(model.config)
     lora.add_adapters(again, adapter.config, torch.Generator())
-    lora.load_adapter_state_dict(again, adapter.state)
+    lora.load_adapter(folder, again, adapter.base_sha256)
     before, after = (lora.adapter_state_dict(each) for each in (model, again))
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
     wanted = settings(**changes)
@@ -352,11 +351,11 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
             if "modules_to_save" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path)
-    adapter = adapter_files.load_adapter_folder(tmp_path, config, padded(VOCAB))
+    adapter = lora.read_adapter(tmp_path, config, VOCAB)
     assert adapter.base_sha256 is None
     ours = base_model(config)
     lora.add_adapters(ours, adapter.config, torch.Generator())
-    lora.load_adapter_state_dict(ours, adapter.state)
+    lora.put_adapter(adapter, ours, "unknown")
     with torch.no_grad():
         expected = theirs.eval()(tokens()).logits
         assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -374,7 +373,9 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     tensors = convert.load_model_weights(whole)
     extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}
     assert convert.weights_sha256({**extra, **tensors}) == sha256
-    name = "model.layers.1.mlp.up_proj.weight"
+    name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+    assert convert.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
+    assert convert.weights_sha256({**tensors, name: tensors[name].reshape(64, -1)}) != sha256
     tensors[name] = tensors[name].clone()
     tensors[name][3, 4] += 1e-6
     assert convert.weights_sha256(tensors) != sha256
@@ -383,14 +384,14 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
 @pytest.mark.parametrize("damage, match", [
     (dict(use_dora=True), "use_dora=True"), (dict(peft_type="IA3"), "IA3"), (dict(init_lora_weights="pissa"), "pissa"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
-    (dict(bias="all"), "bias='all'"),
+    (dict(bias="all"), "bias='all'"), (dict(rank_pattern={"q_proj": 8}), "rank_pattern"),
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
     content = convert.read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
-        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
+        lora.read_adapter(folder, shape(), VOCAB)
 
 
 def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
@@ -398,17 +399,18 @@ def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
     for changes, match in ((dict(dim=32), r"lora_A.weight is \(4, 64\).*\(4, 32\)"),
                            (dict(n_layers=1), "hold .*layers.1.*has not")):
         with pytest.raises(CheckpointError, match=match):
-            adapter_files.load_adapter_folder(folder, shape(**changes), padded(VOCAB))
-    state = adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB)).state
+            lora.read_adapter(folder, shape(**changes), VOCAB)
+    adapter = lora.read_adapter(folder, shape(), VOCAB)
     for changes, match in ((dict(lora_rank=8), r"\(4, 64\) in the checkpoint and \(8, 64\) here.*LORA_RANK"),
-                           (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES")):
+                           (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES"),
+                           (dict(lora_rslora=True), "scaled by 2, and the settings say 4; set LORA_ALPHA")):
         with pytest.raises(CheckpointError, match=match):
-            lora.load_adapter_state_dict(adapted(shape(), changes), state)
+            lora.put_adapter(adapter, adapted(shape(), changes), adapter.base_sha256)
     with pytest.raises(CheckpointError, match="holds no adapters"):
-        adapter_files.load_adapter_folder(tmp_path / "base", shape(), padded(VOCAB))
+        lora.read_adapter(tmp_path / "base", shape(), VOCAB)
     (folder / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="adapter_model.safetensors cannot be read"):
-        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
+        lora.read_adapter(folder, shape(), VOCAB)
 
 
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
@@ -469,7 +471,7 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
     factors = convert.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
-    adapter_files.save_file(factors, adapter / "adapter_model.safetensors")
+    save_file(factors, adapter / "adapter_model.safetensors")
     refused("nothing is written", output)
 
 
