@@ -15,13 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from config import LoraConfig, ModelConfig
+from config import ModelConfig
 from errors import CheckpointError
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # a row for each id
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -184,45 +182,6 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
     if left:
         raise CheckpointError(f"the adapters hold {min(left)}, which this model has not ({len(left)} such tensors)")
     return state
-
-
-def peft_config(config: LoraConfig, tied: bool, base_path: str) -> dict[str, Any]:
-    """The content of adapter_config.json."""
-    targets = [name.strip() for name in config.lora_target_modules.split(",")]
-    theirs = [name.rpartition(".")[2] for part, name in HUGGINGFACE_NAMES.items() if part.rpartition(".")[2] in targets]
-    trained = (config.lora_train_embeddings, config.lora_train_head)
-    both = tied and any(trained)
-    whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_path, "r": config.lora_rank,
-            "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout, "use_rslora": config.lora_rslora,
-            "target_modules": theirs, "modules_to_save": whole or None,
-            "ensure_weight_tying": both, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-            "inference_mode": True}
-
-
-def check_plain_lora(content: Mapping[str, Any]) -> None:
-    """See that an adapter_config.json describes adapters that can be read.
-
-    Raises:
-        CheckpointError: they are none, or more than plain LoRA.
-    """
-    # Other ways to begin change the base's weights.
-    plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, None, "gaussian", "orthogonal")}
-    plain |= dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "alora_invocation_tokens",
-                            "arrow_config", "trainable_token_indices", "layer_replication"), (None, False, {}, []))
-    unlike = [f"{key}={content.get(key)!r}" for key, values in plain.items() if content.get(key) not in values]
-    lacking = [key for key in ("r", "lora_alpha") if key not in content]
-    if unlike or lacking:
-        raise CheckpointError(f"{ADAPTER_CONFIG} has {', '.join(unlike) or f'no {lacking[0]}'}; only plain LoRA can be read")
-
-
-def lora_settings_from_peft(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The fields of LoraConfig that describe adapters: their scale from adapter_config.json, their places from `from_peft`."""
-    targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
-    return {"lora_enabled": True, "lora_rank": content["r"], "lora_alpha": content["lora_alpha"],
-            "lora_dropout": content.get("lora_dropout") or 0.0, "lora_rslora": content.get("use_rslora") or False,
-            "lora_target_modules": ",".join(targets), "lora_train_head": "output.weight" in state_dict,
-            "lora_train_embeddings": "tok_embeddings.weight" in state_dict}
 
 
 def from_meta(tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -1,40 +1,23 @@
 """Low-rank adapters: a frozen base, and beside each of its matrices a product of two small ones that learns.
 
-The base can be held in fewer bits with bitsandbytes. Adapters are saved in PEFT's format, with the base's hash in a file of
-ours beside. Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023
+The base can be held in fewer bits with bitsandbytes. Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023
 (arXiv:2312.03732) for the scale of rsLoRA; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
-from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from config import LoraConfig, ModelConfig
-from convert import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS_FILE,
-    check_plain_lora,
-    from_peft,
-    lora_settings_from_peft,
-    peft_config,
-    read_json,
-    read_tensors,
-    to_peft,
-    write_json,
-)
+from config import LoraConfig
 from errors import CheckpointError, SettingsError
-from model import Linear, Transformer, linear, multipliable, padded
+from model import Linear, Transformer, linear, multipliable
 
 NF4_BLOCK = 64  # numbers that share a scale
-BASE_FILE = "paddock_adapter.json"
 
 
 def adapter_scale(config: LoraConfig) -> float:
@@ -214,6 +197,24 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+@torch.no_grad()
+def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put saved adapters into a model that has the same ones.
+
+    Raises:
+        CheckpointError: they are others than the settings describe.
+    """
+    own = adapter_state_dict(model)
+    differing = sorted(own.keys() ^ state.keys()) or [name for name in own if own[name].shape != state[name].shape]
+    if differing:
+        shapes = [tuple(tensors[differing[0]].shape) if differing[0] in tensors else "none" for tensors in (state, own)]
+        raise CheckpointError(f"the adapters are not those of the settings: {differing[0]} is {shapes[0]} in the checkpoint and "
+                              f"{shapes[1]} here ({len(differing)} differ); set LORA_RANK, LORA_TARGET_MODULES, LORA_TRAIN_HEAD "
+                              "and LORA_TRAIN_EMBEDDINGS as they were")
+    for name, tensor in own.items():
+        tensor.copy_(state[name])
+
+
 def merged_state_dict(model: Transformer) -> dict[str, Tensor]:
     """The parameters of the model without adapters that gives the same logits, float32 on the CPU, under our names."""
     state: dict[str, Tensor] = {}
@@ -226,81 +227,3 @@ def merged_state_dict(model: Transformer) -> dict[str, Tensor]:
         if weight is not None:
             state[f"{name}.weight"] = weight.detach().float().cpu()
     return state
-
-
-class Adapter(NamedTuple):
-    """What an adapter folder holds."""
-
-    state: dict[str, Tensor]  # under our names
-    config: LoraConfig
-    base_path: Optional[str]  # a folder, or a name on the hub
-    base_sha256: Optional[str]  # None where PEFT made the folder, which keeps none
-
-
-def read_adapter(folder: Path, model_config: ModelConfig, vocab_size: int) -> Adapter:
-    """The adapters in a folder of ours or of PEFT's, for a base of this shape.
-
-    Raises:
-        CheckpointError: there are none, a file is damaged, or they do not fit the base.
-    """
-    folder = Path(folder)
-    if not (folder / ADAPTER_CONFIG).exists():
-        raise CheckpointError(f"{folder} holds no adapters: it has no {ADAPTER_CONFIG}")
-    content = read_json(folder / ADAPTER_CONFIG)
-    check_plain_lora(content)
-    own = read_json(folder / BASE_FILE) if (folder / BASE_FILE).exists() else {}
-    state = from_peft(read_tensors(folder / ADAPTER_WEIGHTS_FILE), model_config, padded(vocab_size), content["r"])
-    try:
-        config = LoraConfig(**lora_settings_from_peft(content, state))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise CheckpointError(f"{folder / ADAPTER_CONFIG}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
-    return Adapter(state, config, content.get("base_model_name_or_path"), own.get("base_sha256"))
-
-
-@torch.no_grad()
-def put_adapter(adapter: Adapter, model: Transformer, base_sha256: str) -> None:
-    """Give the adapters of a model the values of saved ones.
-
-    Args:
-        base_sha256: `convert.weights_sha256` of the weights that the model had before it got adapters.
-    Raises:
-        CheckpointError: they were trained on another base, or are others than the settings describe.
-    """
-    if adapter.base_sha256 not in (None, base_sha256):
-        raise CheckpointError(f"the adapters belong to another base: its weights have SHA-256 {base_sha256}, and those that the "
-                              f"adapters were trained on had {adapter.base_sha256} (then in {adapter.base_path}); name that base")
-    own, saved = adapter_state_dict(model), adapter.state
-    differing = sorted(own.keys() ^ saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
-    if differing:
-        shapes = [tuple(tensors[differing[0]].shape) if differing[0] in tensors else "none" for tensors in (saved, own)]
-        raise CheckpointError(f"the adapters are not those of the settings: {differing[0]} is {shapes[0]} in the checkpoint and "
-                              f"{shapes[1]} here ({len(differing)} differ); set LORA_RANK, LORA_TARGET_MODULES, LORA_TRAIN_HEAD "
-                              "and LORA_TRAIN_EMBEDDINGS as they were")
-    scales = {module.scale for module in model.modules() if isinstance(module, LoRALinear)}
-    if scales != {adapter_scale(adapter.config)}:
-        raise CheckpointError(f"the adapters were scaled by {adapter_scale(adapter.config):g}, and the settings say "
-                              f"{min(scales):g}; set LORA_ALPHA and LORA_RSLORA as they were")
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
-
-
-def load_adapter(folder: Path, model: Transformer, base_sha256: str) -> None:
-    """`read_adapter` and `put_adapter` in one, for a model that has adapters by its settings."""
-    put_adapter(read_adapter(folder, model.config, model.vocab_size), model, base_sha256)
-
-
-def save_adapter_folder(folder: Path, model: Transformer, config: LoraConfig, base_path: str | Path, base_sha256: str,
-                        tokenizer) -> None:
-    """Write what learns as a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files.
-
-    Args:
-        base_path: the base's folder, or its name on the hub.
-        base_sha256: `convert.weights_sha256` of the base.
-    """
-    folder = Path(folder)
-    tensors = to_peft(adapter_state_dict(model), model.config, tokenizer.vocab_size)
-    save_file(tensors, folder / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
-    write_json(folder / ADAPTER_CONFIG, peft_config(config, model.config.tie_embeddings, str(base_path)))
-    write_json(folder / BASE_FILE, {"base_sha256": base_sha256})
-    tokenizer.save_huggingface(folder)

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
+import adapter_files
 from checkpoints import MANIFEST, publish, verify
 from config import ModelConfig
 from convert import (
-    ADAPTER_CONFIG,
     MAX_SHARD_BYTES,
     from_huggingface,
     load_model_weights,
@@ -29,7 +29,7 @@ from convert import (
     weights_sha256,
 )
 from errors import CheckpointError, run_script
-from lora import add_adapters, merged_state_dict, put_adapter, read_adapter
+from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from tokenizer import load_tokenizer
 
@@ -51,7 +51,7 @@ def base_of(adapter: Path, base: Optional[Path]) -> Path:
     Raises:
         CheckpointError: it is not here.
     """
-    named = base or read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    named = base or read_json(adapter / adapter_files.CONFIG_FILE).get("base_model_name_or_path")
     if not named or not (Path(named) / "config.json").is_file():
         what = f"{named} is no model folder here" if named else "the adapters do not name their base"
         raise CheckpointError(f"{what}; name the base's folder with --base (one on the hub is fetched with: "
@@ -74,7 +74,8 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     content, tensors = read_json(base / "config.json"), load_model_weights(base)
     config = ModelConfig(**model_settings_from_huggingface(content))
     rows = len(tensors.get("model.embed_tokens.weight", ()))
-    adapter = read_adapter(adapter_folder, config, rows)
+    adapter = adapter_files.load_adapter_folder(adapter_folder, config, padded(rows))
+    adapter.check_base(weights_sha256(tensors), base)
     if adapter.base_sha256 is None:
         print(f"The adapters do not say which weights they were trained on; {base} is taken on trust.")
     tokenizer = load_tokenizer(str(adapter_folder if (adapter_folder / "tokenizer.json").is_file() else base))
@@ -82,7 +83,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; take the base's own")
     model = build(tensors, config, rows)
     add_adapters(model, adapter.config, torch.Generator())
-    put_adapter(adapter, model, weights_sha256(tensors))
+    load_adapter_state_dict(model, adapter.state)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected_BTV = model.logits(tokens_BT)[..., :tokenizer.vocab_size]

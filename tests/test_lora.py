@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import furthest, run_ranks
-from safetensors.torch import save_file
 from torch import nn
 
+import adapter_files
 import convert
 import lora
 from config import LoraConfig, ModelConfig
@@ -279,7 +279,7 @@ def peft():
 def test_forward_and_gradients_are_pefts(peft, changes):
     config = shape(tie_embeddings=False, rope_scaling_factor=8.0, rope_original_max_len=64)
     ours, wanted = adapted(config, changes), settings(**changes)
-    content = convert.peft_config(wanted, config.tie_embeddings, "") | {"inference_mode": False,
+    content = adapter_files.peft_config(wanted, config.tie_embeddings, "") | {"inference_mode": False,
                                                                               "base_model_name_or_path": None}
     theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
     peft.set_peft_model_state_dict(theirs, convert.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
@@ -306,7 +306,8 @@ def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer)
     """Adapter and base folders of a model."""
     base, sha256 = base_folder(folder / "base", model.config, tokenizer)
     (folder / "adapter").mkdir()
-    lora.save_adapter_folder(folder / "adapter", model, settings(**changes), base, sha256, tokenizer)
+    adapter_files.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
+                                      str(base), sha256, tokenizer)
     return folder / "adapter", base
 
 
@@ -324,10 +325,10 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert (model.logits(tokens()) - expected).abs().max() < 1e-5
-    adapter = lora.read_adapter(folder, model.config, VOCAB)
+    adapter = adapter_files.load_adapter_folder(folder, model.config, padded(VOCAB))
     again = base_model(model.config)
     lora.add_adapters(again, adapter.config, torch.Generator())
-    lora.load_adapter(folder, again, adapter.base_sha256)
+    lora.load_adapter_state_dict(again, adapter.state)
     before, after = (lora.adapter_state_dict(each) for each in (model, again))
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
     wanted = settings(**changes)
@@ -351,11 +352,11 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
             if "modules_to_save" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path)
-    adapter = lora.read_adapter(tmp_path, config, VOCAB)
+    adapter = adapter_files.load_adapter_folder(tmp_path, config, padded(VOCAB))
     assert adapter.base_sha256 is None
     ours = base_model(config)
     lora.add_adapters(ours, adapter.config, torch.Generator())
-    lora.put_adapter(adapter, ours, "unknown")
+    lora.load_adapter_state_dict(ours, adapter.state)
     with torch.no_grad():
         expected = theirs.eval()(tokens()).logits
         assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -391,7 +392,7 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
     content = convert.read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
-        lora.read_adapter(folder, shape(), VOCAB)
+        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
 
 
 def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
@@ -399,18 +400,17 @@ def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
     for changes, match in ((dict(dim=32), r"lora_A.weight is \(4, 64\).*\(4, 32\)"),
                            (dict(n_layers=1), "hold .*layers.1.*has not")):
         with pytest.raises(CheckpointError, match=match):
-            lora.read_adapter(folder, shape(**changes), VOCAB)
-    adapter = lora.read_adapter(folder, shape(), VOCAB)
+            adapter_files.load_adapter_folder(folder, shape(**changes), padded(VOCAB))
+    state = adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB)).state
     for changes, match in ((dict(lora_rank=8), r"\(4, 64\) in the checkpoint and \(8, 64\) here.*LORA_RANK"),
-                           (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES"),
-                           (dict(lora_rslora=True), "scaled by 2, and the settings say 4; set LORA_ALPHA")):
+                           (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES")):
         with pytest.raises(CheckpointError, match=match):
-            lora.put_adapter(adapter, adapted(shape(), changes), adapter.base_sha256)
+            lora.load_adapter_state_dict(adapted(shape(), changes), state)
     with pytest.raises(CheckpointError, match="holds no adapters"):
-        lora.read_adapter(tmp_path / "base", shape(), VOCAB)
+        adapter_files.load_adapter_folder(tmp_path / "base", shape(), padded(VOCAB))
     (folder / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="adapter_model.safetensors cannot be read"):
-        lora.read_adapter(folder, shape(), VOCAB)
+        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
 
 
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
@@ -471,7 +471,7 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
     factors = convert.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
-    save_file(factors, adapter / "adapter_model.safetensors")
+    adapter_files.save_file(factors, adapter / "adapter_model.safetensors")
     refused("nothing is written", output)
 
 

@@ -1,0 +1,116 @@
+"""Adapters on disk, in PEFT's format: a folder that PEFT loads onto the base, with the base's hash in a file of ours beside."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from config import LoraConfig, ModelConfig
+from convert import HUGGINGFACE_NAMES, from_peft, read_json, read_tensors, to_peft, write_json
+from errors import CheckpointError
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+BASE_FILE = "paddock_adapter.json"
+
+
+class Adapter(NamedTuple):
+    """What an adapter folder holds."""
+
+    state: dict[str, Tensor]  # under our names
+    config: LoraConfig
+    base_path: Optional[str]  # a folder, or a name on the hub
+    base_sha256: Optional[str]  # `weights_sha256` of the base; None where PEFT made the folder
+
+    def check_base(self, base_sha256: str, base: str | Path) -> None:
+        """See that these are the weights which the adapters were trained on.
+
+        Raises:
+            CheckpointError: they are others.
+        """
+        if self.base_sha256 not in (None, base_sha256):
+            raise CheckpointError(f"the adapters belong to another base: the weights in {base} have SHA-256 {base_sha256}, those "
+                                  f"that the adapters were trained on had {self.base_sha256} (then in {self.base_path}); name "
+                                  "that base")
+
+
+def peft_config(config: LoraConfig, tied: bool, base_path: str) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    targets = [name.strip() for name in config.lora_target_modules.split(",")]
+    theirs = [name.rpartition(".")[2] for part, name in HUGGINGFACE_NAMES.items() if part.rpartition(".")[2] in targets]
+    trained = (config.lora_train_embeddings, config.lora_train_head)
+    both = tied and any(trained)
+    whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_path, "r": config.lora_rank,
+            "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout, "use_rslora": config.lora_rslora,
+            "target_modules": theirs, "modules_to_save": whole or None,
+            "ensure_weight_tying": both, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
+            "inference_mode": True}
+
+
+def check_plain_lora(content: Mapping[str, Any]) -> None:
+    """See that an adapter_config.json describes nothing beyond LoRA itself.
+
+    Raises:
+        CheckpointError: it does.
+    """
+    # Other ways to begin change the base's weights.
+    plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, None, "gaussian", "orthogonal")}
+    plain |= dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "alora_invocation_tokens",
+                            "arrow_config", "trainable_token_indices", "layer_replication"), (None, False, {}, []))
+    unlike = [f"{key}={content.get(key)!r}" for key, values in plain.items() if content.get(key) not in values]
+    lacking = [key for key in ("r", "lora_alpha") if key not in content]
+    if unlike or lacking:
+        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {lacking[0]}'}; only plain LoRA can be read")
+
+
+def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
+    """The settings of adapters: their scale from adapter_config.json, their places from their own names.
+
+    Raises:
+        CheckpointError: a value is none that LoRA can have.
+    """
+    targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
+    try:
+        return LoraConfig(lora_enabled=True, lora_rank=content["r"], lora_alpha=content["lora_alpha"],
+                          lora_dropout=content.get("lora_dropout") or 0.0, lora_rslora=content.get("use_rslora") or False,
+                          lora_target_modules=",".join(targets), lora_train_head="output.weight" in state_dict,
+                          lora_train_embeddings="tok_embeddings.weight" in state_dict)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+
+
+def save_adapter_folder(folder: Path, state_dict: Mapping[str, Tensor], config: LoraConfig, model_config: ModelConfig,
+                        base_path: str, base_sha256: str, tokenizer) -> None:
+    """Write an adapter folder that PEFT loads onto its base, with the base's hash and the tokenizer's files.
+
+    Args:
+        state_dict: what LoRA trains, under our names.
+        base_path: the base's folder, or its name on the hub.
+        base_sha256: `weights_sha256` of the base.
+    """
+    folder = Path(folder)
+    save_file(to_peft(state_dict, model_config, tokenizer.vocab_size), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_json(folder / CONFIG_FILE, peft_config(config, model_config.tie_embeddings, base_path))
+    write_json(folder / BASE_FILE, {"base_sha256": base_sha256})
+    tokenizer.save_huggingface(folder)
+
+
+def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
+    """The adapters in a folder of ours or of PEFT's.
+
+    Raises:
+        CheckpointError: there are none, a file is damaged, or they do not fit this model.
+    """
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).exists():
+        raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}")
+    content = read_json(folder / CONFIG_FILE)
+    check_plain_lora(content)
+    own = read_json(folder / BASE_FILE) if (folder / BASE_FILE).exists() else {}
+    state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"])
+    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"), own.get("base_sha256"))
