@@ -236,6 +236,24 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path, tokenizer, monkeypatch
         find_teacher(settings("nobody/nothing", output_dir=str(tmp_path)), tokenizer)
 
 
+def test_a_hub_name_is_taken_from_the_cache_where_all_of_it_is_there(copied, tokenizer, tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def snapshot_download(name: str, local_files_only: bool = False, **wanted) -> str:
+        asked.append((name, "cache" if local_files_only else "network"))
+        return str(copied)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
+    config = settings("someone/parent", output_dir=str(tmp_path / "runs"))
+    assert find_teacher(config, tokenizer) == copied and asked == [("someone/parent", "cache")]
+    (copied / "model.safetensors").rename(copied / "model-00001-of-00001.safetensors")
+    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
+    find_teacher(config, tokenizer)
+    assert asked[1:] == [("someone/parent", "cache"), ("someone/parent", "network")]
+
+
 def test_adapters_alone_are_no_teacher(copied, tokenizer):
     (copied / "config.json").rename(copied / "adapter_config.json")
     (copied / checkpoints.MANIFEST).touch()
