@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -75,6 +76,20 @@ class TokenRows:
 
     def __len__(self) -> int:
         return (self.token_set.tokens - 1) // self.row_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the data, the same on every rank."""
+        return self.token_set.fingerprint
+
+    @property
+    def folder(self) -> Path:
+        """Where the data lies."""
+        return self.token_set.shards[0].path.parent
+
+    def describe(self) -> str:
+        """What there is, in words."""
+        return f"{self.token_set.tokens:,} tokens"
 
     def __call__(self, indices: np.ndarray) -> Batch:
         length = self.row_tokens

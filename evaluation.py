@@ -10,36 +10,31 @@ from generate import generate
 from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives import Objective
-from ranks import Ranks, StopSignals
+from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
 from run_state import Run
 
 PROGRESS_SECONDS = 30  # between words on an evaluation that takes long
 
 
-class Interrupted(Exception):
-    """A stop signal came in the middle of an evaluation; all ranks raise it together."""
-
-
-def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
-    """Collective: every rank must call it, and all raise Interrupted when one of them was signalled."""
-    if not ranks.all_agree(signals.received is None):
-        raise Interrupted
-
-
 @torch.no_grad()
-def validation_loss(model: Transformer, objective: Objective, batches: Iterable, ranks: Ranks, signals: StopSignals) -> float:
-    """The mean loss over the fixed validation rows. Collective: every rank must call it, with equally many batches."""
+def validation_loss(model: Transformer, objective: Objective, batches: Iterable, ranks: Ranks,
+                    signals: StopSignals) -> tuple[float, dict[str, float]]:
+    """The mean loss over the fixed validation rows, and the objective's other metrics.
+
+    Collective: every rank must call it, with equally many batches.
+    """
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
-    count = torch.zeros((), dtype=torch.int64, device=ranks.device)
+    sums: dict[str, torch.Tensor] = {}
     for batch in batches:
         leave_if_stopped(ranks, signals)
-        total += objective.loss_sum(model, batch).total
-        count += objective.count(batch)
+        total, metrics = objective.loss_sum(model, batch)
+        for name, value in {"count": objective.count(batch), "loss": total, **metrics}.items():
+            sums[name] = sums.get(name, 0) + value.double()
     model.train()
-    loss, targets = ranks.sum([float(total), float(count)])
-    return loss / targets
+    count, *totals = ranks.sum(torch.stack([*sums.values()]).tolist())
+    loss, *others = (total / count for total in totals)
+    return loss, dict(zip([*sums][2:], others))
 
 
 def hellaswag(run: Run) -> dict[str, float]:
@@ -76,7 +71,7 @@ def due(every: int, step: int, last: bool = False) -> bool:
     return every > 0 and (step % every == 0 or last)
 
 
-def measure(run: Run, objective: Objective) -> None:
+def measure(run: Run) -> None:
     """Add what is due after the last step to `progress.pending_metrics`; what is there already is not measured again.
 
     Collective: every rank must call it.
@@ -87,10 +82,11 @@ def measure(run: Run, objective: Objective) -> None:
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     place = f"[{progress.step}/{config.max_steps}]"
     if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
-        loss = validation_loss(run.model, objective, run.inputs.validation_batches(config, run.ranks), run.ranks, run.signals)
-        metrics["val_loss"] = loss
+        loss, others = validation_loss(run.model, run.objective, run.inputs.validation_batches(config, run.ranks), run.ranks, run.signals)
+        metrics |= {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
-        run.log.say(f"Validation {place} | Loss: {loss:.4f}{' | best so far' if is_best else ''}")
+        told = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}" for name, value in others.items())
+        run.log.say(f"Validation {place} | Loss: {loss:.4f}{told}{' | best so far' if is_best else ''}")
     # Before the first step only where it is to be followed on the way: it takes long.
     worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
     if run.inputs.tasks and worthwhile and due(config.hellaswag_every, progress.step, run.finished):

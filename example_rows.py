@@ -184,6 +184,11 @@ class ExampleRows:
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
         return what + cut + left_out
 
+    @property
+    def folder(self) -> Path:
+        """Where the data lies."""
+        return self.example_set.tokens.shards[0].path.parent
+
     def examples_in(self, row: int) -> np.ndarray:
         """The numbers of the examples in a row, in the order of their documents."""
         return self._packing.items_in(self._bins[row])

@@ -83,7 +83,9 @@ class Optimizer:
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         matrices = [p for p in self.names if p.ndim >= 2]
         vectors = [p for p in self.names if p.ndim < 2]
-        with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")]
+        # The factors of adapters are no matrices whose update could be orthogonalised apart: AdamW has them.
+        with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")
+                     and not self.names[p].endswith((".lora_A", ".lora_B"))]
         muon_ids = set(map(id, with_muon))
         groups = [{"params": [p for p in matrices if id(p) not in muon_ids], "weight_decay": config.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]

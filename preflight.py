@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
+import numpy as np
 import torch
 
 import checkpoints
@@ -45,10 +46,8 @@ def describe_batch(config: Config) -> str:
 
 def describe_data(config: Config, inputs: Inputs) -> str:
     """What is learned from, and how often, in words."""
-    tokens = inputs.rows.token_set.tokens
-    epochs = config.max_steps * config.total_batch_size / tokens
-    held_out = f", {inputs.validation_rows.token_set.tokens:,} held out" if inputs.validation_rows else ""
-    return f"{tokens:,} tokens{held_out} from {config.pretrain_data_path}; the run reads them {epochs:.2f} times"
+    epochs = config.max_steps * config.rows_per_step / len(inputs.rows)
+    return f"{inputs.description}; the run reads them {epochs:.2f} times"
 
 
 def describe_memory(forecast: MemoryEstimate) -> str:
@@ -172,7 +171,7 @@ def check_data(config: Config) -> tuple[Inputs, str]:
 
 def first_row(config: Config, inputs: Inputs, characters: int = 300) -> str:
     """How the first row of the data begins, as text."""
-    text = inputs.tokenizer.decode(inputs.rows.token_set.read(0, config.max_seq_len).tolist())
+    text = inputs.tokenizer.decode(inputs.rows(np.array([0])).tokens_BT[0].tolist())
     return text if len(text) <= characters else text[:characters] + "..."
 
 

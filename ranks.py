@@ -46,6 +46,14 @@ class Ranks:
         dist.all_reduce(total)
         return total.tolist()
 
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return tensor
+        total = tensor.to(self.device)
+        dist.all_reduce(total)
+        return total.cpu()
+
     def all_agree(self, ok: bool) -> bool:
         """Whether `ok` holds on every rank. Collective: every rank must call it."""
         return self.sum([float(not ok)])[0] == 0
@@ -175,3 +183,13 @@ class StopSignals:
             os._exit(128 + number)
         if self.received is None:
             self.received, self.at = number, now
+
+
+class Interrupted(Exception):
+    """A stop signal came in the middle of something long; all ranks raise it together."""
+
+
+def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
+    """Collective: every rank must call it, and all raise Interrupted when one of them was signalled."""
+    if not ranks.all_agree(signals.received is None):
+        raise Interrupted

@@ -6,17 +6,21 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional, Union
 
+import adapter_files
 import torch
 
 import checkpoints
 import convert
-from config import Config, ModelConfig
+import lora
+from config import START_FROM, Config, DistillationConfig, LoraConfig, ModelConfig, PreferenceConfig
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
-from errors import CheckpointError
+from errors import CheckpointError, DataError
+from example_rows import ExampleRows, open_example_set
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
+from objectives import Objective
 from optim import Optimizer
 from ranks import Ranks, StopSignals
 from run_log import RunLog
@@ -24,9 +28,14 @@ from shards import open_token_set
 from tokenizer import load_tokenizer
 
 # What must be as it was for a resumed run to be the same run. A change is refused unless ALLOW_RESUME_MISMATCH names it.
-IDENTITY = ("training_stage", "seed", "max_seq_len", "total_batch_size", "document_mask", "optimizer", *ModelConfig.model_fields)
+IDENTITY = ("training_stage", "seed", "max_seq_len", "total_batch_size", "document_mask", "optimizer", "lora_enabled",
+            "distillation_enabled", *ModelConfig.model_fields)
 CAN_DIFFER = {"attention_backend", "activation_checkpointing", "head_chunk_tokens", "init_std", "ffn_dim", "multiple_of",
-              "ffn_dim_multiplier"}  # the last three show in hidden_dim
+              "ffn_dim_multiplier",  # these three show in hidden_dim
+              "dpo_reference", "teacher_model", "distillation_top_k"}  # the same numbers, wherever they come from
+
+
+Rows = Union[TokenRows, ExampleRows]
 
 
 @dataclass(frozen=True)
@@ -34,10 +43,11 @@ class Inputs:
     """What a run reads: the tokenizer, rows to learn from, rows held out, and tasks."""
 
     tokenizer: Any
-    rows: TokenRows
-    validation_rows: Optional[TokenRows]
+    rows: Rows
+    validation_rows: Optional[Rows]
     tasks: Any  # None without HELLASWAG_PATH
     fingerprint: str
+    description: str
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         """Which rows this rank reads in each step."""
@@ -63,19 +73,35 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     """
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
 
-    def rows(split: str, minimum_tokens: int) -> TokenRows:
-        token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
-                                   tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
-                                   minimum_tokens=minimum_tokens, verify=config.verify_data if verify else "never")
-        return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
-
-    train = rows("train", config.total_batch_size + 1)
-    validation = rows("validation", config.max_seq_len + 1) if config.validate_every else None
+    how = config.verify_data if verify else "never"
+    train = open_rows(config, "train", tokenizer, how)
+    validation = open_rows(config, "validation", tokenizer, how) if config.validate_every else None
     tasks = None
     if config.hellaswag_path and config.hellaswag_every:
         items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
         tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
-    return Inputs(tokenizer, train, validation, tasks, train.token_set.fingerprint)
+    path = getattr(config, f"{config.training_stage}_data_path")
+    held_out = f", {validation.describe()} held out" if validation else ""
+    return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} from {path}")
+
+
+def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
+    """The rows of one split of what the stage reads: tokens of documents, or packed chats or pairs."""
+    if config.training_stage == "pretrain":
+        minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
+        token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
+                                   tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
+                                   minimum_tokens=minimum, verify=verify)
+        return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
+    path, kind = (config.sft_data_path, "chats") if config.training_stage == "sft" else (config.dpo_data_path, "pairs")
+    example_set = open_example_set(path, split, kind, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
+                                   verify=verify)
+    rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
+    if split == "train" and len(rows) < config.rows_per_step:
+        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but "
+                        f"a step reads {config.rows_per_step:,}; prepare more, or lower TOTAL_BATCH_SIZE to "
+                        f"{len(rows) * config.max_seq_len} or less")
+    return rows
 
 
 def open_inputs(config: Config, ranks: Ranks) -> Inputs:
@@ -97,6 +123,8 @@ class Progress:
     validations_without_best: int = 0
     wandb_run_id: Optional[str] = None
     begun_from: Optional[str] = None  # the checkpoint that the settings named when this run began
+    base: Optional[str] = None  # where that was: what adapters stand on, and preferences are held against
+    base_sha256: Optional[str] = None  # of its weights, where adapters stand on them
     # The metrics of the last step, while what is due after it is still to be measured: a signal may come in between.
     pending_metrics: Optional[dict[str, Any]] = field(default_factory=dict)
 
@@ -134,6 +162,7 @@ class Run:
     optimizer: Optimizer
     scaler: Optional[torch.amp.GradScaler]
     progress: Progress
+    objective: Objective
     started_from: Optional[Path]  # a checkpoint, which retention leaves alone
     log: RunLog
     saved: Optional[Path] = None  # the checkpoint of the state as it is now
@@ -179,8 +208,12 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
 
 def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
     """The settings and hashes that a resumed run must share with its checkpoint."""
-    settings = {name.upper(): getattr(config, name) for name in IDENTITY if name not in CAN_DIFFER}
-    return settings | {"HIDDEN_DIM": config.hidden_dim, "PRETRAIN_DATA_PATH": inputs.fingerprint,
+    names = [*IDENTITY]
+    for section, is_used in ((LoraConfig, config.lora_enabled), (PreferenceConfig, config.training_stage == "dpo"),
+                             (DistillationConfig, config.distillation_enabled)):
+        names += section.model_fields if is_used else ()
+    settings = {name.upper(): getattr(config, name) for name in names if name not in CAN_DIFFER}
+    return settings | {"HIDDEN_DIM": config.hidden_dim, f"{config.training_stage}_DATA_PATH".upper(): inputs.fingerprint,
                        "TOKENIZER_PATH": inputs.tokenizer.sha256}
 
 
@@ -188,7 +221,7 @@ def named_checkpoint(config: Config) -> Optional[str]:
     """The checkpoint that the settings name to start from, if any."""
     if config.resume not in ("auto", "never"):
         return config.resume
-    return config.pretrain_checkpoint or config.instruct_checkpoint or config.dpo_checkpoint
+    return next((getattr(config, name) for name in START_FROM if getattr(config, name)), None)
 
 
 def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Optional[Path], bool, list[str]]:
@@ -218,38 +251,93 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Option
     return (Path(folder) if folder else None), own, warnings
 
 
-def restore(config: Config, inputs: Inputs, run_dir: Path, model: Transformer, optimizer: Optimizer, scaler,
-            ranks: Ranks) -> tuple[Progress, Optional[Path], list[str]]:
-    """Load what RESUME and the checkpoint settings ask for; the progress, the checkpoint, and what to warn of.
+class Start(NamedTuple):
+    """Where a run begins."""
 
-    Collective: every rank must call it.
+    folder: Optional[Path]  # a checkpoint or a model folder; None = initial weights
+    own: bool  # it is of this very run
+    state: dict[str, Any]  # the trainer's, to go on with; empty where optimizer and step begin anew
+    base: Optional[Path]  # whose weights the run began with
+    base_sha256: Optional[str]  # of these weights, where they are to be adapted
+    warnings: list[str]
+
+
+def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> Start:
+    """What RESUME and the checkpoint settings ask for. Collective: every rank must call it.
 
     Raises:
         CheckpointError: it is missing, damaged, or belongs to another run than the settings describe.
     """
     folder, own, warnings = find_checkpoint(config, run_dir, ranks)
-    progress = Progress()
-    if folder is not None:
-        state = checkpoints.read_state(folder)
-        same_stage = bool(state) and state["identity"]["TRAINING_STAGE"] == config.training_stage
-        continues = same_stage and (own or not config.reset_optimizer)
-        if continues:
-            warnings += ranks.together(lambda: check_identity(state, config, inputs, folder, ranks))
-        ranks.together(lambda: load_weights(folder, model))
-        if continues:
-            progress = Progress(**state["progress"])
-            optimizer.load_state_tensors(restore_padding(checkpoints.read_optimizer(folder), model))
-            if scaler is not None and state["scaler"]:
-                scaler.load_state_dict(state["scaler"])
-        else:
-            warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
-    if not own:
+    if folder is None:
+        return Start(None, False, {}, None, None, warnings)
+    state = checkpoints.read_state(folder)
+    if continues(state, own, config):
+        warnings += ranks.together(lambda: check_identity(state, config, inputs, folder, ranks))
+    else:
+        warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
+        state = {}
+    remembered = state["progress"].get("base") if state else None
+    base = Path(remembered) if own and remembered else folder
+    base_sha256 = None
+    if config.lora_enabled:
+        base_sha256 = ranks.broadcast(ranks.main_first(lambda: weights_sha256(base)))
+    return Start(folder, own, state, base, base_sha256, warnings)
+
+
+def weights_sha256(folder: Path) -> str:
+    """The hash of a model folder's weights; the same in whatever files they lie."""
+    refuse_adapters(folder)
+    return convert.weights_sha256(convert.load_model_weights(folder))
+
+
+def continues(state: dict[str, Any], own: bool, config: Config) -> bool:
+    """Whether a run goes on where this trainer's state was, or takes no more than the weights."""
+    if not state or state["identity"]["TRAINING_STAGE"] != config.training_stage:
+        return False
+    return own or not (config.reset_optimizer or config.lora_enabled or state["identity"].get("LORA_ENABLED"))
+
+
+def place_weights(config: Config, start: Start, model: Transformer, dtype: torch.dtype, ranks: Ranks) -> None:
+    """Put the start's weights into the model, and adapters on it if they are asked for.
+
+    Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: they are of another shape than the settings say, or the base is not what the adapters were made for.
+    """
+    if not config.lora_enabled:
+        if start.folder is not None:
+            ranks.together(lambda: load_weights(start.folder, model))
+        return
+
+    def place() -> None:
+        load_weights(start.base, model)
+        lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed))
+        lora.keep_base_in(model, dtype)
+        if start.own:
+            adapter = adapter_files.load_adapter_folder(start.folder, config, padded(model.vocab_size))
+            adapter.check_base(start.base_sha256, start.base)
+            lora.load_adapter_state_dict(model, adapter.state)
+
+    ranks.together(place)
+
+
+def resume(config: Config, start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
+    """The progress to go on from, with the optimizer as it was."""
+    progress = Progress(**start.state["progress"]) if start.state else Progress()
+    if start.state:
+        optimizer.load_state_tensors(restore_padding(checkpoints.read_optimizer(start.folder), model))
+        if scaler is not None and start.state["scaler"]:
+            scaler.load_state_dict(start.state["scaler"])
+    if not start.own:
         progress.wandb_run_id, progress.begun_from = None, named_checkpoint(config)
+        progress.base, progress.base_sha256 = str(start.base.resolve()) if start.base else None, start.base_sha256
         if config.start_step is not None:
             progress.step = config.start_step
     elif config.resume not in ("auto", "never"):
         progress.begun_from = config.resume
-    return progress, folder, warnings
+    return progress
 
 
 def check_identity(state: dict, config: Config, inputs: Inputs, folder: Path, ranks: Ranks) -> list[str]:
@@ -279,10 +367,18 @@ def load_weights(folder: Path, model: Transformer) -> None:
     """Put a folder's weights into the model.
 
     Raises:
-        CheckpointError: they are of another shape than the settings say.
+        CheckpointError: they are of another shape than the settings say, or only adapters.
     """
+    refuse_adapters(folder)
     tensors = convert.from_huggingface(convert.load_model_weights(folder), model.config, padded(model.vocab_size))
     model.load_state_dict(tensors)
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raises CheckpointError where a folder holds no whole model."""
+    if (folder / adapter_files.CONFIG_FILE).exists():
+        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: python scripts/merge_lora.py "
+                              f"{folder} --output FOLDER")
 
 
 def cut_padding(tensors: dict[str, torch.Tensor], model: Transformer) -> dict[str, torch.Tensor]:
@@ -312,11 +408,15 @@ def save_checkpoint(run: Run) -> None:
              "val_loss": progress.val_loss}
 
     def write_model(folder: Path) -> None:
+        if config.lora_enabled:
+            adapter_files.save_adapter_folder(folder, lora.adapter_state_dict(run.model), config, config, progress.base,
+                                              progress.base_sha256, run.inputs.tokenizer)
+            return
         convert.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer, config.max_seq_len)
 
     folder = checkpoints.save(run.folder / "checkpoints", progress.step, run.ranks, write_model, state,
                               cut_padding(run.optimizer.state_tensors(), run.model),
-                              weight_bytes=sum(parameter.nbytes for parameter in run.model.parameters()))
+                              weight_bytes=sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad))
     protected = [run.started_from] if run.started_from else []
     run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected))
     run.saved = folder

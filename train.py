@@ -21,7 +21,7 @@ import torch
 import diagnostics
 import preflight
 from errors import NonFiniteError, PaddockError, SettingsError
-from evaluation import Interrupted, due, measure
+from evaluation import due, measure
 from model_utils import (
     GradientWatch,
     build_model,
@@ -34,17 +34,19 @@ from model_utils import (
     why_not_compile,
     wrap_model,
 )
-from objectives import OBJECTIVES, Objective
 from optim import Optimizer, learning_rate
-from ranks import StopSignals, lost_a_rank, start_ranks, stop_ranks
+from ranks import Interrupted, StopSignals, lost_a_rank, start_ranks, stop_ranks
 from run_log import RunLog, console_line
-from run_state import Run, open_inputs, restore, save_checkpoint, start_run_dir
+from run_state import Run, find_start, open_inputs, place_weights, resume, save_checkpoint, start_run_dir
+from stages import choose_objective
 
 
 class StepResult(NamedTuple):
     """What came of a step; all but `own_finite` are the same on every rank."""
 
-    loss: float  # the mean over the targets of the whole batch
+    loss: float  # the mean over all that the objective counts in the whole batch
+    metrics: dict[str, float]  # the objective's own, likewise
+    count: int
     grad_norm: float
     finite: bool
     own_finite: bool  # this rank's loss, and its gradients before the exchange
@@ -88,15 +90,22 @@ def train(loaded: Loaded) -> int:
         inputs = open_inputs(config, ranks)
         folder = start_run_dir(config, ranks, stack)
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+        start = find_start(config, inputs, folder, ranks)
+        place_weights(config, start, model, dtype, ranks)
         optimizer = Optimizer(model, config)
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
-        progress, started_from, messages = restore(config, inputs, folder, model, optimizer, scaler, ranks)
+        progress = resume(config, start, model, optimizer, scaler)
         log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_complete_step)
         stack.callback(log.close)
         progress.wandb_run_id = log.wandb_run_id
-        run = Run(config, ranks, signals, inputs, folder, model, optimizer, scaler, progress, started_from, log)
-        for message in (*loaded.warnings, *messages):
+        for message in (*loaded.warnings, *start.warnings):
             log.warn(message)
+        try:
+            objective, inputs = choose_objective(config, inputs, model, dtype, progress.base, ranks, signals, log.say)
+        except Interrupted:
+            log.say("Stopped by a signal before the first step; the same command begins again.")
+            return EXIT_PREEMPTED
+        run = Run(config, ranks, signals, inputs, folder, model, optimizer, scaler, progress, objective, start.folder, log)
         preflight.announce(run, dtype)
         if config.compile and (reason := why_not_compile(config, device_type)):
             log.warn(f"no torch.compile: {reason}")
@@ -113,21 +122,20 @@ def take_steps(run: Run) -> int:
     if run.finished and progress.pending_metrics is None:
         log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.")
         return 0
-    objective = OBJECTIVES[config.training_stage]
     trained, watch = wrap_model(run.model, run.ranks)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
     started, throughput = time.perf_counter(), diagnostics.Throughput()
     try:
         with run.inputs.training_batches(config, run.ranks, progress.step) as loader:
             # A run begins with a measurement, and a resumed one with what a signal has cut off.
-            reached = {} if progress.pending_metrics is None else finish_step(run, objective)
+            reached = {} if progress.pending_metrics is None else finish_step(run)
             baseline = reached if progress.step == 0 else {}
             while not run.finished:
                 throughput.skip_pause()
                 batches = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 rate = learning_rate(progress.updates, config)
-                result = train_step(run, trained, watch, objective, batches, rate)
+                result = train_step(run, trained, watch, batches, rate)
                 if not result.finite:
                     stop_non_finite(run, batches, result, first_bad)
                 run.advance(skipped=not result.updated)
@@ -136,7 +144,7 @@ def take_steps(run: Run) -> int:
                     progress.pending_metrics = step_metrics(run, result, rate, throughput.read())
                 if result.stop:
                     raise Interrupted
-                reached = finish_step(run, objective)
+                reached = finish_step(run)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
@@ -151,8 +159,7 @@ def take_steps(run: Run) -> int:
     return 0
 
 
-def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch], objective: Objective, batches: list,
-               rate: float) -> StepResult:
+def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch], batches: list, rate: float) -> StepResult:
     """Take one optimizer step on the exact mean over every counted unit of every rank.
 
     DDP averages gradients over ranks, hence the factor world_size. Collective: every rank must call it.
@@ -162,28 +169,32 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
         batches: this rank's micro-batches.
         rate: the learning rate.
     """
-    ranks, scaler = run.ranks, run.scaler
+    ranks, scaler, objective = run.ranks, run.scaler, run.objective
     count = ranks.sum([float(sum(objective.count(batch) for batch in batches))])[0]
     assert count > 0, "a step without a single target"
     run.optimizer.zero_grad()
-    loss_sum = torch.zeros((), device=ranks.device)
+    trained.train()  # an evaluation may have ended dropout
+    sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=ranks.device)}
     for number, batch in enumerate(batches, 1):
         # Chosen before the forward, which is where data parallelism looks at it.
         alone = ranks.world_size > 1 and number < len(batches)
         with trained.no_sync() if alone else nullcontext():
-            total = objective.loss_sum(trained, batch).total
+            total, metrics = objective.loss_sum(trained, batch)
             mean = total * (ranks.world_size / count)
             (scaler.scale(mean) if scaler else mean).backward()
-        loss_sum += total.detach()
+        for name, value in {"loss": total.detach(), **metrics}.items():
+            sums[name] = sums.get(name, 0) + value
     if scaler:
         for part in run.optimizer.parts:
             scaler.unscale_(part)
     norm = gradient_norm(run.model)
-    grad_norm, own_loss = float(norm), float(loss_sum)
+    grad_norm, own_sums = float(norm), torch.stack([*sums.values()]).tolist()
+    own_loss = own_sums[0]
     own_gradient_finite = watch.read() if watch else math.isfinite(grad_norm)
-    loss, bad_losses, bad_gradients, stops = ranks.sum(
-        [own_loss, not math.isfinite(own_loss), not (math.isfinite(grad_norm) and own_gradient_finite),
-         run.signals.received is not None])
+    bad_losses, bad_gradients, stops, *totals = ranks.sum(
+        [not math.isfinite(own_loss), not (math.isfinite(grad_norm) and own_gradient_finite),
+         run.signals.received is not None, *own_sums])
+    means = {name: total / count for name, total in zip(sums, totals)}
     finite = not bad_losses and (not bad_gradients or (scaler is not None and scaler.get_scale() > 1))
     updated = finite and not bad_gradients
     if updated:
@@ -191,13 +202,14 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
         run.optimizer.step(rate)
     if scaler:
         scaler.update()
-    return StepResult(loss / count, grad_norm, finite, math.isfinite(own_loss) and own_gradient_finite, updated, stops > 0)
+    return StepResult(means.pop("loss"), means, round(count), grad_norm, finite, math.isfinite(own_loss) and own_gradient_finite,
+                      updated, stops > 0)
 
 
 def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: float) -> dict[str, Any]:
     """What a logged step tells, which also goes to the console."""
     config, ranks, progress = run.config, run.ranks, run.progress
-    metrics = {"train_loss": result.loss, "learning_rate": rate, "grad_norm": result.grad_norm,
+    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": rate, "grad_norm": result.grad_norm,
                "tokens_seen": progress.tokens_seen, "tokens_per_second": tokens_per_second,
                "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
     if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
@@ -208,14 +220,14 @@ def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: f
     return metrics
 
 
-def finish_step(run: Run, objective: Objective) -> dict[str, Any]:
+def finish_step(run: Run) -> dict[str, Any]:
     """Measure, log and save what is due after the last step; returns its metrics. Collective: every rank must call it.
 
     Raises:
         Interrupted: a rank was signalled; what is due is still to be done.
     """
     config, progress = run.config, run.progress
-    measure(run, objective)
+    measure(run)
     metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
         run.log.step({"step": progress.step, **metrics})

@@ -1,0 +1,112 @@
+"""Which objective a stage has, and what it needs besides the model: a reference to be held against, or a teacher."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Optional
+
+import numpy as np
+import torch
+
+import lora
+from config import Config
+from dataloaders import rows_of_step
+from distillation import Distillation
+from model import Transformer
+from model_utils import build_model
+from objectives import PREFERENCE_OBJECTIVES, NextToken, Objective, Reference, stored_reference
+from ranks import Ranks, StopSignals
+from references import frozen_logprobs, with_stored_reference
+from run_state import Inputs, load_weights, weights_sha256
+from teacher_store import with_stored_teacher
+from teachers import find_teacher, load_teacher, teacher_facts
+
+
+def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Optional[str], ranks: Ranks,
+                     signals: StopSignals, say: Callable[[str], None]) -> tuple[Objective, Inputs]:
+    """What the settings learn by, and the inputs with what was computed for it before the first step.
+
+    Collective: every rank must call it.
+
+    Args:
+        base: the folder whose weights the run began with.
+    Raises:
+        CheckpointError, DataError: what it needs is missing, or does not fit.
+        Interrupted: a rank was signalled.
+    """
+    if config.training_stage == "dpo":
+        objective = PREFERENCE_OBJECTIVES[config.preference_objective]
+        if not objective.needs_reference:
+            return objective(config), inputs
+        reference, inputs = choose_reference(config, inputs, model, dtype, Path(base), ranks, signals, say)
+        return objective(config, reference), inputs
+    if config.distillation_enabled:
+        return choose_teacher(config, inputs, ranks, signals, say)
+    return NextToken(), inputs
+
+
+def choose_teacher(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSignals,
+                   say: Callable[[str], None]) -> tuple[Objective, Inputs]:
+    """Distillation from a teacher that runs along, or from what it said once. Collective: every rank must call it."""
+    tokenizer = inputs.tokenizer
+    verified = ranks.main_first(lambda: find_teacher(config, tokenizer))
+    folder = ranks.together(lambda: verified or find_teacher(config, tokenizer, verify=False))
+
+    def load():
+        return load_teacher(folder, config, tokenizer.vocab_size, ranks.device)
+
+    if not config.distillation_top_k:
+        return Distillation(config, ranks.together(load), config.compile and ranks.device.type == "cuda"), inputs
+    facts = {**ranks.broadcast(ranks.main_first(lambda: teacher_facts(folder, config))), "data": inputs.fingerprint}
+
+    def stored(rows, split: str, indices: np.ndarray):
+        return with_stored_teacher(rows, rows.folder, {**facts, "split": split}, load, config, tokenizer.vocab_size, ranks,
+                                   signals, say, indices)
+
+    in_training = rows_of_run(config, len(inputs.rows))
+    rows, validation_rows = stored(inputs.rows, "train", in_training), inputs.validation_rows
+    if validation_rows:
+        validation_rows = stored(validation_rows, "validation", np.arange(min(config.validation_rows, len(validation_rows))))
+    return Distillation(config), replace(inputs, rows=rows, validation_rows=validation_rows)
+
+
+def rows_of_run(config: Config, n_rows: int) -> np.ndarray:
+    """The rows that a whole run reads, whenever."""
+    if config.max_steps * config.rows_per_step >= n_rows:
+        return np.arange(n_rows)
+    return np.unique(np.concatenate([rows_of_step(step, config.rows_per_step, n_rows, config.seed)
+                                     for step in range(config.max_steps)] or [np.arange(0)]))
+
+
+def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Path, ranks: Ranks,
+                     signals: StopSignals, say: Callable[[str], None]) -> tuple[Reference, Inputs]:
+    """Where the reference's log-probabilities come from. Collective: every rank must call it."""
+    if config.lora_enabled and config.dpo_reference != "stored":
+        return partial(without_adapters, model), inputs
+
+    def frozen() -> Transformer:
+        reference = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+        ranks.together(lambda: load_weights(base, reference))
+        return reference.requires_grad_(False).eval().to(dtype)
+
+    if config.dpo_reference == "live":
+        return partial(frozen_logprobs, frozen()), inputs
+    weights = ranks.broadcast(ranks.main_first(lambda: weights_sha256(base)))
+    facts = {"weights_sha256": weights, "compute_dtype": str(dtype)}
+
+    def stored(rows, split: str):
+        return rows and with_stored_reference(rows, split, facts, frozen, config.micro_batch_size, ranks, signals, say)
+
+    return stored_reference, replace(inputs, rows=stored(inputs.rows, "train"),
+                                     validation_rows=stored(inputs.validation_rows, "validation"))
+
+
+def without_adapters(model: Transformer, batch) -> torch.Tensor:
+    """What the model says with its adapters off: the log-probabilities of the base."""
+    with lora.adapters_off(model):
+        was_training = model.training
+        try:
+            return frozen_logprobs(model.eval(), batch)
+        finally:
+            model.train(was_training)
