@@ -157,6 +157,7 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
         train_whole(model.tok_embeddings)
     if config.lora_train_head and model.output is not None:
         train_whole(model.output)
+    model.train(model.training)  # new layers are born training, whatever the model does
 
 
 def train_whole(module: nn.Module) -> None:
