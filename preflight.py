@@ -20,8 +20,9 @@ from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
 from run_log import duration
-from run_state import Inputs, Run, check_identity, find_checkpoint, read_inputs
+from run_state import Inputs, Run, check_identity, continues, find_checkpoint, read_inputs, refuse_adapters
 from settings import Loaded
+from teachers import find_teacher
 from tokenizer import load_tokenizer
 
 T = TypeVar("T")
@@ -139,6 +140,8 @@ def check(loaded: Loaded) -> int:
         report.tell("ok", "first row", repr(first_row(config, inputs)))
     if config.hellaswag_path:
         report.ask("evaluation", lambda: check_evaluation(config, tokenizer))
+    if config.distillation_enabled and tokenizer:
+        report.ask("teacher", lambda: check_teacher(config, tokenizer))
     report.ask("start", lambda: check_start(config, inputs, report))
     if tokenizer:
         if hardware:
@@ -184,6 +187,13 @@ def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
     return len(items), f"{len(items):,} questions ({config.hellaswag_name}) from {config.hellaswag_path}, {when}"
 
 
+def check_teacher(config: Config, tokenizer) -> tuple[Path, str]:
+    """The teacher's folder. Raises CheckpointError and SettingsError where it is missing or speaks another vocabulary."""
+    folder = find_teacher(config, tokenizer)
+    how = f"its {config.distillation_top_k} likeliest tokens are stored" if config.distillation_top_k else "it runs along"
+    return folder, f"{folder}, of the student's vocabulary; {how}"
+
+
 def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tuple[Optional[Path], str]:
     """The checkpoint that the run would start from, if any. Raises CheckpointError where it cannot be used."""
     run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
@@ -191,10 +201,12 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
     if folder is None:
         text = f"from initial weights, into {run_dir}"
     else:
-        refuse_another_shape(config, folder)
         state = checkpoints.read_state(folder)
-        same_stage = bool(state) and state["identity"]["TRAINING_STAGE"] == config.training_stage
-        if same_stage and (own or not config.reset_optimizer):
+        goes_on = continues(state, own, config)
+        whole = Path(state["progress"]["base"]) if goes_on and config.lora_enabled else folder
+        refuse_adapters(whole)
+        refuse_another_shape(config, whole)
+        if goes_on:
             if inputs:
                 warnings += check_identity(state, config, inputs, folder, Ranks(world_size=config.world_size))
             step = state["progress"]["step"]

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-import adapter_files
 import torch
 
+import adapter_files
 import checkpoints
 import convert
 import lora
@@ -98,9 +98,11 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
                                    verify=verify)
     rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
     if split == "train" and len(rows) < config.rows_per_step:
-        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but "
-                        f"a step reads {config.rows_per_step:,}; prepare more, or lower TOTAL_BATCH_SIZE to "
-                        f"{len(rows) * config.max_seq_len} or less")
+        at_once = config.micro_batch_size * config.world_size
+        largest = len(rows) // at_once * at_once * config.max_seq_len
+        advice = f"lower TOTAL_BATCH_SIZE to {largest} or less" if largest else "lower TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
+        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN={config.max_seq_len} "
+                        f"tokens, but a step reads {config.rows_per_step:,}; prepare more, or {advice}")
     return rows
 
 
@@ -276,7 +278,7 @@ def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> S
         warnings += ranks.together(lambda: check_identity(state, config, inputs, folder, ranks))
     else:
         warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
-        state = {}
+        state, own = {}, False
     remembered = state["progress"].get("base") if state else None
     base = Path(remembered) if own and remembered else folder
     base_sha256 = None
@@ -416,8 +418,8 @@ def save_checkpoint(run: Run) -> None:
 
     folder = checkpoints.save(run.folder / "checkpoints", progress.step, run.ranks, write_model, state,
                               cut_padding(run.optimizer.state_tensors(), run.model),
-                              weight_bytes=sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad))
-    protected = [run.started_from] if run.started_from else []
+                              weight_bytes=sum(weight.nbytes for weight in run.model.parameters() if weight.requires_grad))
+    protected = [folder for folder in (run.started_from, progress.base) if folder]
     run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected))
     run.saved = folder
     run.log.say(f"Saved {folder} in {time.perf_counter() - started:.1f} s")
