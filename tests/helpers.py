@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ import train
 from config import Config
 from data_preparation_utils import prepare_pretrain
 from dataloaders import Batch
+from example_preparation import prepare_examples
 from model import IGNORE_INDEX, Transformer
 from model_utils import wrap_model
 from objectives import NextToken
@@ -69,6 +71,75 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
 
 
+# One row holds a pair or several chats.
+STAGE = {**TINY, "MAX_SEQ_LEN": 96, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": 4, "VALIDATION_ROWS": 3, "HELLASWAG_EVERY": 4,
+         "SAMPLE_EVERY": 2, "WARMUP_STEPS": 1}
+UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
+DPO = {"TRAINING_STAGE": "dpo", "PRETRAIN_CHECKPOINT": "base"}
+LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4}
+DISTILLATION = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "teacher"}
+MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
+         "dpo-stored": {**DPO, "DPO_REFERENCE": "stored"},
+         "dpo-live": {**DPO, "DPO_REFERENCE": "live"},
+         "orpo": {**DPO, "PREFERENCE_OBJECTIVE": "orpo"},
+         "distilled": {**DISTILLATION, "TRAINING_STAGE": "pretrain"},
+         "distilled-stored": {**DISTILLATION, "TRAINING_STAGE": "pretrain", "DISTILLATION_TOP_K": 8},
+         "distilled-sft": {**DISTILLATION, "PRETRAIN_CHECKPOINT": "base"},
+         "lora-sft": {**LORA, "PRETRAIN_CHECKPOINT": "base", "LORA_DROPOUT": 0.1},
+         "lora-dpo": {**LORA, **DPO}}
+
+
+class Stages(NamedTuple):
+    """What the later stages begin with: data, examples of both kinds, and a base and a teacher that are hardly trained."""
+
+    prepared: Prepared
+    chats: Path
+    pairs: Path
+    base: Path
+    teacher: Path
+
+    def settings(self, mode: str) -> dict[str, Any]:
+        """Of one of MODES."""
+        named = {"base": self.base, "teacher": self.teacher}
+        return {**self.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": self.chats,
+                "DPO_DATA_PATH": self.pairs, **{name: named.get(value, value) for name, value in MODES[mode].items()}}
+
+    def run(self, mode: str, output_dir: Path, **changes) -> "TinyRun":
+        return TinyRun(self.prepared, output_dir, **self.settings(mode) | changes)
+
+
+def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
+    """Chats of one to three turns, pairs whose answers have 2 to 37 tokens, and two pretraining runs of two steps."""
+    dice = Random(1)
+
+    def up_to(limit: int) -> int:
+        return 1 + int(dice.random() * limit)
+
+    def nouns(count: int) -> str:
+        return " ".join(NOUNS[up_to(len(NOUNS)) - 1] for _ in range(count))
+
+    def chat() -> dict:
+        turns = [(f"{nouns(1)}?", nouns(up_to(3))) for _ in range(up_to(3))]
+        return {"messages": [{"role": role, "content": text} for turn in turns
+                             for role, text in zip(("user", "assistant"), turn)]}
+
+    def pair() -> dict:
+        return {"prompt": f"{nouns(1)[0]}?", "chosen": nouns(1)[:up_to(3)], "rejected": "ox" * up_to(18)}
+
+    paths = []
+    for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120)):
+        file = folder / f"{kind}.jsonl"
+        file.write_text("".join(json.dumps(record()) + "\n" for _ in range(count)))
+        paths.append(prepare_examples(kind, str(file), str(prepared.tokenizer), "auto", folder / kind, system_prompt="",
+                                      shard_tokens=100_000, validation_fraction=0.1, workers=1))
+    starts = []
+    for name, seed in (("base", 1), ("teacher", 2)):
+        run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)
+        assert run.train() == 0
+        starts.append(run.checkpoint(2))
+    return Stages(prepared, *paths, *starts)
+
+
 def argv_of(settings: Mapping[str, Any]) -> list[str]:
     """Flags, which no .env and no environment can change."""
     return [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
@@ -113,9 +184,10 @@ class TinyRun:
         return self.folder / "checkpoints" / f"step-{step:08d}"
 
     def hashes(self, step: int) -> dict[str, str]:
-        """SHA-256 of weights and optimizer state."""
-        return {name: hashlib.sha256((self.checkpoint(step) / name).read_bytes()).hexdigest()
-                for name in ("model.safetensors", "optimizer.safetensors")}
+        """SHA-256 of weights or adapters, and of the optimizer's state."""
+        found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in self.checkpoint(step).glob("*.safetensors")}
+        assert "optimizer.safetensors" in found and len(found) == 2, found
+        return found
 
 
 CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
@@ -140,16 +212,22 @@ def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
             for first in range(0, 8, rows_per_micro_batch)]
 
 
-def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(), **settings):
-    """One step of a fresh tiny model: its result, its gradients, and the model."""
+def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(),
+           choose=lambda config: NextToken(), **settings):
+    """One step of a fresh tiny model: its result, its gradients, and the model.
+
+    Args:
+        plant: does something to the model first.
+        choose: makes the objective of the settings.
+    """
     config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
     model = Transformer(config, 512)
     model.init_weights(torch.Generator().manual_seed(1))
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
-                          signals=SimpleNamespace(received=None))
+                          objective=choose(config), signals=SimpleNamespace(received=None))
     trained, watch = wrap_model(model, ranks)
-    result = train.train_step(run, trained, watch, NextToken(), batches, 0.01)
+    result = train.train_step(run, trained, watch, batches, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
 
 
@@ -262,3 +340,8 @@ def at_step(step: int, action: Callable[[], Any]):
         yield
     finally:
         train.learning_rate = original
+
+
+def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
+    """A signal in the middle of a step, counted from 1."""
+    return at_step(step, lambda: os.kill(os.getpid(), number))

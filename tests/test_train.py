@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TinyRun, a_step, at_step, furthest, prepare, uneven_batches, without_clocks
+from helpers import TinyRun, a_step, at_step, furthest, prepare, stop_at, uneven_batches, without_clocks
 
 import checkpoints
 import evaluation
@@ -22,11 +22,6 @@ from model import Transformer
 from model_utils import seed_step
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
-
-
-def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
-    """A signal in the middle of a step, counted from 1."""
-    return at_step(step, lambda: os.kill(os.getpid(), number))
 
 
 # ------------------------------------------------------------------------------------------------------------- the exact step
@@ -95,7 +90,7 @@ def test_random_numbers_follow_from_seed_step_and_rank():
 
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
-    run = run_state.Run(config, *[None] * 7, run_state.Progress(), None, None)
+    run = run_state.Run(config, *[None] * 7, run_state.Progress(), None, None, None)
     for skipped in (False, True, False):
         run.advance(skipped)
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
@@ -361,7 +356,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
 
     def validation_loss(model, objective, batches, ranks, signals):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
-        return losses[len(seen) - 1]
+        return losses[len(seen) - 1], {}
 
     monkeypatch.setattr(evaluation, "validation_loss", validation_loss)
     return seen

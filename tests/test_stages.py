@@ -1,0 +1,355 @@
+"""Every stage in the whole loop: exact steps, runs that stop and go on, what they are held against, and what is refused."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import MODES, UNMEASURED, Stages, TinyRun, a_step, furthest, prepare_stages, run_ranks, stop_at, without_clocks
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import references
+import train
+from config import Config
+from dataloaders import Batch
+from example_rows import ExampleRows, open_example_set
+from objectives import DPO, NextToken, stored_reference
+from ranks import start_ranks, stop_ranks
+
+ROW_TOKENS = 192  # of the single steps; several pairs fit
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def finished(stages, tmp_path_factory):
+    """A run of each mode that nothing has interrupted, made when it is first asked for."""
+    runs: dict[str, TinyRun] = {}
+
+    def run_of(mode: str) -> TinyRun:
+        if mode not in runs:
+            runs[mode] = stages.run(mode, tmp_path_factory.mktemp(mode))
+            assert runs[mode].train() == 0
+        return runs[mode]
+
+    return run_of
+
+
+@pytest.fixture
+def run(stages, tmp_path):
+    """Make a run of a mode with some settings changed."""
+    return lambda mode, **changes: stages.run(mode, tmp_path / "runs", **changes)
+
+
+# ------------------------------------------------------------------------------------------------------------- the exact step
+
+
+def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
+    """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
+    rows = ExampleRows(open_example_set(path, "train", kind, vocab_size=512), ROW_TOKENS)
+    if kind == "pairs":
+        generator = torch.Generator().manual_seed(0)
+        rows = references.ReferencedRows(rows, -20 * torch.rand(len(rows.example_set), 2, generator=generator))
+    return [rows(np.arange(first, first + rows_per_micro_batch)) for first in range(0, 8, rows_per_micro_batch)]
+
+
+CHOOSE = {"chats": lambda config: NextToken(), "pairs": lambda config: DPO(config, stored_reference)}
+
+
+def step_on(kind: str, batches: list[Batch], **options):
+    return a_step(batches, choose=CHOOSE[kind], MAX_SEQ_LEN=ROW_TOKENS, MAX_GRAD_NORM=0, **options)
+
+
+def check_alike(result, expected, gradients, others) -> None:
+    assert result.count == expected.count and result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and furthest(others, gradients) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["chats", "pairs"])
+def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, stages):
+    path = getattr(stages, kind)
+    counts = [int(CHOOSE[kind](Config()).count(batch)) for batch in rows_of(kind, path, 1)]
+    assert len(set(counts)) > 1, "the rows are to be uneven"
+    whole, expected, _ = step_on(kind, rows_of(kind, path, 8))
+    assert whole.count == sum(counts)
+    for rows in (1, 2, 4):
+        result, gradients, _ = step_on(kind, rows_of(kind, path, rows))
+        check_alike(result, whole, gradients, expected)
+
+
+def check_ranks(chats: Path, pairs: Path) -> None:
+    wholes = {kind: step_on(kind, rows_of(kind, path, 8)) for kind, path in (("chats", chats), ("pairs", pairs))}
+    ranks = start_ranks("cpu", 60)
+    for kind, path in (("chats", chats), ("pairs", pairs)):
+        for rows in (1, 4):
+            own = rows_of(kind, path, rows)[ranks.rank * 4 // rows:(ranks.rank + 1) * 4 // rows]
+            result, gradients, _ = step_on(kind, own, ranks=ranks)
+            check_alike(result, wholes[kind][0], gradients, wholes[kind][1])
+    stop_ranks()
+
+
+def test_two_ranks_give_the_gradient_of_one(stages, tmp_path):
+    run_ranks(check_ranks, stages.chats, stages.pairs, world_size=2, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------ stop and resume
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
+    """Validation and samples come between the second step and the third, in which the signal does."""
+    whole, stopped = finished(mode), run(mode)
+    with stop_at(3):
+        assert stopped.train() == train.EXIT_PREEMPTED
+    assert stopped.steps_saved()[-1] == 3 and list(stopped.column("train_loss")) == [1, 2, 3]
+    assert stopped.train() == 0
+    assert list(stopped.column("val_loss")) == [0, 2, 4] and stopped.column("hellaswag_n") == {4: 10}
+    assert stopped.hashes(4) == whole.hashes(4)
+    assert without_clocks(stopped.metrics()) == without_clocks(whole.metrics())
+    assert (stopped.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished, run, capsys):
+    fresh = run(mode)
+    assert train.main([*fresh.argv(), "--check"]) == 0, capsys.readouterr()
+    assert not fresh.folder.exists()
+    assert train.main([*finished(mode).argv(MAX_STEPS=6), "--check"]) == 0, capsys.readouterr()
+    assert "2 of 6 steps are left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_stage_learns(mode, run):
+    learned = run(mode, MAX_STEPS=8, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, LEARNING_RATE=0.02)
+    assert learned.train() == 0
+    losses = learned.column("train_loss")
+    assert losses[8] < losses[1] and learned.column("val_loss")[8] < learned.column("val_loss")[0]
+
+
+def test_early_stopping_works_in_every_stage(run, capsys):
+    stopped = run("sft", MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, LEARNING_RATE=1e-12, HELLASWAG_EVERY=0)
+    assert stopped.train() == 0
+    assert "Early stopping" in capsys.readouterr().out and stopped.steps_saved()[-1] < 20
+
+
+# ------------------------------------------------------------------------------------------------------------------ references
+
+
+@pytest.fixture
+def bare_pairs(stages, tmp_path) -> Path:
+    """A copy of the pairs, beside which nothing is stored yet."""
+    return Path(shutil.copytree(stages.pairs, tmp_path / "bare", ignore=shutil.ignore_patterns("reference-*")))
+
+
+DPO_MODES = ("dpo-stored", "dpo-live", "lora-dpo")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", DPO_MODES)
+def test_at_birth_preferences_are_undecided(mode, precision, run, bare_pairs):
+    """Policy and reference are one model: no margin, and a loss of log 2, however the reference is computed."""
+    born = run(mode, DPO_DATA_PATH=bare_pairs, MAX_STEPS=1, PRECISION=precision, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert born.train() == 0
+    close = 1e-6 if precision == "fp32" else 1e-3
+    assert born.column("val_loss")[0] == pytest.approx(math.log(2), abs=close)
+    assert born.column("train_loss")[1] == pytest.approx(math.log(2), abs=close)
+    assert born.column("val_reward_margin")[0] == pytest.approx(0, abs=close)
+
+
+def test_stored_and_live_references_and_the_base_under_adapters_are_one(finished):
+    stored, live, adapters = (finished(mode) for mode in DPO_MODES)
+    for name in ("train_loss", "val_loss", "reward_margin", "val_reward_margin", "val_logprob_chosen"):
+        assert stored.column(name) == pytest.approx(live.column(name), rel=1e-5, abs=1e-6), name
+    assert stored.column("val_loss")[4] != pytest.approx(math.log(2), abs=1e-4), "nothing was learned that could differ"
+    for name in ("val_logprob_chosen", "val_logprob_rejected"):
+        assert adapters.column(name)[0] == pytest.approx(stored.column(name)[0], rel=1e-5)
+
+
+@pytest.fixture
+def own_pairs(stages, finished, tmp_path) -> Path:
+    """A copy of the pairs, with the reference that was stored beside them."""
+    finished("dpo-stored")
+    shutil.copytree(stages.pairs, tmp_path / "pairs")
+    return tmp_path / "pairs"
+
+
+def the_reference(pairs: Path) -> Path:
+    (file,) = pairs.glob("reference-*-train-96.safetensors")
+    return file
+
+
+@pytest.mark.parametrize("fact", ["weights_sha256", "compute_dtype", "data", "max_seq_len"])
+def test_a_stale_reference_is_refused_by_name(fact, own_pairs, run, capsys):
+    file = the_reference(own_pairs)
+    with safe_open(file, framework="pt") as opened:
+        facts = opened.metadata()
+    save_file(load_file(file), file, metadata=facts | {fact: "another"})
+    refused = run("dpo-stored", DPO_DATA_PATH=own_pairs)
+    assert refused.train() == 3
+    error = capsys.readouterr().err
+    assert str(file) in error and f"its {fact} was another" in error and "delete it" in error
+    file.unlink()
+    assert refused.train() == 0
+
+
+@pytest.mark.parametrize("harm", ["cut", "changed"])
+def test_a_damaged_reference_is_refused_by_name(harm, own_pairs, run, capsys):
+    file = the_reference(own_pairs)
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content if harm == "changed" else content[:-8])
+    assert run("dpo-stored", DPO_DATA_PATH=own_pairs).train() == 3
+    error = capsys.readouterr().err
+    assert str(file) in error and "delete it" in error and "Traceback" not in error
+
+
+def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
+    before = the_reference(own_pairs)
+    assert run("dpo-stored", DPO_DATA_PATH=own_pairs, PRETRAIN_CHECKPOINT=stages.teacher, MAX_STEPS=1).train() == 0
+    assert len([*own_pairs.glob("reference-*-train-96.safetensors")]) == 2 and before.exists()
+
+
+def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, monkeypatch, finished):
+    stopped, original = run("dpo-stored", DPO_DATA_PATH=bare_pairs), references.pair_logprobs
+
+    def pair_logprobs(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(references, "pair_logprobs", pair_logprobs)
+    assert stopped.train() == train.EXIT_PREEMPTED
+    assert not [*bare_pairs.glob("*reference-*")] and not stopped.steps_saved()
+    monkeypatch.undo()
+    assert stopped.train() == 0
+    assert stopped.hashes(4) == finished("dpo-stored").hashes(4)
+
+
+# -------------------------------------------------------------------------------------------------------------------- adapters
+
+
+def test_adapters_are_all_that_is_saved_and_the_base_stays(finished, stages):
+    before = (stages.base / "model.safetensors").read_bytes()
+    folder = finished("lora-sft").checkpoint(4)
+    assert (folder / "adapter_model.safetensors").is_file() and not (folder / "model.safetensors").exists()
+    assert all("lora_A" in name or "lora_B" in name for name in load_file(folder / "adapter_model.safetensors"))
+    assert (stages.base / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo"])
+def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, capsys):
+    base = shutil.copytree(stages.base, tmp_path / "base")
+    adapted = run(mode, PRETRAIN_CHECKPOINT=base)
+    with stop_at(2):
+        assert adapted.train() == train.EXIT_PREEMPTED
+    shutil.rmtree(base)
+    assert adapted.train() == 5
+    assert str(base) in capsys.readouterr().err
+    shutil.copytree(stages.teacher, base)
+    assert adapted.train() == 5
+    assert "belong to another base" in capsys.readouterr().err and adapted.steps_saved() == [2]
+    shutil.rmtree(base)
+    shutil.copytree(stages.base, base)
+    assert adapted.train() == 0
+
+
+def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, monkeypatch, capsys):
+    """Merged, they train on as a whole model, from where they stopped."""
+    monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
+    import merge_lora
+
+    adapted = finished("lora-sft")
+    for mode in ("sft", "lora-sft", "dpo-stored"):
+        refused = run(mode, PRETRAIN_CHECKPOINT=adapted.checkpoint(4))
+        assert refused.train() == train.main([*refused.argv(), "--check"]) == 5
+        assert capsys.readouterr().err.count("scripts/merge_lora.py") >= 1 and not refused.steps_saved()
+    merged = run("sft").output_dir / "merged"
+    merged.parent.mkdir(exist_ok=True)
+    merge_lora.merge(adapted.checkpoint(4), merged)
+    after = run("sft", PRETRAIN_CHECKPOINT=merged, MAX_STEPS=1, HELLASWAG_EVERY=0)
+    assert after.train() == 0
+    assert after.column("val_loss")[0] == pytest.approx(adapted.column("val_loss")[4], rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("mode", "setting", "data"), [
+    ("sft", "SFT_DATA_PATH", "shards"), ("sft", "SFT_DATA_PATH", "pairs"), ("dpo-live", "DPO_DATA_PATH", "chats"),
+    ("orpo", "DPO_DATA_PATH", "shards"), ("distilled", "PRETRAIN_DATA_PATH", "chats")])
+def test_data_of_another_kind_is_refused(mode, setting, data, stages, run, capsys):
+    path = stages.prepared.shards if data == "shards" else getattr(stages, data)
+    refused = run(mode, **{setting: path})
+    assert refused.train() == train.main([*refused.argv(), "--check"]) == 3
+    error = capsys.readouterr().err
+    assert str(path) in error and "prepare them with scripts/load_" in error
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo-live", "lora-sft"])
+def test_too_few_rows_for_a_step_are_refused_with_the_number_to_set(mode, run, capsys):
+    refused = run(mode, TOTAL_BATCH_SIZE=96 * 1000)
+    assert refused.train() == 3
+    error = capsys.readouterr().err
+    assert "a step reads 1,000" in error and "lower TOTAL_BATCH_SIZE to" in error
+    largest = int(error.split("lower TOTAL_BATCH_SIZE to ")[1].split()[0])
+    assert run(mode, TOTAL_BATCH_SIZE=largest, MAX_STEPS=0, **UNMEASURED).train() == 0
+
+
+@pytest.mark.parametrize(("mode", "changes", "words"), [
+    ("distilled", {"TEACHER_MODEL": ""}, "needs TEACHER_MODEL"), ("sft", {"SFT_DATA_PATH": ""}, "SFT_DATA_PATH is not set"),
+    ("dpo-live", {"PRETRAIN_CHECKPOINT": ""}, "set INSTRUCT_CHECKPOINT"),
+    ("lora-sft", {"PRETRAIN_CHECKPOINT": ""}, "needs a base"),
+    ("dpo-live", {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x"}, "not with dpo"),
+    ("lora-sft", {"LORA_TARGET_MODULES": "wq,w9"}, "w9"),
+    ("distilled-stored", {"DISTILLATION_TOP_K": 100_000}, "exceeds the vocabulary")])
+def test_impossible_settings_are_refused_with_code_2(mode, changes, words, run, capsys):
+    refused = run(mode, **changes)
+    refused.settings = {name: value for name, value in refused.settings.items() if value != ""}
+    assert refused.train() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(stages, run, tmp_path, capsys):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(stages.teacher / name, teacher)
+    described = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(described | {"vocab_size": 500}))
+    for mode in ("distilled", "distilled-stored", "distilled-sft"):
+        refused = run(mode, TEACHER_MODEL=teacher)
+        assert train.main([*refused.argv(), "--check"]) == refused.train() == 2
+        assert "another vocabulary" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ from one to another
+
+
+def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(stages, finished, run, capsys):
+    """From a pretraining checkpoint at step 2 to chats, and from chats at step 4 to preferences."""
+    assert list(finished("sft").column("train_loss")) == [1, 2, 3, 4]
+    learned = run("dpo-stored", INSTRUCT_CHECKPOINT=finished("sft").folder, RUN_NAME="preferences")
+    del learned.settings["PRETRAIN_CHECKPOINT"]
+    assert learned.train() == 0
+    assert "begin anew" in capsys.readouterr().err
+    assert list(learned.column("train_loss")) == [1, 2, 3, 4] and learned.column("learning_rate")[1] == 0.01
+    assert learned.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["dpo-stored", "dpo-live", "lora-sft", "lora-dpo"])
+def test_resume_may_name_a_checkpoint_of_another_stage(mode, stages, run, finished):
+    by_path = run(mode, RESUME=stages.base)
+    del by_path.settings["PRETRAIN_CHECKPOINT"]
+    with stop_at(2):
+        assert by_path.train() == train.EXIT_PREEMPTED
+    assert by_path.train() == 0
+    assert by_path.hashes(4) == finished(mode).hashes(4)
