@@ -20,7 +20,16 @@ from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
 from run_log import duration
-from run_state import Inputs, Run, check_identity, continues, find_checkpoint, read_inputs, refuse_adapters
+from run_state import (
+    Inputs,
+    Run,
+    check_identity,
+    continues,
+    find_checkpoint,
+    read_inputs,
+    refuse_adapters,
+    refuse_own_weights,
+)
 from settings import Loaded
 from teachers import find_teacher
 from tokenizer import load_tokenizer
@@ -212,6 +221,7 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
             step = state["progress"]["step"]
             text = f"from {folder}, {max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
         else:
+            refuse_own_weights(state, folder, run_dir, config)
             text = f"from the weights of {folder}; optimizer, schedule and step begin anew"
     for warning in warnings:
         report.tell("warn", "start", warning)

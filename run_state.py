@@ -277,6 +277,7 @@ def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> S
     if continues(state, own, config):
         warnings += ranks.together(lambda: check_identity(state, config, inputs, folder, ranks))
     else:
+        refuse_own_weights(state, folder, run_dir, config)
         warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
         state, own = {}, False
     remembered = state["progress"].get("base") if state else None
@@ -285,6 +286,15 @@ def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> S
     if config.lora_enabled:
         base_sha256 = ranks.broadcast(ranks.main_first(lambda: weights_sha256(base)))
     return Start(folder, own, state, base, base_sha256, warnings)
+
+
+def refuse_own_weights(state: dict[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
+    """Raises CheckpointError where a stage would write over the very weights that it begins with, or what the last one told."""
+    inside = folder.resolve().parent == (run_dir / "checkpoints").resolve()
+    of_another_stage = bool(state) and state["identity"]["TRAINING_STAGE"] != config.training_stage
+    if inside and (of_another_stage or config.lora_enabled):
+        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, and this run would write over it; choose "
+                              "another RUN_NAME")
 
 
 def weights_sha256(folder: Path) -> str:
@@ -419,7 +429,7 @@ def save_checkpoint(run: Run) -> None:
     folder = checkpoints.save(run.folder / "checkpoints", progress.step, run.ranks, write_model, state,
                               cut_padding(run.optimizer.state_tensors(), run.model),
                               weight_bytes=sum(weight.nbytes for weight in run.model.parameters() if weight.requires_grad))
-    protected = [folder for folder in (run.started_from, progress.base) if folder]
+    protected = [run.started_from] if run.started_from else []
     run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected))
     run.saved = folder
     run.log.say(f"Saved {folder} in {time.perf_counter() - started:.1f} s")
