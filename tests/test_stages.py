@@ -142,13 +142,48 @@ def test_early_stopping_works_in_every_stage(run, capsys):
     assert "Early stopping" in capsys.readouterr().out and stopped.steps_saved()[-1] < 20
 
 
+# ---------------------------------------------------------------------------------------------------------------- several ranks
+
+
+def bare(path: Path, folder: Path) -> Path:
+    """A copy of prepared data, beside which nothing is stored yet."""
+    return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*", "teacher-*")))
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-dpo"])
+def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, tmp_path):
+    """What is stored beside the data they compute together."""
+    both = run(mode, DPO_DATA_PATH=bare(stages.pairs, tmp_path / "pairs"),
+               PRETRAIN_DATA_PATH=bare(stages.prepared.shards, tmp_path / "shards"))
+    job = both.start(2)
+    assert job.wait() == [0, 0], job.text()
+    for mine, other in zip(without_clocks(both.metrics()), without_clocks(finished(mode).metrics()), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def signal_rank_1_in_the_reference() -> None:
+    original = references.pair_logprobs
+
+    def pair_logprobs(*arguments):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    references.pair_logprobs = pair_logprobs
+
+
+def test_ranks_leave_together_while_the_reference_is_computed(run, bare_pairs):
+    job = run("dpo-stored", DPO_DATA_PATH=bare_pairs).start(2, signal_rank_1_in_the_reference)
+    assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
+    assert not [*bare_pairs.glob("*reference-*")] and "Traceback" not in job.text()
+
+
 # ------------------------------------------------------------------------------------------------------------------ references
 
 
 @pytest.fixture
 def bare_pairs(stages, tmp_path) -> Path:
-    """A copy of the pairs, beside which nothing is stored yet."""
-    return Path(shutil.copytree(stages.pairs, tmp_path / "bare", ignore=shutil.ignore_patterns("reference-*")))
+    return bare(stages.pairs, tmp_path / "bare")
 
 
 DPO_MODES = ("dpo-stored", "dpo-live", "lora-dpo")
@@ -353,3 +388,12 @@ def test_resume_may_name_a_checkpoint_of_another_stage(mode, stages, run, finish
         assert by_path.train() == train.EXIT_PREEMPTED
     assert by_path.train() == 0
     assert by_path.hashes(4) == finished(mode).hashes(4)
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo-live", "lora-sft"])
+def test_a_stage_does_not_write_over_what_it_stands_on(mode, stages, run, capsys):
+    """In the folder of the run that made its base."""
+    inside = run(mode, RUN_NAME="base", PRETRAIN_CHECKPOINT="step-00000002")
+    shutil.copytree(stages.base.parent.parent, inside.folder)
+    assert inside.train() == train.main([*inside.argv(), "--check"]) == 5
+    assert "another RUN_NAME" in capsys.readouterr().err and inside.steps_saved() == [2]
