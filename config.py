@@ -154,7 +154,7 @@ class EvaluationConfig(Section):
     hellaswag_name: str = setting("HellaSwag", "what the items of HELLASWAG_PATH are called in the output")
     hellaswag_batch_tokens: int = setting(16_384, "tokens in one forward of HellaSwag", ge=64)
     sample_every: int = setting(500, "steps between written samples; 0 = never", ge=0)
-    sample_prompts: str = setting("", "beginnings to continue, with | between; none = from the document's start")
+    sample_prompts: str = setting("", "beginnings to continue (a user's words in the stages sft and dpo), with | between")
     sample_tokens: int = setting(96, "tokens of a sample at most", ge=1)
     sample_temperature: float = setting(0.8, "0 = the likeliest token always", ge=0)
     sample_top_p: float = setting(0.95, "nucleus of the distribution that is sampled from", gt=0, le=1)
@@ -207,8 +207,7 @@ class PreferenceConfig(Section):
     dpo_length_normalised: bool = setting(False, "log-probabilities by the token instead of by the answer")
     dpo_sft_weight: float = setting(0.0, "weight of the chosen answer's cross-entropy besides", ge=0)
     dpo_reference: Literal["auto", "stored", "live"] = setting(
-        "auto", "log-probabilities of the reference: computed once and stored beside the data, or live from a frozen model (with "
-                "LoRA: the model with its adapters off); auto = stored, with LoRA live")
+        "auto", "stored = asked once, beside the data; live = a frozen model, or adapters off; auto = stored, with LoRA live")
     orpo_lambda: float = setting(0.1, "weight of ORPO's odds-ratio term", gt=0)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
+from chat_formats import load_chat_format
 from config import Config
 from generate import generate
 from hellaswag_utils import Counts, evaluate_batches
@@ -59,10 +60,16 @@ def hellaswag(run: Run) -> dict[str, float]:
 def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:
     """(prompt, continuation) pairs, the same at every call of the same step and on every rank."""
     prompts = config.sample_prompts.split("|")
+    if config.training_stage == "pretrain":
+        begun = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
+        stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
+    else:
+        chat_format = load_chat_format(tokenizer)
+        begun = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        stop_ids = chat_format.stop_ids
     with torch.compiler.set_stance("force_eager"):
-        written = generate(model, [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts],
-                           max_new_tokens=config.sample_tokens, temperature=config.sample_temperature, top_p=config.sample_top_p,
-                           seed=config.seed + step, stop_ids={tokenizer.eos_id, tokenizer.document_start_id})
+        written = generate(model, begun, max_new_tokens=config.sample_tokens, temperature=config.sample_temperature,
+                           top_p=config.sample_top_p, seed=config.seed + step, stop_ids=stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
 
 

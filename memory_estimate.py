@@ -29,6 +29,15 @@ def parameter_count(config: Config, vocab_size: int) -> int:
     return config.n_layers * block + (1 if config.tie_embeddings else 2) * vocab_size * config.dim + config.dim
 
 
+def adapter_count(config: Config) -> int:
+    """Weights of LoRA's adapters."""
+    kv_dim = config.n_kv_heads * config.head_dim
+    widths = {"wq": 2 * config.dim, "wo": 2 * config.dim, "wk": config.dim + kv_dim, "wv": config.dim + kv_dim,
+              **dict.fromkeys(("w1", "w2", "w3"), config.dim + config.hidden_dim)}
+    targets = {name.strip() for name in config.lora_target_modules.split(",")}
+    return config.n_layers * config.lora_rank * sum(width for name, width in widths.items() if name in targets)
+
+
 def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_type: str = "cuda") -> MemoryEstimate:
     """The forecast for one rank, as the sum of what is alive around the end of a forward; a little less is, as a rule.
 
@@ -37,8 +46,9 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
         device_type: "cuda" or "cpu".
     """
     parameters = parameter_count(config, vocab_size)
+    trained = adapter_count(config) if config.lora_enabled else parameters
     matrices = parameters - (1 if config.tie_embeddings else 2) * vocab_size * config.dim
-    muon_saves = matrices if config.optimizer == "muon" else 0  # one moment instead of two
+    muon_saves = matrices if config.optimizer == "muon" and not config.lora_enabled else 0  # one moment instead of two
     cast = parameters * compute_bytes if compute_bytes < FLOAT32 else 0  # weights in the compute dtype, kept for the backward
     tokens = config.micro_batch_size * config.max_seq_len
     heads_width = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim
@@ -56,5 +66,6 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     # The chunk's logits become their gradient in place; beside them lies a copy in the compute dtype, or without the padded ids.
     copy = compute_bytes if compute_bytes < FLOAT32 or vocab_size % 128 else 0
     head = chunk * vocab_size * (FLOAT32 + copy) + vocab_size * config.dim * (FLOAT32 + compute_bytes)
-    return MemoryEstimate(parameters * FLOAT32 + cast, parameters * FLOAT32, (2 * parameters - muon_saves) * FLOAT32,
-                          tokens * kept, head)
+    # The frozen base lies there in the compute dtype alone.
+    weights = parameters * compute_bytes + trained * FLOAT32 if config.lora_enabled else parameters * FLOAT32 + cast
+    return MemoryEstimate(weights, trained * FLOAT32, (2 * trained - muon_saves) * FLOAT32, tokens * kept, head)

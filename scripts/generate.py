@@ -7,44 +7,18 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-
-import checkpoints
 from chat_formats import load_chat_format
-from config import ModelConfig
-from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
 from errors import run_script
 from generate import generate
-from model import Transformer, padded
-from tokenizer import load_tokenizer
-
-
-def load(folder: Path) -> tuple[Transformer, Any]:
-    """The folder's model, on the GPU in bf16 where there is one and otherwise in fp32, and its tokenizer.
-
-    Raises:
-        CheckpointError: it holds no Llama that can be read, or a damaged one.
-        DataError: its tokenizer cannot be used.
-    """
-    if (folder / checkpoints.MANIFEST).exists():
-        checkpoints.verify(folder)
-    config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
-    tensors = load_model_weights(folder)
-    vocab_size = len(tensors["model.embed_tokens.weight"])
-    on_gpu = torch.cuda.is_available()
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
-    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
-    return model.float().to("cuda" if on_gpu else "cpu"), load_tokenizer(str(folder))
+from model_folder import load_model_folder
 
 
 def continuations(folder: Path, prompts: list[str], **options) -> list[str]:
     """What the folder's model writes after each prompt; the options are those of generate."""
-    model, tokenizer = load(folder)
+    model, tokenizer = load_model_folder(folder)
     written = generate(model, [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts],
                        stop_ids={tokenizer.eos_id, tokenizer.document_start_id}, **options)
     return [tokenizer.decode(ids) for ids in written]
@@ -56,7 +30,7 @@ def answers(folder: Path, turns: list[str], system_prompt: str = "", **options) 
     Raises:
         DataError: its tokenizer has no chat format, or this refuses the dialog.
     """
-    model, tokenizer = load(folder)
+    model, tokenizer = load_model_folder(folder)
     chat_format = load_chat_format(tokenizer)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for turn in turns:

@@ -1,4 +1,5 @@
-"""Make the embedded sample under data/sample: stories, items, questions, preferences, their tokenizer, and token shards.
+"""Make the embedded sample under data/sample: stories, items, questions, preferences, their tokenizer, and what is
+prepared of them for each stage.
 
 Needs no network and less than a minute; a second call finds everything there and returns at once.
 """
@@ -21,8 +22,10 @@ STAMP = "made-from.json"
 STORIES = 40_000
 RANKS = 1024
 VALIDATION_FRACTION = 0.005
+EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # What the sample's bytes follow from: it is made anew when one of them has changed.
-SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py")
+SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py", "shard_writer.py",
+           "chats.py", "chat_formats.py", "example_preparation.py")
 
 
 def made_from() -> dict[str, str]:
@@ -39,6 +42,7 @@ def is_up_to_date(folder: Path) -> bool:
 def make(folder: Path) -> None:
     """Write the whole sample into an empty folder."""
     from data_preparation_utils import prepare_pretrain
+    from example_preparation import prepare_examples
     from sample_world import parts, texts, write_jsonl
     from tokenizer import train_bpe, write_tiktoken
 
@@ -48,6 +52,10 @@ def make(folder: Path) -> None:
     write_tiktoken(train_bpe(islice(texts(), 10_000), RANKS), tokenizer)
     prepare_pretrain(str(folder / "stories.jsonl"), str(tokenizer), "tiktoken", folder / "pretrain",
                      shard_tokens=100_000_000, validation_fraction=VALIDATION_FRACTION)
+    for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT), ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
+                                         ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
+        prepare_examples(kind, str(folder / f"{name}.jsonl"), str(tokenizer), "tiktoken", folder / output, system_prompt="",
+                         shard_tokens=100_000_000, validation_fraction=held_out)
     (folder / STAMP).write_text(json.dumps(made_from(), indent=1))
 
 

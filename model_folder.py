@@ -1,0 +1,31 @@
+"""A model and its tokenizer from a folder, ready to be asked: a checkpoint of a run, or a Llama of Hugging Face's."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import checkpoints
+from config import ModelConfig
+from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
+from model import Transformer, padded
+from tokenizer import load_tokenizer
+
+
+def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
+    """The folder's model, on the GPU in bf16 where there is one and otherwise in fp32, and its tokenizer.
+
+    Raises:
+        CheckpointError: it holds no Llama that can be read, or a damaged one.
+        DataError: its tokenizer cannot be used.
+    """
+    if (folder / checkpoints.MANIFEST).exists():
+        checkpoints.verify(folder)
+    config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
+    tensors = load_model_weights(folder)
+    vocab_size = len(tensors["model.embed_tokens.weight"])
+    on_gpu = torch.cuda.is_available()
+    with torch.device("meta"):
+        model = Transformer(config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
+    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
+    return model.float().to("cuda" if on_gpu else "cpu"), load_tokenizer(str(folder))
