@@ -114,3 +114,10 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     own = read_json(folder / BASE_FILE) if (folder / BASE_FILE).exists() else {}
     state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"])
     return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"), own.get("base_sha256"))
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raises CheckpointError where a folder holds no whole model."""
+    if (folder / CONFIG_FILE).exists():
+        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: python scripts/merge_lora.py "
+                              f"{folder} --output FOLDER")

@@ -121,7 +121,7 @@ class OptimConfig(Section):
     micro_batch_size: int = setting(8, "rows in one forward of one rank; 0 = all of its rows of a step", ge=0)
     max_seq_len: int = setting(1024, "tokens in a row", ge=1)
     max_steps: int = setting(1000, "optimizer steps of the whole run", ge=0)
-    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon = Muon for the blocks' matrices, AdamW for the rest and for adapters")
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon = Muon for the blocks' matrices, AdamW for the rest")
     learning_rate: float = setting(6e-4, "peak learning rate", gt=0)
     min_learning_rate: Optional[float] = setting(None, "where the schedule ends; none = a tenth of LEARNING_RATE", ge=0)
     warmup_steps: int = setting(100, "steps of linear warm-up", ge=0)

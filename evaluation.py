@@ -89,7 +89,8 @@ def measure(run: Run) -> None:
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     place = f"[{progress.step}/{config.max_steps}]"
     if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
-        loss, others = validation_loss(run.model, run.objective, run.inputs.validation_batches(config, run.ranks), run.ranks, run.signals)
+        rows = run.inputs.validation_batches(config, run.ranks)
+        loss, others = validation_loss(run.model, run.objective, rows, run.ranks, run.signals)
         metrics |= {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
         told = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}" for name, value in others.items())

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import checkpoints
+from adapter_files import refuse_adapters
 from config import ModelConfig
 from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
 from model import Transformer, padded
@@ -16,9 +17,10 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
     """The folder's model, on the GPU in bf16 where there is one and otherwise in fp32, and its tokenizer.
 
     Raises:
-        CheckpointError: it holds no Llama that can be read, or a damaged one.
+        CheckpointError: it holds no Llama that can be read, only adapters, or a damaged one.
         DataError: its tokenizer cannot be used.
     """
+    refuse_adapters(folder)
     if (folder / checkpoints.MANIFEST).exists():
         checkpoints.verify(folder)
     config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))

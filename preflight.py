@@ -10,10 +10,11 @@ from typing import Any, Optional, TypeVar
 import numpy as np
 import torch
 
+import adapter_files
 import checkpoints
 import convert
 from attention_kernels import attention_taken
-from config import Config, ModelConfig
+from config import PREPARED_BY, Config, ModelConfig
 from errors import CheckpointError, PaddockError
 from hellaswag_utils import prepare_tasks, read_items
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
@@ -27,7 +28,6 @@ from run_state import (
     continues,
     find_checkpoint,
     read_inputs,
-    refuse_adapters,
     refuse_own_weights,
 )
 from settings import Loaded
@@ -97,9 +97,14 @@ def farewell(run: Run, folder: Path, seconds: float, baseline: dict, reached: di
         say(f"Accuracy on {config.hellaswag_name}: {before}to {100 * reached['hellaswag_acc']:.1f} % "
             f"(+- {100 * reached['hellaswag_stderr']:.1f}; by length {100 * reached['hellaswag_acc_norm']:.1f} %; "
             f"n = {reached['hellaswag_n']}; chance is 25 %).")
-    say(f"Checkpoint (a Hugging Face model folder): {folder}")
-    say(f"Write with it:   python scripts/generate.py {folder}")
-    say("Your own text:   python scripts/load_pretrain_dataset.py --help")
+    say(f"Checkpoint ({'adapters, as PEFT loads them' if config.lora_enabled else 'a Hugging Face model folder'}): {folder}")
+    if config.lora_enabled:
+        say(f"Merge into base: python scripts/merge_lora.py {folder} --output FOLDER")
+    else:
+        talk = "Write" if config.training_stage == "pretrain" else "Talk "
+        chat = "" if config.training_stage == "pretrain" else ' --chat --prompt "..."'
+        say(f"{talk} with it:   python scripts/generate.py {folder}{chat}")
+    say(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     say("On more GPUs:    torchrun --standalone --nproc_per_node N train.py")
 
 
@@ -213,7 +218,7 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
         state = checkpoints.read_state(folder)
         goes_on = continues(state, own, config)
         whole = Path(state["progress"]["base"]) if goes_on and config.lora_enabled else folder
-        refuse_adapters(whole)
+        adapter_files.refuse_adapters(whole)
         refuse_another_shape(config, whole)
         if goes_on:
             if inputs:

@@ -55,7 +55,8 @@ class ReferencedRows:
 
 
 def with_stored_reference(rows: ExampleRows, split: str, facts: dict[str, str], make_model: Callable[[], nn.Module],
-                          micro_batch_size: int, ranks: Ranks, signals: StopSignals, say: Callable[[str], None]) -> ReferencedRows:
+                          micro_batch_size: int, ranks: Ranks, signals: StopSignals,
+                          say: Callable[[str], None]) -> ReferencedRows:
     """The rows with their reference log-probabilities, which are computed by all ranks where they are not stored yet.
 
     They lie beside the shards in a file named by the reference's weights. Collective: every rank must call it.

@@ -299,7 +299,7 @@ def refuse_own_weights(state: dict[str, Any], folder: Path, run_dir: Path, confi
 
 def weights_sha256(folder: Path) -> str:
     """The hash of a model folder's weights; the same in whatever files they lie."""
-    refuse_adapters(folder)
+    adapter_files.refuse_adapters(folder)
     return convert.weights_sha256(convert.load_model_weights(folder))
 
 
@@ -381,16 +381,9 @@ def load_weights(folder: Path, model: Transformer) -> None:
     Raises:
         CheckpointError: they are of another shape than the settings say, or only adapters.
     """
-    refuse_adapters(folder)
+    adapter_files.refuse_adapters(folder)
     tensors = convert.from_huggingface(convert.load_model_weights(folder), model.config, padded(model.vocab_size))
     model.load_state_dict(tensors)
-
-
-def refuse_adapters(folder: Path) -> None:
-    """Raises CheckpointError where a folder holds no whole model."""
-    if (folder / adapter_files.CONFIG_FILE).exists():
-        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: python scripts/merge_lora.py "
-                              f"{folder} --output FOLDER")
 
 
 def cut_padding(tensors: dict[str, torch.Tensor], model: Transformer) -> dict[str, torch.Tensor]:

@@ -209,8 +209,8 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
 def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: float) -> dict[str, Any]:
     """What a logged step tells, which also goes to the console."""
     config, ranks, progress = run.config, run.ranks, run.progress
-    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": rate, "grad_norm": result.grad_norm,
-               "tokens_seen": progress.tokens_seen, "tokens_per_second": tokens_per_second,
+    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": rate,
+               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, "tokens_per_second": tokens_per_second,
                "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
     if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
         flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
