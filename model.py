@@ -405,7 +405,8 @@ class Transformer(nn.Module):
 
         def of_loss(hidden: Tensor, weight: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             total, gradient_MV = loss(linear(hidden, weight)[:, :self.vocab_size].float(), part)
-            return total, F.pad(gradient_MV.to(hidden.dtype), (0, len(weight) - self.vocab_size))
+            gradient_MV, missing = gradient_MV.to(hidden.dtype), len(weight) - self.vocab_size
+            return total, F.pad(gradient_MV, (0, missing)) if missing else gradient_MV  # padding by nothing copies
 
         return SummedOverLogits.apply(hidden_MD, self.head_weight, chunk, of_loss if callable(loss) else of_logprobs)
 

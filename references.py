@@ -69,7 +69,8 @@ def with_stored_reference(rows: ExampleRows, split: str, facts: dict[str, str], 
         Interrupted: a rank was signalled.
     """
     facts = {**facts, "data": rows.example_set.fingerprint, "max_seq_len": str(rows.row_tokens)}
-    path = rows.folder / f"reference-{facts['weights_sha256'][:16]}-{split}-{rows.row_tokens}.safetensors"
+    precision = facts["compute_dtype"].removeprefix("torch.")
+    path = rows.folder / f"reference-{facts['weights_sha256'][:16]}-{split}-{rows.row_tokens}-{precision}.safetensors"
     if not ranks.broadcast(path.exists()):
         logprob_E2 = compute(rows, make_model(), micro_batch_size, ranks, signals, say)
         ranks.main_first(lambda: write(path, logprob_E2, facts))

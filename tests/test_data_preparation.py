@@ -261,7 +261,7 @@ def test_the_script_refuses_in_one_line_with_the_errors_exit_code(tmp_path, toke
 
 
 def start_long_preparation(tmp_path, tokenizer_path):
-    write_jsonl(tmp_path / "x.jsonl", stories(100) * 500)
+    write_jsonl(tmp_path / "x.jsonl", stories(100) * 2000)
     process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
                          "--preparation-workers", "2", cwd=tmp_path)
     while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):

@@ -10,7 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import MODES, UNMEASURED, Stages, TinyRun, a_step, furthest, prepare_stages, run_ranks, stop_at, without_clocks
+from helpers import (
+    MODES,
+    STAGE,
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    a_step,
+    furthest,
+    prepare_stages,
+    run_ranks,
+    stop_at,
+    without_clocks,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -19,6 +31,7 @@ import train
 from config import Config
 from dataloaders import Batch
 from example_rows import ExampleRows, open_example_set
+from model import Transformer
 from objectives import DPO, NextToken, stored_reference
 from ranks import start_ranks, stop_ranks
 
@@ -82,6 +95,13 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, st
     assert len(set(counts)) > 1, "the rows are to be uneven"
     whole, expected, _ = step_on(kind, rows_of(kind, path, 8))
     assert whole.count == sum(counts)
+    # The mean over all that is counted in the whole batch, by a single backward.
+    config = Config(**{name.lower(): value for name, value in STAGE.items()} | {"max_seq_len": ROW_TOKENS})
+    model = Transformer(config, 512)
+    model.init_weights(torch.Generator().manual_seed(1))
+    (batch,) = rows_of(kind, path, 8)
+    (CHOOSE[kind](config).loss_sum(model, batch).total / sum(counts)).backward()
+    assert furthest({name: parameter.grad for name, parameter in model.named_parameters()}, expected) < 1e-6
     for rows in (1, 2, 4):
         result, gradients, _ = step_on(kind, rows_of(kind, path, rows))
         check_alike(result, whole, gradients, expected)
@@ -117,6 +137,15 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
     assert stopped.hashes(4) == whole.hashes(4)
     assert without_clocks(stopped.metrics()) == without_clocks(whole.metrics())
     assert (stopped.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo", "distilled"])
+def test_what_is_measured_on_the_way_changes_nothing(mode, run):
+    """No random number and no dropout: validation, HellaSwag and samples leave the model as it was."""
+    measured = run(mode, RUN_NAME="measured", VALIDATE_EVERY=1, HELLASWAG_EVERY=1, SAMPLE_EVERY=1, LORA_DROPOUT=0.1)
+    unmeasured = run(mode, RUN_NAME="unmeasured", **UNMEASURED, LORA_DROPOUT=0.1)
+    assert measured.train() == unmeasured.train() == 0
+    assert measured.hashes(4) == unmeasured.hashes(4)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -201,11 +230,14 @@ def test_at_birth_preferences_are_undecided(mode, precision, run, bare_pairs):
     assert born.column("val_reward_margin")[0] == pytest.approx(0, abs=close)
 
 
-def test_stored_and_live_references_and_the_base_under_adapters_are_one(finished):
+def test_stored_and_live_references_and_the_base_under_adapters_are_one(finished, run):
     stored, live, adapters = (finished(mode) for mode in DPO_MODES)
-    for name in ("train_loss", "val_loss", "reward_margin", "val_reward_margin", "val_logprob_chosen"):
-        assert stored.column(name) == pytest.approx(live.column(name), rel=1e-5, abs=1e-6), name
-    assert stored.column("val_loss")[4] != pytest.approx(math.log(2), abs=1e-4), "nothing was learned that could differ"
+    adapters_stored = run("lora-dpo", DPO_REFERENCE="stored")
+    assert adapters_stored.train() == 0
+    for one, other in ((stored, live), (adapters, adapters_stored)):
+        for name in ("train_loss", "val_loss", "reward_margin", "val_reward_margin", "val_logprob_chosen"):
+            assert one.column(name) == pytest.approx(other.column(name), rel=1e-5, abs=1e-6), name
+        assert one.column("val_loss")[4] != pytest.approx(math.log(2), abs=1e-4), "nothing was learned that could differ"
     for name in ("val_logprob_chosen", "val_logprob_rejected"):
         assert adapters.column(name)[0] == pytest.approx(stored.column(name)[0], rel=1e-5)
 
@@ -219,7 +251,7 @@ def own_pairs(stages, finished, tmp_path) -> Path:
 
 
 def the_reference(pairs: Path) -> Path:
-    (file,) = pairs.glob("reference-*-train-96.safetensors")
+    (file,) = pairs.glob("reference-*-train-96-*.safetensors")
     return file
 
 
@@ -251,7 +283,7 @@ def test_a_damaged_reference_is_refused_by_name(harm, own_pairs, run, capsys):
 def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
     before = the_reference(own_pairs)
     assert run("dpo-stored", DPO_DATA_PATH=own_pairs, PRETRAIN_CHECKPOINT=stages.teacher, MAX_STEPS=1).train() == 0
-    assert len([*own_pairs.glob("reference-*-train-96.safetensors")]) == 2 and before.exists()
+    assert len([*own_pairs.glob("reference-*-train-96-*.safetensors")]) == 2 and before.exists()
 
 
 def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, monkeypatch, finished):
