@@ -234,7 +234,9 @@ def test_a_disk_that_refuses_is_named(tmp_path, tokenizer_path):
 def run_script(name, *flags, **options):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("TOKENIZER", "SHARD", "VALIDATION"))}
     return subprocess.Popen([sys.executable, str(ROOT / "scripts" / name), *flags], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **options)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                            # A shell's background jobs, such as a test run in one, are born with Ctrl-C ignored.
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
 
 
 def test_the_script_ends_with_the_line_for_env(tmp_path, tokenizer_path):
@@ -261,7 +263,7 @@ def test_the_script_refuses_in_one_line_with_the_errors_exit_code(tmp_path, toke
 
 
 def start_long_preparation(tmp_path, tokenizer_path):
-    write_jsonl(tmp_path / "x.jsonl", stories(100) * 2000)
+    write_jsonl(tmp_path / "x.jsonl", stories(100) * 500)
     process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
                          "--preparation-workers", "2", cwd=tmp_path)
     while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):
