@@ -18,8 +18,7 @@ from chat_formats import ChatFormat, Segments, TemplateFormat, load_chat_format
 from chats import CHAT_SHORTCUTS, PAIR_SHORTCUTS, Chat, Pair, read_chats, read_pairs, with_system
 from data_preparation_utils import SPLITS, Encoding, Kind, Tokenized, prepare, split_of, worker_tokenizer
 from errors import DataError, SettingsError
-from records import Mix, Source, mix_of, read_mix, source_of
-from settings import export_secrets, load_config
+from records import Mix, Source, mix_of, source_of
 from shard_writer import Tokens
 from shards import HEADER_BYTES
 from tokenizer import load_tokenizer
@@ -30,21 +29,6 @@ READERS = {"chats": read_chats, "pairs": read_pairs}
 SHORTCUTS = {"chats": CHAT_SHORTCUTS, "pairs": PAIR_SHORTCUTS}
 SHOWN_TOKENS = 64  # at either end of a segment
 SHOWN_SEGMENTS = 64
-SOURCE_FLAGS = {"config-name": "config", "split": "split", "revision": "revision", "files": "files"}
-OWN_FLAGS = ("source", "mix", "max-examples", "on-bad-record", "output", *SOURCE_FLAGS)
-FLAGS_USAGE = """\
-  --mix FILE              several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": 0.7,
-                          and any of config split revision files}, ...], "seed": 0,
-                          "stop": "first_exhausted" | "all_exhausted"}; weights are shares of examples
-  --config-name NAME      the hub dataset's config
-  --split NAME            the hub dataset's split                                                [train]
-  --revision REV          the hub dataset's branch, tag or commit                                [newest]
-  --files PATTERN         only these files of the hub dataset
-  --max-examples N        only the first N examples; 0 = all                                     [0]
-  --on-bad-record HOW     fail, or skip to count and list records that cannot be used            [fail]
-
-Settings that count here, from .env, the environment or as flags: TOKENIZER_PATH TOKENIZER_BACKEND SYSTEM_PROMPT SHARD_TOKENS
-VALIDATION_FRACTION PREPARATION_WORKERS HF_TOKEN. A preparation that was stopped goes on where it was."""
 
 
 class Recipe(NamedTuple):
@@ -204,33 +188,3 @@ def abbreviated(ids: Sequence[int], tokenizer) -> str:
         return tokenizer.decode(ids)
     return f"{tokenizer.decode(ids[:SHOWN_TOKENS])} [... {len(ids) - 2 * SHOWN_TOKENS:,} tokens ...] " + tokenizer.decode(
         ids[-SHOWN_TOKENS:])
-
-
-def prepare_by_flags(kind: str, argv: Sequence[str], output_dir: str) -> Path:
-    """Prepare what a script's command line and the settings ask for; returns the folder.
-
-    Args:
-        output_dir: where prepared sets lie, unless --output says otherwise.
-    Raises:
-        SettingsError: a flag or setting is unknown, missing or impossible.
-        DataError: as `prepare_examples`.
-    """
-    loaded = load_config(argv, extra_flags=OWN_FLAGS, complete=False)
-    config, flags = loaded.config, loaded.rest
-    export_secrets(config)
-    if config.tokenizer_path is None:
-        raise SettingsError("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json or a hub name")
-    fields = {field: flags[flag.replace("-", "_")] for flag, field in SOURCE_FLAGS.items() if flag.replace("-", "_") in flags}
-    if "mix" in flags and (fields or "source" in flags):
-        raise SettingsError("--mix describes its sources itself; give no --source or flags of a source beside it")
-    if not {"mix", "source"} & set(flags):
-        raise SettingsError(f"--source is not set; give a file, folder or glob, the name of a dataset on the hub, or one of "
-                            f"{', '.join(SHORTCUTS[kind])}")
-    limit = flags.get("max_examples", "0")
-    if not limit.isdecimal():
-        raise SettingsError(f"--max-examples {limit}: must be a whole number, 0 or more")
-    return prepare_examples(
-        kind, read_mix(flags["mix"]) if "mix" in flags else source_of(flags["source"], SHORTCUTS[kind], **fields),
-        config.tokenizer_path, config.tokenizer_backend, flags.get("output", output_dir), system_prompt=config.system_prompt,
-        shard_tokens=config.shard_tokens, validation_fraction=config.validation_fraction, workers=config.preparation_workers,
-        max_documents=int(limit), on_bad_record=flags.get("on_bad_record", "fail"))

@@ -5,31 +5,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from chats import PAIR_SHORTCUTS
-from data_preparation_utils import describe_prepared
-from errors import run_script
-from example_preparation import FLAGS_USAGE, prepare_by_flags
+from preparation_flags import run_preparation
 
-USAGE = f"""usage: python scripts/load_dpo_dataset.py --source SOURCE | --mix FILE [--any-setting VALUE]
-
+RECORDS = """
 A record is a pair by its columns chosen and rejected, texts or lists of messages, with a column prompt (text or messages) or
 without: then the prompt is what both begin with. A column system is put in front.
-
-  --source SOURCE         {', '.join(PAIR_SHORTCUTS)}, the name of a dataset on the hub, or a file, folder or
-                          glob of .jsonl .parquet (also compressed), local or on any fsspec URL
-  --output FOLDER         where prepared sets lie, each in a folder named by what it is made of  [data/dpo]
-{FLAGS_USAGE}"""
-
-
-def main(argv: list[str]) -> None:
-    folder = prepare_by_flags("pairs", argv, "data/dpo")
-    print(describe_prepared(folder))
-    print("Ready. The prompt, then between ⟦ and ⟧ the chosen and the rejected answer. The line for .env:")
-    print(f"DPO_DATA_PATH={folder}")
-
+"""
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE)
-    else:
-        run_script(lambda: main(sys.argv[1:]), "Stopped. The same command goes on where it was.")
+    run_preparation("pairs", RECORDS, "The prompt, then between ⟦ and ⟧ the chosen and the rejected answer. ")
