@@ -36,3 +36,36 @@ def tiny_run(prepared, tmp_path):
     from helpers import TinyRun
 
     return lambda **settings: TinyRun(prepared, tmp_path / "runs", **settings)
+
+
+@pytest.fixture(scope="module")
+def folder(ours, tmp_path_factory):
+    """The Hugging Face files of `ours`, a module's own tokenizer."""
+    folder = tmp_path_factory.mktemp("huggingface")
+    ours.save_huggingface(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """The same, read by the tokenizers library."""
+    from tokenizer import load_tokenizer
+
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def transformers_tokenizer(folder):
+    """The same, read by transformers."""
+    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def meta(real_data):
+    """Llama 3's own tokenizer."""
+    from tokenizer import load_tokenizer
+
+    path = real_data / "llama3_tokenizer.model"
+    if not path.is_file():
+        pytest.skip("no llama3_tokenizer.model in the folder of real data")
+    return load_tokenizer(str(path))

@@ -31,31 +31,6 @@ def ours():
     return Tokenizer(train_bpe(SENTENCES * 3, 300))
 
 
-@pytest.fixture(scope="module")
-def folder(ours, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("huggingface")
-    ours.save_huggingface(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def theirs(folder):
-    return load_tokenizer(str(folder))
-
-
-@pytest.fixture(scope="module")
-def transformers_tokenizer(folder):
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def meta(real_data):
-    path = real_data / "llama3_tokenizer.model"
-    if not path.is_file():
-        pytest.skip("no llama3_tokenizer.model in the folder of real data")
-    return load_tokenizer(str(path))
-
-
 @pytest.fixture
 def with_template(folder, tmp_path):
     """Make a Hugging Face tokenizer with control tokens and a chat template of its own; `flags` are the tokens' own."""

@@ -53,31 +53,6 @@ def ours(ranks):
     return Tokenizer(ranks)
 
 
-@pytest.fixture(scope="module")
-def folder(ours, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("huggingface")
-    ours.save_huggingface(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def theirs(folder):
-    return load_tokenizer(str(folder))
-
-
-@pytest.fixture(scope="module")
-def transformers_tokenizer(folder):
-    return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def meta(real_data):
-    path = real_data / "llama3_tokenizer.model"
-    if not path.is_file():
-        pytest.skip("no llama3_tokenizer.model in the folder of real data")
-    return load_tokenizer(str(path))
-
-
 def with_hard_texts(test):
     for text in HARD_TEXTS:
         test = example(text)(test)
