@@ -4,16 +4,20 @@ import json
 import math
 import os
 import queue
+import shutil
 import sys
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Optional, TextIO
+from typing import Any, Optional
 
 from config import Config
+from errors import CheckpointError
 
 FINISH_SECONDS = 90  # that a tracker has at the end of a run
+LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
 
 
 def duration(seconds: float) -> str:
@@ -37,6 +41,59 @@ def keep_lines_up_to(path: Path, step: int) -> None:
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(beside, path)
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with null in place of numbers that JSON does not know."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+
+
+class LineFile:
+    """A file that grows line by line. What a full disk refuses is kept, and written as soon as there is room again.
+
+    The first refusal costs one warning: what a run tells is worth less than the run.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]):
+        self.path, self.warn, self.unwritten, self.warned = path, warn, b"", False
+        self.lock = threading.RLock()  # trackers warn in threads of their own, and a warning is a line too
+        with naming_refusals(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: of what is buffered, nobody can say how much a full disk took.
+            self.file = open(path, "ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        """Append a line, unless the file is closed: a tracker may speak after the end."""
+        with self.lock:
+            if self.file.closed:
+                return
+            self.unwritten += line.encode("utf-8", errors="replace") + b"\n"
+            try:
+                while self.unwritten:
+                    self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+            except OSError as error:
+                if not self.warned:
+                    self.warned = True
+                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run goes on, and the lines come when they can")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        with self.lock:
+            self.file.close()
+
+
+@contextmanager
+def naming_refusals(path: Path) -> Iterator[None]:
+    """Turn what the system refuses into a CheckpointError with the path and the free space."""
+    try:
+        yield
+    except OSError as error:
+        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free" if path.parent.exists() else ""
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}{free}; make room, or set OUTPUT_DIR to a folder that "
+                              "can be written") from error
 
 
 class Tracker:
@@ -111,26 +168,29 @@ class RunLog:
 
     Args:
         run_dir: the run's folder; None = console only (before the folder is known, and for --check).
+        step: the last one that is logged already.
+        steps_taken: of a resumed run, whose last one may still be to be logged.
     """
 
     def __init__(self, config: Config, rank: int, device_type: str, run_dir: Optional[Path] = None,
-                 wandb_run_id: Optional[str] = None, step: int = 0):
+                 wandb_run_id: Optional[str] = None, step: int = 0, steps_taken: int = 0):
         self.prefix = f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
         self.on_console = rank == 0 or config.log_all_ranks
-        self.file: Optional[TextIO] = None
-        self.metrics: Optional[TextIO] = None
-        self.samples: Optional[TextIO] = None
+        self.file: Optional[LineFile] = None
+        self.metrics: Optional[LineFile] = None
+        self.samples: Optional[LineFile] = None
+        self.ledger: Optional[LineFile] = None
         self.trackers: list[Tracker] = []
         self.wandb_run_id = wandb_run_id or uuid.uuid4().hex[:8]
         if run_dir is None:
             return
-        (run_dir / "log").mkdir(parents=True, exist_ok=True)
-        self.file = open(run_dir / "log" / f"rank-{rank}.txt", "a", encoding="utf-8")
+        self.file = LineFile(run_dir / "log" / f"rank-{rank}.txt", self.warn)
         if rank > 0:
             return
         for name in ("metrics", "samples"):
-            keep_lines_up_to(run_dir / f"{name}.jsonl", step)
-            setattr(self, name, open(run_dir / f"{name}.jsonl", "a", encoding="utf-8"))
+            with naming_refusals(run_dir / f"{name}.jsonl"):
+                keep_lines_up_to(run_dir / f"{name}.jsonl", step)
+            setattr(self, name, LineFile(run_dir / f"{name}.jsonl", self.warn))
         if config.wandb_enabled:
             self.trackers.append(Tracker("wandb", lambda: start_wandb(config, run_dir, self.wandb_run_id), self.warn))
         if config.tensorboard_enabled:
@@ -142,36 +202,41 @@ class RunLog:
         if self.on_console or everywhere:
             print(line, flush=True)
         if self.file:
-            print(line, file=self.file, flush=True)
+            self.file.write(line)
 
     def warn(self, text: str) -> None:
         """A warning, to the error stream and the file."""
+        line = f"{self.prefix} warning: {text}"
         if self.on_console:
-            print(f"{self.prefix} warning: {text}", file=sys.stderr, flush=True)
-        if self.file and not self.file.closed:  # a tracker may speak after the end
-            print(f"{self.prefix} warning: {text}", file=self.file, flush=True)
+            print(line, file=sys.stderr, flush=True)
+        if self.file:
+            self.file.write(line)
 
     def step(self, metrics: dict[str, Any]) -> None:
         """One logged step: an object in metrics.jsonl, and the trackers. What is not finite is null."""
-        metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                   for name, value in metrics.items()}
+        metrics = finite(metrics)
         if self.metrics:
-            print(json.dumps(metrics), file=self.metrics, flush=True)
+            self.metrics.write(json.dumps(metrics))
         values = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
         for tracker in self.trackers:
             tracker.log(values, metrics["step"])
 
+    def entry(self, step: int, facts: dict[str, Any]) -> None:
+        """A step's line in ledger.jsonl: what it read, and what came of it."""
+        if self.ledger:
+            self.ledger.write(json.dumps({"step": step, **finite(facts)}))
+
     def sample(self, step: int, prompt: str, text: str) -> None:
         """One written sample: an object in samples.jsonl, and a line on the console."""
         if self.samples:
-            print(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False), file=self.samples, flush=True)
+            self.samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False))
         self.say(f"Sample: {prompt}{text}")
 
-    def close(self) -> None:
-        """Finish the trackers and close the files."""
+    def close(self, finished: bool = True) -> None:
+        """Finish the trackers, for which there is less time where the run is not finished, and close the files."""
         for tracker in self.trackers:
-            tracker.close(FINISH_SECONDS)
-        for file in (self.file, self.metrics, self.samples):
+            tracker.close(FINISH_SECONDS if finished else LEAVE_SECONDS)
+        for file in (self.metrics, self.samples, self.ledger, self.file):  # in this order: the first may have something to say in the last
             if file:
                 file.close()
 

@@ -96,7 +96,7 @@ def train(loaded: Loaded) -> int:
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
         progress = resume(config, start, model, optimizer, scaler)
         log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_complete_step)
-        stack.callback(log.close)
+        stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
         progress.wandb_run_id = log.wandb_run_id
         for message in (*loaded.warnings, *start.warnings):
             log.warn(message)
