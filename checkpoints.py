@@ -231,15 +231,17 @@ def verify(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def newest_verified(checkpoints_dir: Path) -> tuple[Optional[Path], list[str]]:
+def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None) -> tuple[Optional[Path], list[str]]:
     """The checkpoint written last among those that verify, and what to warn of: each bad one and why.
 
-    None only where there is no checkpoint at all.
+    None only where there is no checkpoint at all, or none of `last_step` or an earlier one.
     Raises:
         CheckpointError: there are checkpoints, and none of them verifies.
     """
     sound, reasons = _by_age(checkpoints_dir)
-    for folder, _ in sound:
+    for folder, manifest in sound:
+        if last_step is not None and manifest["step"] > last_step:
+            continue
         try:
             verify(folder)
         except CheckpointError as error:
