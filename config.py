@@ -6,6 +6,7 @@ attribute. Where they are read from is the business of settings.py.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
@@ -13,11 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 LARGEST = 2**53  # a number above it is a slip, and would not survive JSON
 
 
-def setting(default, meaning: str, **limits):
-    """A field with its one line of meaning. Every number has an upper limit."""
+def setting(on_resume: str, default, meaning: str, **limits):
+    """A field with its one line of meaning, and what a resumed run may do with it. Every number has an upper limit."""
     if limits and not {"lt", "le"} & set(limits):
         limits["le"] = LARGEST
-    return Field(default, description=meaning, **limits)
+    return Field(default, description=meaning, json_schema_extra={"on_resume": on_resume}, **limits)
+
+
+# Between a checkpoint and the run that goes on from it, a setting can change freely; changes the curve from there on, which
+# is told; or makes it another run, which is refused unless ALLOW_RESUME_MISMATCH names it.
+safe, curve, fixed = (partial(setting, on_resume) for on_resume in ("safe", "curve", "fixed"))
 
 
 class Section(BaseModel):
@@ -30,73 +36,74 @@ class Section(BaseModel):
 class RunConfig(Section):
     """What kind of run it is, where it lives, what it starts from, and the machine's part."""
 
-    preset: str = setting("", "named settings from presets/, below .env; several with commas, the last wins")
-    training_stage: Literal["pretrain", "sft", "dpo"] = setting("pretrain", "what the model learns from")
-    output_dir: str = setting("runs", "folder of all runs")
-    run_name: Optional[str] = setting(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
-    resume: str = setting("auto", "auto = go on from the newest verified checkpoint of RUN_NAME, never, or a checkpoint's path")
-    pretrain_checkpoint: Optional[str] = setting(None, "start from this pretraining checkpoint (step name or path)")
-    instruct_checkpoint: Optional[str] = setting(None, "start from this SFT checkpoint (step name or path)")
-    dpo_checkpoint: Optional[str] = setting(None, "start from this DPO checkpoint (step name or path)")
-    reset_optimizer: bool = setting(False, "take only the weights of the checkpoint; optimizer and step begin anew")
-    start_step: Optional[int] = setting(None, "count steps from here, whatever the checkpoint says", ge=0)
-    allow_resume_mismatch: str = setting("", "settings that may differ from the checkpoint's, with commas")
-    seed: int = setting(1337, "of initialisation, row order, dropout and samples", ge=0, lt=2**32)
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto = cuda where there is one")
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = setting(
+    preset: str = safe("", "named settings from presets/, below .env; several with commas, the last wins")
+    training_stage: Literal["pretrain", "sft", "dpo"] = fixed("pretrain", "what the model learns from")
+    output_dir: str = safe("runs", "folder of all runs")
+    run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
+    resume: str = safe("auto", "auto = go on from the newest verified checkpoint of RUN_NAME, never, or a checkpoint's path")
+    pretrain_checkpoint: Optional[str] = safe(None, "start from this pretraining checkpoint (step name or path)")
+    instruct_checkpoint: Optional[str] = safe(None, "start from this SFT checkpoint (step name or path)")
+    dpo_checkpoint: Optional[str] = safe(None, "start from this DPO checkpoint (step name or path)")
+    reset_optimizer: bool = safe(False, "take only the weights of the checkpoint; optimizer and step begin anew")
+    start_step: Optional[int] = safe(None, "count steps from here, whatever the checkpoint says", ge=0)
+    allow_resume_mismatch: str = safe("", "settings that may differ from the checkpoint's, with commas")
+    seed: int = fixed(1337, "of initialisation, row order, dropout and samples", ge=0, lt=2**32)
+    device: Literal["auto", "cpu", "cuda"] = safe("auto", "auto = cuda where there is one")
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = curve(
         "auto", "of matmuls, over fp32 master weights; auto = bf16 where the hardware is fast at it, else fp32")
-    tf32: bool = setting(True, "let fp32 matmuls on CUDA use TensorFloat-32")
-    compile: bool = setting(True, "torch.compile; without a compiler the run goes on eagerly with a warning")
-    debug: bool = setting(False, "detailed checks: names the first module whose output is not finite (slow)")
-    distributed_timeout: float = setting(600, "seconds after which a collective that does not come is an error", gt=0)
-    world_size: int = setting(1, "number of processes, set by torchrun; with --check, the number to plan for", ge=1)
+    tf32: bool = curve(True, "let fp32 matmuls on CUDA use TensorFloat-32")
+    compile: bool = safe(True, "torch.compile; without a compiler the run goes on eagerly with a warning")
+    debug: bool = safe(False, "detailed checks: names the first module whose output is not finite (slow)")
+    distributed_timeout: float = safe(600, "seconds without a move after which the job is taken to hang, and ends", gt=0)
+    drift_check_every: int = safe(500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
+    world_size: int = safe(1, "number of processes, set by torchrun; with --check, the number to plan for", ge=1)
 
 
 class DataConfig(Section):
     """What is read, and how it becomes rows."""
 
-    pretrain_data_path: Optional[str] = setting(None, "prepared token shards: a folder, a file or a glob")
-    sft_data_path: Optional[str] = setting(None, "prepared chats")
-    dpo_data_path: Optional[str] = setting(None, "prepared preference pairs")
-    hellaswag_path: Optional[str] = setting(None, "HellaSwag items, jsonl or jsonl.gz")
-    tokenizer_path: Optional[str] = setting(None, "a BPE file in tiktoken's format, a tokenizer.json, or a hub name")
-    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = setting("auto", "auto = by the look of TOKENIZER_PATH")
-    verify_data: Literal["auto", "always"] = setting("auto", "auto = hash a shard again only when its size or time changed")
-    document_mask: bool = setting(True, "documents in one row do not attend to each other and positions restart")
-    prefetch_steps: int = setting(2, "steps of rows that the loader keeps ready", ge=1)
+    pretrain_data_path: Optional[str] = safe(None, "prepared token shards: a folder, a file or a glob")
+    sft_data_path: Optional[str] = safe(None, "prepared chats")
+    dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
+    hellaswag_path: Optional[str] = safe(None, "HellaSwag items, jsonl or jsonl.gz")
+    tokenizer_path: Optional[str] = safe(None, "a BPE file in tiktoken's format, a tokenizer.json, or a hub name")
+    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe("auto", "auto = by the look of TOKENIZER_PATH")
+    verify_data: Literal["auto", "always"] = safe("auto", "auto = hash a shard again only when its size or time changed")
+    document_mask: bool = fixed(True, "documents in one row do not attend to each other and positions restart")
+    prefetch_steps: int = safe(2, "steps of rows that the loader keeps ready", ge=1)
 
 
 class PreparationConfig(Section):
     """How text becomes token shards."""
 
-    shard_tokens: int = setting(100_000_000, "tokens in one prepared shard", ge=1)
-    validation_fraction: float = setting(0.005, "share of documents held out, chosen by their hash", ge=0, lt=1)
-    system_prompt: str = setting("", "put before chats that have no system message")
-    preparation_workers: int = setting(0, "processes that tokenise; 0 = one per core", ge=0)
+    shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1)
+    validation_fraction: float = safe(0.005, "share of documents held out, chosen by their hash", ge=0, lt=1)
+    system_prompt: str = safe("", "put before chats that have no system message")
+    preparation_workers: int = safe(0, "processes that tokenise; 0 = one per core", ge=0)
 
 
 class ModelConfig(Section):
     """The shape of the model, and the kernels that compute it."""
 
-    dim: int = setting(768, "width of the residual stream", ge=1)
-    n_layers: int = setting(12, "transformer blocks", ge=1, le=65_536)
-    n_heads: int = setting(12, "query heads", ge=1, le=65_536)
-    n_kv_heads: int = setting(4, "key/value heads (grouped-query attention)", ge=1)
-    ffn_dim: Optional[int] = setting(None, "width of the feed-forward; none = from the next two, as Meta does", ge=1)
-    multiple_of: int = setting(256, "the feed-forward's width is rounded up to a multiple of this", ge=1)
-    ffn_dim_multiplier: Optional[float] = setting(None, "factor on the feed-forward's width of 8/3 DIM", gt=0)
-    norm_eps: float = setting(1e-5, "epsilon of RMSNorm", gt=0)
-    rope_theta: float = setting(500_000.0, "base of the rotary embedding", gt=0)
-    rope_scaling_factor: Optional[float] = setting(None, "Llama 3.1's stretching of long wavelengths; none = off", ge=1)
-    rope_low_freq_factor: float = setting(1.0, "of Llama 3.1's scaling", gt=0)
-    rope_high_freq_factor: float = setting(4.0, "of Llama 3.1's scaling", gt=0)
-    rope_original_max_len: int = setting(8192, "context length before Llama 3.1's scaling", ge=1)
-    tie_embeddings: bool = setting(True, "one matrix for embedding and head")
-    init_std: float = setting(0.02, "standard deviation of initial weights; residual projections get / sqrt(2 N_LAYERS)", gt=0)
-    attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = setting(
+    dim: int = fixed(768, "width of the residual stream", ge=1)
+    n_layers: int = fixed(12, "transformer blocks", ge=1, le=65_536)
+    n_heads: int = fixed(12, "query heads", ge=1, le=65_536)
+    n_kv_heads: int = fixed(4, "key/value heads (grouped-query attention)", ge=1)
+    ffn_dim: Optional[int] = safe(None, "width of the feed-forward; none = from the next two, as Meta does", ge=1)
+    multiple_of: int = safe(256, "the feed-forward's width is rounded up to a multiple of this", ge=1)
+    ffn_dim_multiplier: Optional[float] = safe(None, "factor on the feed-forward's width of 8/3 DIM", gt=0)
+    norm_eps: float = fixed(1e-5, "epsilon of RMSNorm", gt=0)
+    rope_theta: float = fixed(500_000.0, "base of the rotary embedding", gt=0)
+    rope_scaling_factor: Optional[float] = fixed(None, "Llama 3.1's stretching of long wavelengths; none = off", ge=1)
+    rope_low_freq_factor: float = fixed(1.0, "of Llama 3.1's scaling", gt=0)
+    rope_high_freq_factor: float = fixed(4.0, "of Llama 3.1's scaling", gt=0)
+    rope_original_max_len: int = fixed(8192, "context length before Llama 3.1's scaling", ge=1)
+    tie_embeddings: bool = fixed(True, "one matrix for embedding and head")
+    init_std: float = safe(0.02, "standard deviation of initial weights; residual projections get / sqrt(2 N_LAYERS)", gt=0)
+    attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
         "auto", "kernel of attention; a named one that is missing is an error, auto takes the fastest")
-    activation_checkpointing: Literal["none", "block"] = setting("none", "recompute each block's activations in the backward")
-    head_chunk_tokens: int = setting(0, "tokens whose logits exist at a time; 0 = by the vocabulary", ge=0)
+    activation_checkpointing: Literal["none", "block"] = safe("none", "recompute each block's activations in the backward")
+    head_chunk_tokens: int = safe(0, "tokens whose logits exist at a time; 0 = by the vocabulary", ge=0)
 
     @property
     def head_dim(self) -> int:
@@ -117,21 +124,25 @@ class ModelConfig(Section):
 class OptimConfig(Section):
     """The batch, the length of the run, and how weights are updated."""
 
-    total_batch_size: int = setting(524_288, "tokens in one step, over all ranks; accumulation follows from it", ge=1)
-    micro_batch_size: int = setting(8, "rows in one forward of one rank; 0 = all of its rows of a step", ge=0)
-    max_seq_len: int = setting(1024, "tokens in a row", ge=1)
-    max_steps: int = setting(1000, "optimizer steps of the whole run", ge=0)
-    optimizer: Literal["adamw", "muon"] = setting("adamw", "muon = Muon for the blocks' matrices, AdamW for the rest")
-    learning_rate: float = setting(6e-4, "peak learning rate", gt=0)
-    min_learning_rate: Optional[float] = setting(None, "where the schedule ends; none = a tenth of LEARNING_RATE", ge=0)
-    warmup_steps: int = setting(100, "steps of linear warm-up", ge=0)
-    lr_schedule: Literal["cosine", "wsd", "constant"] = setting("cosine", "wsd = warm-up, stable, linear decay")
-    decay_fraction: float = setting(0.2, "share of MAX_STEPS in which wsd decays", gt=0, le=1)
-    weight_decay: float = setting(0.1, "AdamW's, on matrices only", ge=0)
-    adam_beta1: float = setting(0.9, "decay of AdamW's first moment", ge=0, lt=1)
-    adam_beta2: float = setting(0.95, "decay of AdamW's second moment", ge=0, lt=1)
-    adam_eps: float = setting(1e-8, "AdamW's epsilon", gt=0)
-    max_grad_norm: float = setting(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
+    total_batch_size: int = fixed(524_288, "tokens in one step, over all ranks; accumulation follows from it", ge=1)
+    micro_batch_size: int = safe(8, "rows in one forward of one rank; 0 = all of its rows of a step", ge=0)
+    max_seq_len: int = fixed(1024, "tokens in a row", ge=1)
+    max_steps: int = curve(1000, "optimizer steps of the whole run", ge=0)
+    optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for the blocks' matrices, AdamW for the rest")
+    learning_rate: float = curve(6e-4, "peak learning rate", gt=0)
+    min_learning_rate: Optional[float] = curve(None, "where the schedule ends; none = a tenth of LEARNING_RATE", ge=0)
+    warmup_steps: int = curve(100, "steps of linear warm-up", ge=0)
+    lr_schedule: Literal["cosine", "wsd", "constant"] = curve("cosine", "wsd = warm-up, stable, linear decay")
+    decay_fraction: float = curve(0.2, "share of MAX_STEPS in which wsd decays", gt=0, le=1)
+    weight_decay: float = curve(0.1, "AdamW's, on matrices only", ge=0)
+    adam_beta1: float = curve(0.9, "decay of AdamW's first moment", ge=0, lt=1)
+    adam_beta2: float = curve(0.95, "decay of AdamW's second moment", ge=0, lt=1)
+    adam_eps: float = curve(1e-8, "AdamW's epsilon", gt=0)
+    max_grad_norm: float = curve(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
+    loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
+        "warn", "what a loss far above the recent ones leads to; skip = without its update, stop = end before it")
+    loss_spike_threshold: float = curve(12.0, "how far that is, in robust standard deviations above the median", gt=0)
+    loss_spike_window: int = curve(128, "recent losses that a step's is held against", ge=16, le=10_000)
 
     @property
     def final_learning_rate(self) -> float:
@@ -147,81 +158,81 @@ class OptimConfig(Section):
 class EvaluationConfig(Section):
     """What is measured while the model learns."""
 
-    validate_every: int = setting(250, "steps between validations; 0 = never", ge=0)
-    validation_rows: int = setting(256, "rows of the held-out split, always the same", ge=1)
-    hellaswag_every: int = setting(500, "steps between HellaSwag evaluations; 0 = never", ge=0)
-    hellaswag_examples: int = setting(0, "the first so many items; 0 = all", ge=0)
-    hellaswag_name: str = setting("HellaSwag", "what the items of HELLASWAG_PATH are called in the output")
-    hellaswag_batch_tokens: int = setting(16_384, "tokens in one forward of HellaSwag", ge=64)
-    sample_every: int = setting(500, "steps between written samples; 0 = never", ge=0)
-    sample_prompts: str = setting("", "beginnings to continue (a user's words in the stages sft and dpo), with | between")
-    sample_tokens: int = setting(96, "tokens of a sample at most", ge=1)
-    sample_temperature: float = setting(0.8, "0 = the likeliest token always", ge=0)
-    sample_top_p: float = setting(0.95, "nucleus of the distribution that is sampled from", gt=0, le=1)
-    early_stopping_patience: int = setting(0, "validations without a new best before the run stops; 0 = never", ge=0)
-    early_stopping_skip_steps: int = setting(0, "steps before early stopping begins to count", ge=0)
+    validate_every: int = safe(250, "steps between validations; 0 = never", ge=0)
+    validation_rows: int = curve(256, "rows of the held-out split, always the same", ge=1)
+    hellaswag_every: int = safe(500, "steps between HellaSwag evaluations; 0 = never", ge=0)
+    hellaswag_examples: int = curve(0, "the first so many items; 0 = all", ge=0)
+    hellaswag_name: str = safe("HellaSwag", "what the items of HELLASWAG_PATH are called in the output")
+    hellaswag_batch_tokens: int = safe(16_384, "tokens in one forward of HellaSwag", ge=64)
+    sample_every: int = safe(500, "steps between written samples; 0 = never", ge=0)
+    sample_prompts: str = safe("", "beginnings to continue (a user's words in the stages sft and dpo), with | between")
+    sample_tokens: int = safe(96, "tokens of a sample at most", ge=1)
+    sample_temperature: float = safe(0.8, "0 = the likeliest token always", ge=0)
+    sample_top_p: float = safe(0.95, "nucleus of the distribution that is sampled from", gt=0, le=1)
+    early_stopping_patience: int = curve(0, "validations without a new best before the run stops; 0 = never", ge=0)
+    early_stopping_skip_steps: int = curve(0, "steps before early stopping begins to count", ge=0)
 
 
 class CheckpointConfig(Section):
     """When checkpoints are written, and which are kept."""
 
-    save_every: int = setting(500, "steps between checkpoints (the last step is always saved); 0 = only the last", ge=0)
-    keep_last: int = setting(3, "newest checkpoints kept; 0 = all", ge=0)
-    keep_best: int = setting(1, "checkpoints of lowest validation loss kept besides", ge=0)
+    save_every: int = safe(500, "steps between checkpoints (the last step is always saved); 0 = only the last", ge=0)
+    keep_last: int = safe(3, "newest checkpoints kept; 0 = all", ge=0)
+    keep_best: int = safe(1, "checkpoints of lowest validation loss kept besides", ge=0)
 
 
 class LogConfig(Section):
     """What a run tells, and whom."""
 
-    log_every: int = setting(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
-    log_all_ranks: bool = setting(False, "every rank on the console, not only rank 0")
-    peak_tflops: Optional[float] = setting(None, "the device's dense bf16 TFLOP/s, for MFU; none = known GPUs", gt=0)
-    wandb_enabled: bool = setting(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
-    wandb_project: str = setting("paddock", "project at Weights & Biases")
-    tensorboard_enabled: bool = setting(False, "write TensorBoard files too")
-    wandb_api_key: Optional[SecretStr] = setting(None, "secret; never as a flag")
-    hf_token: Optional[SecretStr] = setting(None, "secret, for gated repositories; never as a flag")
+    log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
+    log_all_ranks: bool = safe(False, "every rank on the console, not only rank 0")
+    peak_tflops: Optional[float] = safe(None, "the device's dense bf16 TFLOP/s, for MFU; none = known GPUs", gt=0)
+    wandb_enabled: bool = safe(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
+    wandb_project: str = safe("paddock", "project at Weights & Biases")
+    tensorboard_enabled: bool = safe(False, "write TensorBoard files too")
+    wandb_api_key: Optional[SecretStr] = safe(None, "secret; never as a flag")
+    hf_token: Optional[SecretStr] = safe(None, "secret, for gated repositories; never as a flag")
 
 
 class LoraConfig(Section):
     """Low-rank adapters."""
 
-    lora_enabled: bool = setting(False, "train low-rank adapters only; the base is the checkpoint that the run starts from")
-    lora_rank: int = setting(16, "rank of the adapters", ge=1)
-    lora_alpha: float = setting(32.0, "scale of the adapters is alpha / rank", gt=0)
-    lora_rslora: bool = setting(False, "scale by alpha / sqrt(rank) instead")
-    lora_dropout: float = setting(0.0, "dropout on the adapters' input", ge=0, lt=1)
-    lora_target_modules: str = setting("wq,wk,wv,wo,w1,w2,w3", "linear layers that get adapters, with commas")
-    lora_train_head: bool = setting(False, "train the head as a whole besides")
-    lora_train_embeddings: bool = setting(False, "train the embeddings as a whole besides")
-    lora_base_quantization: Literal["none", "int8", "nf4"] = setting("none", "the frozen base in fewer bits, with bitsandbytes")
+    lora_enabled: bool = fixed(False, "train low-rank adapters only; the base is the checkpoint that the run starts from")
+    lora_rank: int = fixed(16, "rank of the adapters", ge=1)
+    lora_alpha: float = fixed(32.0, "scale of the adapters is alpha / rank", gt=0)
+    lora_rslora: bool = fixed(False, "scale by alpha / sqrt(rank) instead")
+    lora_dropout: float = fixed(0.0, "dropout on the adapters' input", ge=0, lt=1)
+    lora_target_modules: str = fixed("wq,wk,wv,wo,w1,w2,w3", "linear layers that get adapters, with commas")
+    lora_train_head: bool = fixed(False, "train the head as a whole besides")
+    lora_train_embeddings: bool = fixed(False, "train the embeddings as a whole besides")
+    lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "the frozen base in fewer bits, with bitsandbytes")
 
 
 class PreferenceConfig(Section):
     """Learning from preferred answers."""
 
-    preference_objective: Literal["dpo", "orpo"] = setting("dpo", "orpo needs no reference model")
-    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = setting("sigmoid", "how the margin becomes a loss")
-    dpo_beta: float = setting(0.1, "strength of the pull towards the reference model", gt=0)
-    dpo_label_smoothing: float = setting(0.0, "share of pairs taken to be the wrong way round (sigmoid only)", ge=0, lt=0.5)
-    dpo_length_normalised: bool = setting(False, "log-probabilities by the token instead of by the answer")
-    dpo_sft_weight: float = setting(0.0, "weight of the chosen answer's cross-entropy besides", ge=0)
-    dpo_reference: Literal["auto", "stored", "live"] = setting(
+    preference_objective: Literal["dpo", "orpo"] = fixed("dpo", "orpo needs no reference model")
+    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "how the margin becomes a loss")
+    dpo_beta: float = fixed(0.1, "strength of the pull towards the reference model", gt=0)
+    dpo_label_smoothing: float = fixed(0.0, "share of pairs taken to be the wrong way round (sigmoid only)", ge=0, lt=0.5)
+    dpo_length_normalised: bool = fixed(False, "log-probabilities by the token instead of by the answer")
+    dpo_sft_weight: float = fixed(0.0, "weight of the chosen answer's cross-entropy besides", ge=0)
+    dpo_reference: Literal["auto", "stored", "live"] = safe(
         "auto", "stored = asked once, beside the data; live = a frozen model, or adapters off; auto = stored, with LoRA live")
-    orpo_lambda: float = setting(0.1, "weight of ORPO's odds-ratio term", gt=0)
+    orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
 
 
 class DistillationConfig(Section):
     """Learning from a teacher."""
 
-    distillation_enabled: bool = setting(False, "learn from a teacher's distribution as well (pretrain and sft)")
-    teacher_model: Optional[str] = setting(None, "a Hugging Face causal LM (name or folder) or a Paddock checkpoint")
-    teacher_precision: Literal["auto", "bf16", "fp32"] = setting("auto", "of the teacher's weights; auto = as its files have it")
-    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = setting("forward_kl", "divergence from the teacher")
-    distillation_jsd_beta: float = setting(0.5, "share of the teacher in the mixture of jsd", gt=0, lt=1)
-    distillation_weight: float = setting(0.5, "share of the divergence in the loss; cross-entropy has the rest", ge=0, le=1)
-    distillation_temperature: float = setting(2.0, "softens both distributions", gt=0)
-    distillation_top_k: int = setting(0, "0 = the teacher runs along; else its top k are stored beside the data and reused", ge=0)
+    distillation_enabled: bool = fixed(False, "learn from a teacher's distribution as well (pretrain and sft)")
+    teacher_model: Optional[str] = safe(None, "a Hugging Face causal LM (name or folder) or a Paddock checkpoint")
+    teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "of the teacher's weights; auto = as its files have it")
+    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed("forward_kl", "divergence from the teacher")
+    distillation_jsd_beta: float = fixed(0.5, "share of the teacher in the mixture of jsd", gt=0, lt=1)
+    distillation_weight: float = fixed(0.5, "share of the divergence in the loss; cross-entropy has the rest", ge=0, le=1)
+    distillation_temperature: float = fixed(2.0, "softens both distributions", gt=0)
+    distillation_top_k: int = curve(0, "0 = the teacher runs along; else its top k are stored beside the data and reused", ge=0)
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
@@ -313,6 +324,11 @@ def rules(config: Config) -> Iterator[Problem]:
                                           "name")
 
 
+def on_resume(name: str) -> str:
+    """What a change of this setting means to a resumed run: "safe", "curve" or "fixed"."""
+    return Config.model_fields[name].json_schema_extra["on_resume"]
+
+
 class SettingLine(NamedTuple):
     """What the help, `.env.example` and the README say of a setting."""
 
@@ -320,6 +336,7 @@ class SettingLine(NamedTuple):
     name: str
     default: str  # empty = none
     meaning: str
+    on_resume: str  # safe | curve | fixed
 
 
 def describe_settings() -> Iterator[SettingLine]:
@@ -330,4 +347,5 @@ def describe_settings() -> Iterator[SettingLine]:
             choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
             meaning = field.description + (f" ({' | '.join(choices)})" if choices else "")
             yield SettingLine(section.__name__.removesuffix("Config"), name.upper(),
-                              default.lower() if field.annotation is bool else default, meaning)
+                              default.lower() if field.annotation is bool else default, meaning,
+                              on_resume(name))

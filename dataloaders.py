@@ -170,10 +170,13 @@ class RowOrder:
     def __post_init__(self):
         assert self.rows_per_step % (self.micro_batch_size * self.world_size) == 0
 
+    def all_rows(self, step: int) -> np.ndarray:
+        """Return the row indices that all ranks together read in a step, int64."""
+        return rows_of_step(step, self.rows_per_step, self.n_rows, self.seed)
+
     def micro_batches(self, step: int) -> np.ndarray:
         """Return this rank's row indices of a step, int64 of shape (micro-batches, micro_batch_size)."""
-        rows = rows_of_step(step, self.rows_per_step, self.n_rows, self.seed)
-        return rows.reshape(self.world_size, -1, self.micro_batch_size)[self.rank]
+        return self.all_rows(step).reshape(self.world_size, -1, self.micro_batch_size)[self.rank]
 
 
 class StepLoader:

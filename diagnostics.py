@@ -2,8 +2,10 @@
 
 import json
 import re
+import statistics
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -17,6 +19,8 @@ from config import ModelConfig
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "B200": 2250, "GB200": 2250, "A100": 312,
                "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
                "RTX 5090": 210, "V100": 125}
+
+CHUNK_WORDS = 2**22  # that a checksum has in memory a second time
 
 
 def matmul_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -75,6 +79,39 @@ class Throughput:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         self.tokens, self.seconds = 0, 0.0
         return rate
+
+
+def spike_height(loss: float, recent: Sequence[float], window: int) -> float:
+    """How far a loss lies above the median of the recent ones, in robust standard deviations.
+
+    0 while the window is not half full. The standard deviation is taken to be no less than 1 % of the median, so that a curve
+    which is flat by design raises no alarm at its first ripple.
+
+    Source: Rousseeuw and Croux 1993: 1.4826 times the median absolute deviation, which outliers cannot stretch.
+    """
+    if 2 * len(recent) < window:
+        return 0.0
+    middle = statistics.median(recent)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in recent)
+    return (loss - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
+
+
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """Return a checksum of the bits of each tensor, int64 on the CPU: equal tensors have equal ones, and it is the other way
+    round but for one chance in 2**32.
+
+    Every word is weighted by its place, so that changes which cancel out in a plain sum do not.
+    """
+    sums = []
+    for tensor in tensors:
+        words = tensor.detach().contiguous().flatten().view(torch.uint8)
+        words = words.view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
+        weights = torch.arange(1, 2 * min(len(words), CHUNK_WORDS), 2, dtype=torch.int32, device=words.device)
+        total = torch.zeros((), dtype=torch.int64, device=words.device)
+        for chunk in words.split(CHUNK_WORDS):
+            total = total * 1_000_003 + (chunk * weights[:len(chunk)]).sum(dtype=torch.int64)
+        sums.append(total)
+    return torch.stack(sums).cpu()
 
 
 def count_bad(tensor: Tensor) -> int:

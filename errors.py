@@ -1,14 +1,23 @@
 """The mistakes that a user can mend, each with the exit code that tells a launcher what happened."""
 
+import re
 import sys
 from collections.abc import Callable
 
 
+def without_passwords(text: str) -> str:
+    """The same without what URLs in it may keep secret: user and password, and what follows a question mark."""
+    return re.sub(r"(://[^\s?'\"]*\?)[^\s'\"]+", r"\1***", re.sub(r"://[^\s/?#'\"]*@", "://***@", text))
+
+
 class PaddockError(Exception):
-    """One sentence for the user: what was got, what was expected, what to change."""
+    """One sentence for the user: what was got, what was expected, what to change. Passwords in URLs are not shown."""
 
     exit_code = 1
     told_by_main = False  # on ranks other than 0, when rank 0 raised it for all
+
+    def __init__(self, text: str = ""):
+        super().__init__(without_passwords(text))
 
 
 class SettingsError(PaddockError):
@@ -33,6 +42,22 @@ class CheckpointError(PaddockError):
     """A checkpoint cannot be written, found, verified or used."""
 
     exit_code = 5
+
+
+class LossSpikeError(PaddockError):
+    """A loss lies far above the recent ones, and LOSS_SPIKE_POLICY=stop."""
+
+    exit_code = 4
+
+
+class DriftError(PaddockError):
+    """The ranks' replicas of the model, which must be equal, are not."""
+
+
+class HangError(PaddockError):
+    """A rank did not move for DISTRIBUTED_TIMEOUT seconds."""
+
+    exit_code = 6
 
 
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:

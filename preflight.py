@@ -20,11 +20,11 @@ from hellaswag_utils import prepare_tasks, read_items
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
+from resume_rules import check_changes
 from run_log import duration
 from run_state import (
     Inputs,
     Run,
-    check_identity,
     continues,
     find_checkpoint,
     read_inputs,
@@ -222,7 +222,10 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
         refuse_another_shape(config, whole)
         if goes_on:
             if inputs:
-                warnings += check_identity(state, config, inputs, folder, Ranks(world_size=config.world_size))
+                notes, more = check_changes(state, config, inputs.identity(config), config.world_size, folder)
+                warnings += more
+                for note in notes:
+                    report.tell("ok", "start", note)
             step = state["progress"]["step"]
             text = f"from {folder}, {max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
         else:

@@ -13,8 +13,9 @@ import torch
 import adapter_files
 import checkpoints
 import convert
+import diagnostics
 import lora
-from config import START_FROM, Config, DistillationConfig, LoraConfig, ModelConfig, PreferenceConfig
+from config import START_FROM, Config
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
 from errors import CheckpointError, DataError
 from example_rows import ExampleRows, open_example_set
@@ -23,17 +24,10 @@ from model import Transformer, padded
 from objectives import Objective
 from optim import Optimizer
 from ranks import Ranks, StopSignals
+from resume_rules import check_changes, identity
 from run_log import RunLog
 from shards import open_token_set
 from tokenizer import load_tokenizer
-
-# What must be as it was for a resumed run to be the same run. A change is refused unless ALLOW_RESUME_MISMATCH names it.
-IDENTITY = ("training_stage", "seed", "max_seq_len", "total_batch_size", "document_mask", "optimizer", "lora_enabled",
-            "distillation_enabled", *ModelConfig.model_fields)
-CAN_DIFFER = {"attention_backend", "activation_checkpointing", "head_chunk_tokens", "init_std", "ffn_dim", "multiple_of",
-              "ffn_dim_multiplier",  # these three show in hidden_dim
-              "dpo_reference", "teacher_model", "distillation_top_k"}  # the same numbers, wherever they come from
-
 
 Rows = Union[TokenRows, ExampleRows]
 
@@ -52,6 +46,10 @@ class Inputs:
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         """Which rows this rank reads in each step."""
         return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.seed, ranks.rank, ranks.world_size)
+
+    def identity(self, config: Config) -> dict[str, Any]:
+        """What is read, by content, for a resumed run to be held against."""
+        return identity(config, self.fingerprint, self.tokenizer.sha256)
 
     def training_batches(self, config: Config, ranks: Ranks, first_step: int) -> StepLoader:
         """This rank's micro-batches of every step from `first_step` on."""
@@ -124,6 +122,7 @@ class Progress:
     best_step: int = 0
     validations_without_best: int = 0
     wandb_run_id: Optional[str] = None
+    recent_losses: list[float] = field(default_factory=list)  # that a loss spike stands out from
     begun_from: Optional[str] = None  # the checkpoint that the settings named when this run began
     base: Optional[str] = None  # where that was: what adapters stand on, and preferences are held against
     base_sha256: Optional[str] = None  # of its weights, where adapters stand on them
@@ -140,6 +139,11 @@ class Progress:
         """The last step whose line in metrics.jsonl is complete."""
         return self.step if self.pending_metrics is None else self.step - 1
 
+    def spike(self, loss: float, config: Config) -> float:
+        """How far a loss stands out from the recent ones, in robust standard deviations; 0 where it does not."""
+        height = diagnostics.spike_height(loss, self.recent_losses, config.loss_spike_window)
+        return height if height > config.loss_spike_threshold else 0.0
+
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Whether this validation loss is a new best; NaN never is."""
         self.val_loss = loss
@@ -149,6 +153,20 @@ class Progress:
         if self.step > skip_steps:
             self.validations_without_best += 1
         return False
+
+
+class StepResult(NamedTuple):
+    """What came of a step; all but `own_finite` are the same on every rank."""
+
+    loss: float  # the mean over all that the objective counts in the whole batch
+    metrics: dict[str, float]  # the objective's own, likewise
+    count: int
+    grad_norm: float
+    finite: bool
+    own_finite: bool  # this rank's loss, and its gradients before the exchange
+    updated: bool  # False where fp16 overflowed, as it does now and then by design, and where a loss spike is skipped
+    spike: float  # how far the loss stands out, in robust standard deviations; 0 where it does not
+    stop: bool  # a rank was signalled
 
 
 @dataclass
@@ -175,11 +193,13 @@ class Run:
         patience = self.config.early_stopping_patience
         return self.progress.step >= self.config.max_steps or 0 < patience <= self.progress.validations_without_best
 
-    def advance(self, skipped: bool) -> None:
+    def advance(self, result: StepResult) -> None:
         """Count a step, which is finished but for what is due after it."""
         self.progress.step += 1
         self.progress.tokens_seen += self.config.total_batch_size
-        self.progress.skipped_steps += skipped
+        self.progress.skipped_steps += not result.updated
+        if math.isfinite(result.loss):
+            self.progress.recent_losses = [*self.progress.recent_losses, result.loss][-self.config.loss_spike_window:]
         self.progress.pending_metrics, self.progress.val_loss = {}, None
         self.saved = None
 
@@ -206,17 +226,6 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
 
     ranks.main_first(start)
     return run_dir
-
-
-def identity(config: Config, inputs: Inputs) -> dict[str, Any]:
-    """The settings and hashes that a resumed run must share with its checkpoint."""
-    names = [*IDENTITY]
-    for section, is_used in ((LoraConfig, config.lora_enabled), (PreferenceConfig, config.training_stage == "dpo"),
-                             (DistillationConfig, config.distillation_enabled)):
-        names += section.model_fields if is_used else ()
-    settings = {name.upper(): getattr(config, name) for name in names if name not in CAN_DIFFER}
-    return settings | {"HIDDEN_DIM": config.hidden_dim, f"{config.training_stage}_DATA_PATH".upper(): inputs.fingerprint,
-                       "TOKENIZER_PATH": inputs.tokenizer.sha256}
 
 
 def named_checkpoint(config: Config) -> Optional[str]:
@@ -261,6 +270,7 @@ class Start(NamedTuple):
     state: dict[str, Any]  # the trainer's, to go on with; empty where optimizer and step begin anew
     base: Optional[Path]  # whose weights the run began with
     base_sha256: Optional[str]  # of these weights, where they are to be adapted
+    notes: list[str]
     warnings: list[str]
 
 
@@ -272,10 +282,11 @@ def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> S
     """
     folder, own, warnings = find_checkpoint(config, run_dir, ranks)
     if folder is None:
-        return Start(None, False, {}, None, None, warnings)
-    state = checkpoints.read_state(folder)
+        return Start(None, False, {}, None, None, [], warnings)
+    state, notes = checkpoints.read_state(folder), []
     if continues(state, own, config):
-        warnings += ranks.together(lambda: check_identity(state, config, inputs, folder, ranks))
+        notes, more = ranks.together(lambda: check_changes(state, config, inputs.identity(config), ranks.world_size, folder))
+        warnings += more
     else:
         refuse_own_weights(state, folder, run_dir, config)
         warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
@@ -285,13 +296,13 @@ def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> S
     base_sha256 = None
     if config.lora_enabled:
         base_sha256 = ranks.broadcast(ranks.main_first(lambda: weights_sha256(base)))
-    return Start(folder, own, state, base, base_sha256, warnings)
+    return Start(folder, own, state, base, base_sha256, notes, warnings)
 
 
 def refuse_own_weights(state: dict[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
     """Raises CheckpointError where a stage would write over the very weights that it begins with, or what the last one told."""
     inside = folder.resolve().parent == (run_dir / "checkpoints").resolve()
-    of_another_stage = bool(state) and state["identity"]["TRAINING_STAGE"] != config.training_stage
+    of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
     if inside and (of_another_stage or config.lora_enabled):
         raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, and this run would write over it; choose "
                               "another RUN_NAME")
@@ -305,9 +316,9 @@ def weights_sha256(folder: Path) -> str:
 
 def continues(state: dict[str, Any], own: bool, config: Config) -> bool:
     """Whether a run goes on where this trainer's state was, or takes no more than the weights."""
-    if not state or state["identity"]["TRAINING_STAGE"] != config.training_stage:
+    if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
         return False
-    return own or not (config.reset_optimizer or config.lora_enabled or state["identity"].get("LORA_ENABLED"))
+    return own or not (config.reset_optimizer or config.lora_enabled or state["settings"]["LORA_ENABLED"])
 
 
 def place_weights(config: Config, start: Start, model: Transformer, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -352,29 +363,6 @@ def resume(config: Config, start: Start, model: Transformer, optimizer: Optimize
     return progress
 
 
-def check_identity(state: dict, config: Config, inputs: Inputs, folder: Path, ranks: Ranks) -> list[str]:
-    """Warnings of harmless changes since the checkpoint.
-
-    Raises:
-        CheckpointError: a setting or input differs that makes it another run, and ALLOW_RESUME_MISMATCH does not name it.
-    """
-    before, now = state["identity"], identity(config, inputs)
-    allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
-    differing = {name for name in before if before[name] != now.get(name)}
-    refused = sorted(differing - allowed)
-    if refused:
-        shown = "; ".join(f"{name} was {before[name]}, is {now.get(name)}" for name in refused)
-        raise CheckpointError(f"{folder} belongs to a different run: {shown}. Restore the setting, choose another RUN_NAME, "
-                              f"start from its weights with --pretrain-checkpoint {folder} --reset-optimizer, or accept it "
-                              f"with ALLOW_RESUME_MISMATCH={','.join(refused)}")
-    warnings = [f"{name} changed from {before[name]} to {now.get(name)}, as ALLOW_RESUME_MISMATCH permits"
-                for name in sorted(differing & allowed)]
-    if state["world_size"] != ranks.world_size:
-        warnings.append(f"the number of ranks was {state['world_size']}, is {ranks.world_size}: each step reads the same rows, "
-                        "but sums are rounded in another order")
-    return warnings
-
-
 def load_weights(folder: Path, model: Transformer) -> None:
     """Put a folder's weights into the model.
 
@@ -408,7 +396,7 @@ def is_vocabulary(name: str) -> bool:
 def save_checkpoint(run: Run) -> None:
     """Write a checkpoint of the last finished step, and drop what retention lets go. Collective: every rank must call it."""
     config, progress, started = run.config, run.progress, time.perf_counter()
-    state = {"progress": asdict(progress), "identity": identity(config, run.inputs), "world_size": run.ranks.world_size,
+    state = {"progress": asdict(progress), "identity": run.inputs.identity(config), "world_size": run.ranks.world_size,
              "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None,
              "val_loss": progress.val_loss}
 

@@ -336,7 +336,7 @@ def help_text(usage: str) -> str:
              "  --env-file FILE      settings from this file instead of .env",
              "  --check              tell everything that can be known before the run, and end"]
     section = None
-    for group, name, default, meaning in describe_settings():
+    for group, name, default, meaning, _ in describe_settings():
         if group != section:
             lines += ["", group]
             section = group

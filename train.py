@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack, nullcontext
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 from settings import Loaded, exit_with, export_secrets, load_or_exit
 
@@ -20,7 +20,8 @@ import torch
 
 import diagnostics
 import preflight
-from errors import NonFiniteError, PaddockError, SettingsError
+from alarms import check_replicas, enter_in_ledger, heed_loss_spike, stop_non_finite
+from errors import PaddockError, SettingsError
 from evaluation import due, measure
 from model_utils import (
     GradientWatch,
@@ -37,21 +38,8 @@ from model_utils import (
 from optim import Optimizer, learning_rate
 from ranks import Interrupted, StopSignals, lost_a_rank, start_ranks, stop_ranks
 from run_log import RunLog, console_line
-from run_state import Run, find_start, open_inputs, place_weights, resume, save_checkpoint, start_run_dir
+from run_state import Run, StepResult, find_start, open_inputs, place_weights, resume, save_checkpoint, start_run_dir
 from stages import choose_objective
-
-
-class StepResult(NamedTuple):
-    """What came of a step; all but `own_finite` are the same on every rank."""
-
-    loss: float  # the mean over all that the objective counts in the whole batch
-    metrics: dict[str, float]  # the objective's own, likewise
-    count: int
-    grad_norm: float
-    finite: bool
-    own_finite: bool  # this rank's loss, and its gradients before the exchange
-    updated: bool  # False where fp16 overflowed, as it does now and then by design
-    stop: bool  # a rank was signalled
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -95,11 +83,14 @@ def train(loaded: Loaded) -> int:
         optimizer = Optimizer(model, config)
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
         progress = resume(config, start, model, optimizer, scaler)
-        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_complete_step)
+        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_complete_step,
+                     progress.step)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
         progress.wandb_run_id = log.wandb_run_id
         for message in (*loaded.warnings, *start.warnings):
             log.warn(message)
+        for message in start.notes:
+            log.say(message)
         try:
             objective, inputs = choose_objective(config, inputs, model, dtype, progress.base, ranks, signals, log.say)
         except Interrupted:
@@ -136,12 +127,17 @@ def take_steps(run: Run) -> int:
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 rate = learning_rate(progress.updates, config)
                 result = train_step(run, trained, watch, batches, rate)
+                enter_in_ledger(run, result)
                 if not result.finite:
                     stop_non_finite(run, batches, result, first_bad)
-                run.advance(skipped=not result.updated)
+                if result.spike:
+                    heed_loss_spike(run, batches, result)
+                run.advance(result)
                 throughput.add(config.total_batch_size)
                 if due(config.log_every, progress.step, run.finished):
                     progress.pending_metrics = step_metrics(run, result, rate, throughput.read())
+                if due(config.drift_check_every, progress.step, run.finished):
+                    check_replicas(run)
                 if result.stop:
                     raise Interrupted
                 reached = finish_step(run)
@@ -195,15 +191,16 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
         [not math.isfinite(own_loss), not (math.isfinite(grad_norm) and own_gradient_finite),
          run.signals.received is not None, *own_sums])
     means = {name: total / count for name, total in zip(sums, totals)}
+    spike = run.progress.spike(means["loss"], run.config)
     finite = not bad_losses and (not bad_gradients or (scaler is not None and scaler.get_scale() > 1))
-    updated = finite and not bad_gradients
+    updated = finite and not bad_gradients and not (spike and run.config.loss_spike_policy != "warn")
     if updated:
         clip_gradients(run.model, norm, run.config.max_grad_norm)
         run.optimizer.step(rate)
     if scaler:
         scaler.update()
     return StepResult(means.pop("loss"), means, round(count), grad_norm, finite, math.isfinite(own_loss) and own_gradient_finite,
-                      updated, stops > 0)
+                      updated, spike, stops > 0)
 
 
 def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: float) -> dict[str, Any]:
@@ -235,34 +232,6 @@ def finish_step(run: Run) -> dict[str, Any]:
     if run.finished or (progress.step > 0 and (new_best or due(config.save_every, progress.step))):
         save_checkpoint(run)
     return metrics
-
-
-def stop_non_finite(run: Run, batches: list, result: StepResult, first_bad: Optional[diagnostics.FirstBadModule]) -> None:
-    """Keep what is known of a step that went bad, and the last good state. Collective: every rank must call it.
-
-    Raises:
-        NonFiniteError: always.
-    """
-    step = run.progress.step + 1
-    own = {"step": step, "rank": run.ranks.rank, "finite": result.own_finite, "loss": str(result.loss),
-           "grad_norm": str(result.grad_norm),
-           "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
-           "first_bad_module": first_bad.found if first_bad else None,
-           "tensors": diagnostics.describe_tensors(run.model)}
-    everyone = run.ranks.gather(own)
-    folder = run.folder / "debug" / f"step-{step:08d}"
-    inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
-              for name in ("tokens_BT", "targets_BT")}
-    diagnostics.write_dump(folder, own, inputs)
-    run.log.say("\n" + diagnostics.banner(everyone))
-    if run.saved is None:
-        save_checkpoint(run)
-    culprits = ", ".join(map(str, diagnostics.bad_ranks(everyone)))
-    error = NonFiniteError(f"step {step} was not finite on rank {culprits}; nothing was updated, the state before it is saved, "
-                           f"and {folder} holds its rows and tensors. Try a lower LEARNING_RATE, --preset stable, or "
-                           "DEBUG=true to name the first bad module")
-    error.told_by_main = not run.ranks.is_main
-    raise error
 
 
 if __name__ == "__main__":

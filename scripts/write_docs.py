@@ -18,7 +18,7 @@ def env_example() -> str:
              "# the environment and the flags: MAX_STEPS here is --max-steps there. An empty value counts as not given."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
-        for _, name, default, meaning in settings:
+        for _, name, default, meaning, _ in settings:
             lines += ["", f"# {meaning}", f"#{name}={default}"]
     return "\n".join(lines) + "\n"
 
@@ -27,9 +27,9 @@ def settings_table() -> str:
     """The README's table of settings, with the markers around it."""
     lines = [BEGIN]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        lines += ["", f"**{section}**", "", "| setting | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{name}` | {f'`{default}`' if default else ''} | {cell(meaning)} |"
-                  for _, name, default, meaning in settings]
+        lines += ["", f"**{section}**", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
+        lines += [f"| `{name}` | {f'`{default}`' if default else ''} | {cell(meaning)} | {on_resume} |"
+                  for _, name, default, meaning, on_resume in settings]
     return "\n".join([*lines, "", END])
 
 

@@ -27,6 +27,7 @@ from model_utils import wrap_model
 from objectives import NextToken
 from optim import Optimizer
 from ranks import Ranks
+from run_state import Progress
 from tokenizer import train_bpe, write_tiktoken
 
 PATIENCE = 120  # seconds until a process that should have ended is taken to hang; the machine may be busy
@@ -225,7 +226,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     model.init_weights(torch.Generator().manual_seed(1))
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
-                          objective=choose(config), signals=SimpleNamespace(received=None))
+                          objective=choose(config), progress=Progress(), signals=SimpleNamespace(received=None))
     trained, watch = wrap_model(model, ranks)
     result = train.train_step(run, trained, watch, batches, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model

@@ -91,8 +91,8 @@ def test_random_numbers_follow_from_seed_step_and_rank():
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
     run = run_state.Run(config, *[None] * 7, run_state.Progress(), None, None, None)
-    for skipped in (False, True, False):
-        run.advance(skipped)
+    for updated in (True, False, True):
+        run.advance(run_state.StepResult(3.0, {}, 256, 1.0, True, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
@@ -234,7 +234,7 @@ def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, f
 
 def test_a_mismatch_can_be_allowed_by_name(finished, capsys):
     assert finished.train(SEED=7, ALLOW_RESUME_MISMATCH="SEED") == 0
-    assert "SEED changed from 1337 to 7" in capsys.readouterr().err
+    assert "another run than before, as ALLOW_RESUME_MISMATCH permits: SEED was 1337, is 7" in capsys.readouterr().err
     assert finished.steps_saved() == [2, 4, 6, 8]
 
 
@@ -288,8 +288,8 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
 
 
 def test_another_stage_keeps_the_weights_and_drops_the_rest(whole, prepared, tmp_path, monkeypatch):
-    identity, chats = run_state.identity, TinyRun(prepared, tmp_path / "runs", RUN_NAME="chats", MAX_STEPS=2)
-    monkeypatch.setattr(run_state, "identity", lambda *of: identity(*of) | {"TRAINING_STAGE": "sft"})
+    public, chats = Config.public, TinyRun(prepared, tmp_path / "runs", RUN_NAME="chats", MAX_STEPS=2)
+    monkeypatch.setattr(Config, "public", lambda config: public(config) | {"TRAINING_STAGE": "sft"})
     assert chats.train() == 0
     monkeypatch.undo()
     run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1)

@@ -1,0 +1,114 @@
+"""What a step can set off: numbers that are none, a loss far above the others, replicas that are no longer equal."""
+
+import json
+import zlib
+from pathlib import Path
+from typing import Optional
+
+import diagnostics
+from dataloaders import Batch
+from errors import DriftError, LossSpikeError, NonFiniteError
+from run_state import Run, StepResult, save_checkpoint
+
+ROWS_SHOWN = 16
+
+
+def enter_in_ledger(run: Run, result: StepResult) -> None:
+    """Keep for each step what `scripts/replay_step.py` holds a replay against; the rows by their CRC-32, as they follow from
+    the settings."""
+    if run.ranks.is_main:
+        rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
+        facts = {"rows_crc32": f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}", "loss": result.loss,
+                 "grad_norm": result.grad_norm, "updated": result.updated}
+        if result.spike:
+            facts |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
+        run.log.entry(run.progress.step + 1, facts)
+
+
+def keep_evidence(run: Run, batches: list[Batch], result: StepResult,
+                  first_bad: Optional[diagnostics.FirstBadModule]) -> tuple[Path, list[dict]]:
+    """Save the state before the step, and all that is known of the step; returns where, and the reports of all ranks.
+
+    Collective: every rank must call it.
+    """
+    step = run.progress.step + 1
+    own = {"step": step, "rank": run.ranks.rank, "finite": result.own_finite, "loss": str(result.loss),
+           "grad_norm": str(result.grad_norm),
+           "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
+           "first_bad_module": first_bad.found if first_bad else None,
+           "tensors": diagnostics.describe_tensors(run.model)}
+    everyone = run.ranks.gather(own)
+    folder = run.folder / "debug" / f"step-{step:08d}"
+    inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
+              for name in ("tokens_BT", "targets_BT")}
+    diagnostics.write_dump(folder, own, inputs)
+    if run.saved is None:
+        save_checkpoint(run)
+    return folder, everyone
+
+
+def how_to_look(run: Run) -> str:
+    """The command that shows what was in the step that has just been taken."""
+    return f"python scripts/replay_step.py {run.folder} --step {run.progress.step + 1}"
+
+
+def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
+                    first_bad: Optional[diagnostics.FirstBadModule]) -> None:
+    """Keep what is known of a step that went bad, and the last good state. Collective: every rank must call it.
+
+    Raises:
+        NonFiniteError: always.
+    """
+    folder, everyone = keep_evidence(run, batches, result, first_bad)
+    run.log.say("\n" + diagnostics.banner(everyone))
+    culprits = ", ".join(map(str, diagnostics.bad_ranks(everyone)))
+    error = NonFiniteError(f"step {run.progress.step + 1} was not finite on rank {culprits}; nothing was updated, the state "
+                           f"before it is saved, and {folder} holds its rows and tensors. Look at it with "
+                           f"{how_to_look(run)}, or try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the "
+                           "first bad module")
+    error.told_by_main = not run.ranks.is_main
+    raise error
+
+
+def heed_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
+    """Tell of a loss spike, with its rows, and do as LOSS_SPIKE_POLICY says. Collective: every rank must call it.
+
+    Raises:
+        LossSpikeError: the policy is "stop".
+    """
+    config, step = run.config, run.progress.step + 1
+    rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
+    shown = f"{rows[:ROWS_SHOWN]}"[:-1] + (", ... (all in ledger.jsonl)]" if len(rows) > ROWS_SHOWN else "]")
+    what = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations above the last "
+            f"{len(run.progress.recent_losses)}; rows {shown}")
+    if config.loss_spike_policy != "stop":
+        skipped = "; its update is left out" if config.loss_spike_policy == "skip" else ""
+        run.log.warn(f"{what}{skipped}. Look at it with {how_to_look(run)}")
+        return
+    folder, _ = keep_evidence(run, batches, result, None)
+    error = LossSpikeError(f"{what}. Nothing was updated, the state before it is saved, and {folder} holds its rows. Look at it "
+                           f"with {how_to_look(run)}; to go on past it, LOSS_SPIKE_POLICY=skip or warn")
+    error.told_by_main = not run.ranks.is_main
+    raise error
+
+
+def check_replicas(run: Run) -> None:
+    """See that parameters and optimizer state are the same on every rank, bit by bit. Collective: every rank must call it.
+
+    Raises:
+        DriftError: they are not; names the first tensor that differs, and the ranks.
+    """
+    if run.ranks.world_size == 1:
+        return
+    tensors = dict(run.model.named_parameters()) | run.optimizer.state_tensors()
+    own = diagnostics.checksums(tensors.values()).tolist()
+    if len(set(run.ranks.gather(zlib.crc32(json.dumps(own).encode())))) == 1:
+        return
+    everyone = run.ranks.gather(own)
+    number, name = next((number, name) for number, name in enumerate(tensors) if len({sums[number] for sums in everyone}) > 1)
+    others = [str(rank) for rank, sums in enumerate(everyone) if sums[number] != everyone[0][number]]
+    error = DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} differs between rank 0 "
+                       f"and rank {', '.join(others)}. Nothing more is saved; a GPU or its memory may be failing. Go on from a "
+                       f"checkpoint of before: the ranks were last seen equal {run.config.drift_check_every} steps ago")
+    error.told_by_main = not run.ranks.is_main
+    raise error
