@@ -21,7 +21,8 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from errors import DataError, PaddockError, SettingsError
+from downloads import RemoteFile, first_line, hub_revision, may_pass, try_again
+from errors import DataError, PaddockError, SettingsError, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
@@ -96,11 +97,6 @@ def naming(what: str):
         raise DataError(f"{what}: {first_line(error)}") from error
 
 
-def first_line(error: Exception) -> str:
-    """What an error says, short enough for one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 @dataclass(frozen=True)
 class StoredFile:
     """One file of a source, as it was when the source was listed."""
@@ -117,7 +113,12 @@ class StoredFile:
 
     @property
     def url(self) -> str:
-        return self.name if self.is_local else self.fs.unstrip_protocol(self.name)
+        """For people; without a password."""
+        return self.name if self.is_local else without_passwords(self.fs.unstrip_protocol(self.name))
+
+    def open(self) -> Any:
+        """The bytes, from a connection that is made again where it is lost."""
+        return open(self.name, "rb") if self.is_local else RemoteFile(self.fs, self.name, self.size)
 
     def stamp(self) -> list:
         """What changes when the content does, read without reading the content."""
@@ -143,21 +144,30 @@ def list_files(path: str) -> list[StoredFile]:
         DataError: there are none, or the place cannot be reached.
     """
     with naming(path):
-        fs, root = url_to_fs(path)
-        if fs.isfile(root):
-            names = [root]
-        elif fs.isdir(root):
-            names = [name for name in sorted(fs.find(root)) if not os.path.basename(name).startswith((".", "_"))]
-        else:
-            names = sorted(fs.glob(root)) if any(sign in root for sign in "*?[") else []
-            names = [name for name in names if fs.isfile(name)]
-        if not names:
-            raise DataError(f"{path}: no such file or folder, or nothing that matches")
-        kinds = {name: kind_of(name) for name in names}
-        files = [StoredFile(fs, name, fs.size(name) or 0, *kinds[name]) for name in names if kinds[name][0]]
+        files = try_again(path, lambda: _look_for(path))
     if not files:
+        raise DataError(f"{path}: no such file or folder, or nothing that matches")
+    readable = [file for file in files if file.kind]
+    if not readable:
         raise DataError(f"{path}: no file of a kind that can be read ({READABLE})")
-    return files
+    return readable
+
+
+def _look_for(path: str) -> list[StoredFile]:
+    fs, root = url_to_fs(path)
+    if fs.isfile(root):
+        names = [root]
+    elif fs.isdir(root):
+        names = [name for name in sorted(fs.find(root)) if not os.path.basename(name).startswith((".", "_"))]
+    else:
+        names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if any(sign in root for sign in "*?[") else []
+    if not names:
+        try:
+            fs.info(root)
+        except FileNotFoundError as error:  # which fsspec also says of a server that does not answer
+            if may_pass(error):
+                raise
+    return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name)) for name in names]
 
 
 def content_hash(file: StoredFile, known: dict[str, list], advance: Callable[[int], Any]) -> str:
@@ -171,21 +181,6 @@ def content_hash(file: StoredFile, known: dict[str, list], advance: Callable[[in
                 advance(len(block))
         known[file.name] = [stamp, digest.hexdigest()]
     return known[file.name][1]
-
-
-def hub_revision(name: str, revision: str) -> str:
-    """The commit of a dataset on the hub that a revision (empty = the newest) means now.
-
-    Raises:
-        DataError: the hub does not know it, or cannot be reached.
-    """
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().dataset_info(name, revision=revision or None).sha
-    except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        raise DataError(f"{name} is no file or folder here, and the hub does not give it: {first_line(error)}; "
-                        "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error
 
 
 def identify(source: Source, known: dict[str, list], advance: Callable[[int], Any] = lambda count: None) -> dict:
@@ -226,7 +221,7 @@ def read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterator
 def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
     """The lines of a file with their ends, as (file:line, text); UTF-8, with or without a BOM."""
     before = reading.bytes_done
-    with naming(file.url), file.fs.open(file.name, "rb") as raw:
+    with naming(file.url), file.open() as raw:
         lines = raw if file.is_local else io.BufferedReader(raw, 1 << 20)
         if file.compression:
             if file.compression not in fsspec.compression.compr:
@@ -272,7 +267,7 @@ def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tu
     import pyarrow.parquet as pq
 
     before = reading.bytes_done
-    with naming(file.url), file.fs.open(file.name, "rb") as raw:
+    with naming(file.url), file.open() as raw:
         table = pq.ParquetFile(raw)
         columns = [column] if column in table.schema_arrow.names else None
         row = 0
@@ -293,9 +288,10 @@ def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
     import datasets
 
     with naming(f"{source.name} ({source.config or 'default'}, {source.split})"):
-        rows = datasets.load_dataset(source.name, source.config or None, split=source.split, streaming=True,
-                                     revision=source.revision or None,
-                                     data_files={source.split: source.files} if source.files else None)
+        # What comes later, datasets and the hub's client ask for again themselves.
+        rows = try_again(source.name, lambda: datasets.load_dataset(
+            source.name, source.config or None, split=source.split, streaming=True, revision=source.revision or None,
+            data_files={source.split: source.files} if source.files else None))
         for number, record in enumerate(rows, 1):
             yield f"{source.name}[{source.split}] row {number}", record
 

@@ -24,6 +24,7 @@ from convert import (
     weights_sha256,
 )
 from dataloaders import Batch
+from downloads import first_line, hub_folder
 from errors import CheckpointError, SettingsError
 from model import IGNORE_INDEX, Transformer, linear, padded
 from model_utils import compile_model, why_not_compile
@@ -66,23 +67,12 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
 
 def _hub_folder(name: str) -> Path:
     """The local copy of a model on the hub, its safetensors and JSON files: from the cache where it is whole."""
-    import huggingface_hub as hub
-
-    wanted = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": ["*/*"]}
     try:
-        folder = Path(hub.snapshot_download(name, local_files_only=True, **wanted))
-        if _is_whole(folder):
-            return folder
-    except (OSError, ValueError):  # not in the cache, or no name that can be
-        pass
-    try:
-        # One request that fails at once; the download itself tries again for half a minute.
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=5)
-        return Path(hub.snapshot_download(name, **wanted))
+        return hub_folder(name, "config.json", _is_whole, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*"])
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"TEACHER_MODEL={name} is no local folder, and the hub gives no model of that name: {reason}; "
-                              "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error
+        raise CheckpointError(f"TEACHER_MODEL={name} is no local folder, and the hub gives no model of that name: "
+                              f"{first_line(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a "
+                              "path") from error
 
 
 def _is_whole(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tiktoken
 
+from downloads import first_line, hub_folder
 from errors import DataError, SettingsError
 
 # How Llama 3 cuts text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
@@ -426,19 +427,9 @@ def _pieces_join(document: dict) -> bool:
 
 def _hub_folder(name: str) -> Path:
     """The local folder of a tokenizer on the hub: what lies in the cache, else what is downloaded now."""
-    import huggingface_hub as hub
-
     try:
-        folder = Path(hub.snapshot_download(name, allow_patterns=list(HUGGINGFACE_FILES), local_files_only=True))
-        if (folder / "tokenizer.json").is_file():
-            return folder
-    except (OSError, ValueError):  # not in the cache, or no name that can be
-        pass
-    try:
-        # One request that fails at once; the download itself tries again for half a minute.
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, "tokenizer.json"), timeout=5)
-        return Path(hub.snapshot_download(name, allow_patterns=list(HUGGINGFACE_FILES)))
+        return hub_folder(name, "tokenizer.json", lambda folder: (folder / "tokenizer.json").is_file(),
+                          allow_patterns=list(HUGGINGFACE_FILES))
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(f"TOKENIZER_PATH={name} is no local file, and the hub gives no tokenizer.json: {reason}; "
+        raise DataError(f"TOKENIZER_PATH={name} is no local file, and the hub gives no tokenizer.json: {first_line(error)}; "
                         "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a local path") from error
