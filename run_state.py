@@ -280,7 +280,16 @@ def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> S
     Raises:
         CheckpointError: it is missing, damaged, or belongs to another run than the settings describe.
     """
-    folder, own, warnings = find_checkpoint(config, run_dir, ranks)
+    return start_at(*find_checkpoint(config, run_dir, ranks), config, inputs, run_dir, ranks)
+
+
+def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Config, inputs: Inputs, run_dir: Path,
+             ranks: Ranks) -> Start:
+    """How a run begins with what `find_checkpoint` has found. Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: it belongs to another run than the settings describe.
+    """
     if folder is None:
         return Start(None, False, {}, None, None, [], warnings)
     state, notes = checkpoints.read_state(folder), []
