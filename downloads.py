@@ -19,7 +19,7 @@ FIRST_WAIT_SECONDS = 1.0  # doubled after each try, and shortened at random so t
 PASSING_STATUS = {408, 425, 429, *range(500, 600)}
 # By name, because each client has classes of its own (requests, httpx, aiohttp), and the hub changes its client.
 PASSING_ERRORS = {"ConnectionError", "NetworkError", "TimeoutError", "TimeoutException", "RemoteProtocolError", "Timeout",
-                  "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead"}
+                  "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead", "gaierror"}
 LASTING_ERRORS = {"OfflineModeIsEnabled", "SSLCertVerificationError", "ClientConnectorCertificateError"}
 
 

@@ -155,18 +155,18 @@ def list_files(path: str) -> list[StoredFile]:
 
 def _look_for(path: str) -> list[StoredFile]:
     fs, root = url_to_fs(path)
-    if fs.isfile(root):
-        names = [root]
-    elif fs.isdir(root):
+    try:
+        there = fs.info(root)["type"]
+    except FileNotFoundError as error:  # which fsspec also says of a server that does not answer
+        if may_pass(error):
+            raise
+        there = None
+    if there == "directory" or (there is None and fs.isdir(root)):  # some stores have no entry for a folder
         names = [name for name in sorted(fs.find(root)) if not os.path.basename(name).startswith((".", "_"))]
-    else:
+    elif there is None:
         names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if any(sign in root for sign in "*?[") else []
-    if not names:
-        try:
-            fs.info(root)
-        except FileNotFoundError as error:  # which fsspec also says of a server that does not answer
-            if may_pass(error):
-                raise
+    else:
+        names = [root]
     return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name)) for name in names]
 
 
