@@ -187,9 +187,9 @@ class RunLog:
         self.file = LineFile(run_dir / "log" / f"rank-{rank}.txt", self.warn)
         if rank > 0:
             return
-        for name in ("metrics", "samples"):
+        for name, kept in (("metrics", step), ("samples", step), ("ledger", steps_taken)):
             with naming_refusals(run_dir / f"{name}.jsonl"):
-                keep_lines_up_to(run_dir / f"{name}.jsonl", step)
+                keep_lines_up_to(run_dir / f"{name}.jsonl", kept)
             setattr(self, name, LineFile(run_dir / f"{name}.jsonl", self.warn))
         if config.wandb_enabled:
             self.trackers.append(Tracker("wandb", lambda: start_wandb(config, run_dir, self.wandb_run_id), self.warn))
@@ -236,7 +236,8 @@ class RunLog:
         """Finish the trackers, for which there is less time where the run is not finished, and close the files."""
         for tracker in self.trackers:
             tracker.close(FINISH_SECONDS if finished else LEAVE_SECONDS)
-        for file in (self.metrics, self.samples, self.ledger, self.file):  # in this order: the first may have something to say in the last
+        # In this order: the first may have something to say in the last.
+        for file in (self.metrics, self.samples, self.ledger, self.file):
             if file:
                 file.close()
 
