@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from errors import DataError, PaddockError, SettingsError
+from errors import DataError, PaddockError, SettingsError, without_passwords
 from records import Mix, Reading, Source, draw, fraction_read, identify, mix_of, pinned, read_texts
 from shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
 from shards import HEADER_BYTES, MANIFEST, MANIFEST_FORMAT, dtype_for
@@ -306,6 +306,7 @@ def publish(kind: Kind, working: Path, folder: Path, prepared: dict, tokenizer, 
     """Write the manifest and give the whole folder its name."""
     dtype = dtype_for(tokenizer.vocab_size)
     sources = [{name: value for name, value in asdict(source).items() if value != ""} | {"identity": identity}
+               | ({"path": without_passwords(source.path)} if source.path else {})
                for source, identity in zip(mix.sources, identities)]
     write_durably(working / MANIFEST, {
         "format": MANIFEST_FORMAT, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
