@@ -47,8 +47,8 @@ def may_pass(error: BaseException) -> bool:
     names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
     if names & LASTING_ERRORS or any(isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN for cause in chain):
         return False
-    answers = [getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None) for cause in chain]
-    for status in answers:
+    for cause in chain:
+        status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
             return status in PASSING_STATUS
     return bool(names & PASSING_ERRORS)
@@ -171,7 +171,7 @@ class RemoteFile(io.RawIOBase):
             if self.raw_position > self.position:
                 self._disconnect()
                 self.raw, self.raw_position = self.fs.open(self.path, "rb"), 0
-            while self.raw_position < self.position and (passed := self.raw.read(min(self.position - self.raw_position, 1 << 20))):
+            while (left := self.position - self.raw_position) > 0 and (passed := self.raw.read(min(left, 1 << 20))):
                 self.raw_position += len(passed)
 
     def _disconnect(self) -> None:

@@ -77,7 +77,7 @@ class LineFile:
             except OSError as error:
                 if not self.warned:
                     self.warned = True
-                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run goes on, and the lines come when they can")
+                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run goes on, its lines come when they can")
 
     def close(self) -> None:
         """Let go of the file."""

@@ -204,7 +204,8 @@ def test_offline_nobody_is_asked_twice(monkeypatch, capfd, tmp_path):
 @pytest.mark.parametrize(("error", "passes"), [
     (ConnectionRefusedError(), True), (TimeoutError(), True), (socket.gaierror(socket.EAI_AGAIN, "no network"), True),
     (socket.gaierror(socket.EAI_NONAME, "no such host"), False), (FileNotFoundError("x"), False), (ValueError(), False),
-    (hub_error(500), True), (hub_error(408), True), (hub_error(400), False), (MemoryError(), False), (OSError(28, "full"), False)])
+    (hub_error(500), True), (hub_error(408), True), (hub_error(400), False), (MemoryError(), False),
+    (OSError(28, "full"), False)])
 def test_what_may_pass(error, passes):
     assert may_pass(error) == passes
     wrapped = FileNotFoundError("not in the cache, and not to be had")
