@@ -91,9 +91,9 @@ def naming_refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free" if path.parent.exists() else ""
-        raise CheckpointError(f"{path} cannot be written: {error.strerror}{free}; make room, or set OUTPUT_DIR to a folder that "
-                              "can be written") from error
+        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror}, {shutil.disk_usage(there).free:,} "
+                              "bytes are free; make room, or set OUTPUT_DIR to a folder that can be written") from error
 
 
 class Tracker:

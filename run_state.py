@@ -25,7 +25,7 @@ from objectives import Objective
 from optim import Optimizer
 from ranks import Ranks, StopSignals
 from resume_rules import check_changes, identity
-from run_log import RunLog
+from run_log import RunLog, naming_refusals
 from shards import open_token_set
 from tokenizer import load_tokenizer
 
@@ -209,16 +209,15 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
     name = ranks.broadcast(config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(config.output_dir) / name
 
+    @naming_refusals(run_dir)
     def start() -> None:
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"OUTPUT_DIR: {run_dir} cannot be made: {error.strerror}") from error
+        run_dir.mkdir(parents=True, exist_ok=True)
         stack.enter_context(checkpoints.lock_run(run_dir))
         if config.resume == "never" and (run_dir / "checkpoints").exists():
             aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
             aside.mkdir()
-            for entry in ("checkpoints", "metrics.jsonl", "samples.jsonl", "config.json", "log", "debug", "tensorboard"):
+            for entry in ("checkpoints", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "config.json", "log", "debug",
+                          "tensorboard"):
                 if (run_dir / entry).exists():
                     (run_dir / entry).rename(aside / entry)
         checkpoints.sweep(run_dir / "checkpoints")
@@ -226,6 +225,17 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
 
     ranks.main_first(start)
     return run_dir
+
+
+def check_room(run_dir: Path, model: Transformer, ranks: Ranks) -> None:
+    """See that a checkpoint can be written, before hours are spent on it. Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: it cannot; names the folder, the bytes needed and the bytes free.
+    """
+    weights = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    # AdamW's two moments, of which Muon has one.
+    ranks.main_first(lambda: checkpoints.check_writable(run_dir / "checkpoints", 3 * weights, 2 * weights))
 
 
 def named_checkpoint(config: Config) -> Optional[str]:

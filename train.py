@@ -38,7 +38,17 @@ from model_utils import (
 from optim import Optimizer, learning_rate
 from ranks import Interrupted, StopSignals, lost_a_rank, start_ranks, stop_ranks
 from run_log import RunLog, console_line
-from run_state import Run, StepResult, find_start, open_inputs, place_weights, resume, save_checkpoint, start_run_dir
+from run_state import (
+    Run,
+    StepResult,
+    check_room,
+    find_start,
+    open_inputs,
+    place_weights,
+    resume,
+    save_checkpoint,
+    start_run_dir,
+)
 from stages import choose_objective
 
 
@@ -83,8 +93,10 @@ def train(loaded: Loaded) -> int:
         optimizer = Optimizer(model, config)
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
         progress = resume(config, start, model, optimizer, scaler)
-        log = RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id, progress.last_complete_step,
-                     progress.step)
+        if progress.step < config.max_steps:
+            check_room(folder, model, ranks)
+        log = ranks.together(lambda: RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id,
+                                            progress.last_complete_step, progress.step))
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
         progress.wandb_run_id = log.wandb_run_id
         for message in (*loaded.warnings, *start.warnings):
