@@ -11,6 +11,7 @@ from generate import generate
 from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives import Objective
+from pulse import PULSE
 from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
 from run_state import Run
@@ -89,6 +90,7 @@ def measure(run: Run) -> None:
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     place = f"[{progress.step}/{config.max_steps}]"
     if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
+        PULSE.enter("validation", progress.step)
         rows = run.inputs.validation_batches(config, run.ranks)
         loss, others = validation_loss(run.model, run.objective, rows, run.ranks, run.signals)
         metrics |= {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
@@ -98,10 +100,12 @@ def measure(run: Run) -> None:
     # Before the first step only where it is to be followed on the way: it takes long.
     worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
     if run.inputs.tasks and worthwhile and due(config.hellaswag_every, progress.step, run.finished):
+        PULSE.enter("HellaSwag", progress.step)
         metrics |= hellaswag(run)
         run.log.say(f"{config.hellaswag_name} {place} | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
                     f"N: {metrics['hellaswag_n']}")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
+        PULSE.enter("samples", progress.step)
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):
             run.log.sample(progress.step, prompt, text)

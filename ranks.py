@@ -1,24 +1,28 @@
 """The process group: who am I, and what all ranks agree on. The one room that speaks torch.distributed."""
 
-import ctypes
+import errno
+import gc
 import json
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Optional, TypeVar
+from typing import NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import errors
-from errors import PaddockError, SettingsError
+from errors import HangError, PaddockError, SettingsError
+from launched import stop_signals, tell_end
+from pulse import PULSE, Watch
 
 T = TypeVar("T")
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+JOIN_SECONDS = 25  # that ranks may start apart, where no launcher has gathered them
+LATER_SECONDS = 20  # after the watch has ended a job that hangs, the group would
 SECOND_SIGNAL_SECONDS = 1.0  # torchrun hands on a signal that the terminal has sent to the workers already
 
 
@@ -42,17 +46,19 @@ class Ranks:
         """Add the values of all ranks, element by element, in float64. Collective: every rank must call it."""
         if self.world_size == 1:
             return [float(value) for value in values]
-        total = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.tolist()
+        with PULSE.waiting():
+            total = torch.tensor(values, dtype=torch.float64, device=self.device)
+            dist.all_reduce(total)
+            return total.tolist()
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
         if self.world_size == 1:
             return tensor
-        total = tensor.to(self.device)
-        dist.all_reduce(total)
-        return total.cpu()
+        with PULSE.waiting():
+            total = tensor.to(self.device)
+            dist.all_reduce(total)
+            return total.cpu()
 
     def all_agree(self, ok: bool) -> bool:
         """Whether `ok` holds on every rank. Collective: every rank must call it."""
@@ -64,9 +70,10 @@ class Ranks:
             return value
         data = json.dumps(value).encode() if self.is_main else b""
         size = int(self.sum([len(data)])[0])
-        buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
-        dist.broadcast(buffer, src=0)
-        return json.loads(bytes(buffer.tolist()))
+        with PULSE.waiting():
+            buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
+            dist.broadcast(buffer, src=0)
+            return json.loads(bytes(buffer.tolist()))
 
     def gather(self, value) -> list:
         """Every rank's JSON-like value, in rank order, on every rank. Collective: every rank must call it."""
@@ -74,10 +81,11 @@ class Ranks:
             return [value]
         data = json.dumps(value).encode()
         size = int(max(self.sum([len(data) * (rank == self.rank) for rank in range(self.world_size)])))
-        mine = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine)
-        return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
+        with PULSE.waiting():
+            mine = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
+            everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(everyone, mine)
+            return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
 
     def together(self, make: Callable[[], T]) -> T:
         """What make() gives on this rank. A PaddockError on any rank is raised on all of them, for rank 0 to tell.
@@ -126,41 +134,128 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
             raise SettingsError(f"{processes} processes were started on this machine, which shows {gpus} GPUs; "
                                 f"start torchrun with --nproc_per_node {gpus} at most")
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        end_with_launcher()
+    PULSE.enter("start-up", 0)
     if world_size > 1:
-        timeout = timedelta(seconds=timeout_seconds)
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         try:
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=timeout,
-                                    device_id=device if device_type == "cuda" else None)
+            join(rank, world_size, device, timeout_seconds)
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise SettingsError(f"rank {rank} of {world_size} could not join the process group at {where}: {reason}; "
-                                "check that every node was started, with the same address and a free port") from error
+                                "check that all were started, with the same address and a free port") from error
+    tell_end(1)
     return Ranks(rank, local_rank, world_size, device)
 
 
-def end_with_launcher() -> None:
-    """Have the system send this process a TERM, at which it saves and leaves, when the one that launched it dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+@contextmanager
+def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
+    """A `with` block in the process group of `start_ranks`. All leave it together; after an error each by itself."""
+    ranks = start_ranks(device_type, timeout_seconds)
+    yield ranks
+    PULSE.enter("the end")
+    ranks.barrier()  # the first to leave with a code has the launcher end those that are still closing their logs
+    stop_ranks()
+
+
+def join(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+    """Join the group, and begin to watch over it.
+
+    Raises:
+        RuntimeError, ValueError: of torch, which has no narrower ones.
+    """
+    global watch
+    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    patience = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
+    with dying_at_signals():
+        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=patience)))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id,
+                                timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS))
+        own_client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                   timeout=timedelta(seconds=timeout_seconds))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # a launcher's store outlives the ranks
+    hosted_by_main = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    watch = Watch(PULSE, dist.PrefixStore(f"paddock-{attempt}", own_client), hosted_by_main, rank, world_size, timeout_seconds,
+                  leave_hung)
+
+
+watch: Optional[Watch] = None  # of this process's group
+
+
+@contextmanager
+def dying_at_signals() -> Iterator[None]:
+    """A `with` block in C++, where a Python handler would have to wait: a stop signal ends the process, which has nothing to
+    save."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def leave_hung(sentence: str) -> None:
+    """End this process, whose main thread stands still, as one of a job that hangs."""
+    tell_end(HangError.exit_code, sentence)
+    os._exit(HangError.exit_code)
 
 
 def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
+    stop_watch()
     if dist.is_initialized():
+        gc.collect()  # a model that is wrapped for the group must not outlive it: its end can hang then
         dist.destroy_process_group()
 
 
-def lost_a_rank(error: RuntimeError) -> bool:
-    """Whether this is a collective that failed because another rank has ended, or did not come in time."""
-    return any(words in str(error) for words in ("closed by peer", "reset by peer", "Broken pipe", "Timed out waiting",
-                                                 "remote process exited"))
+def stop_watch() -> None:
+    """No more look for hangs. Where one is being reported, wait: this process ends with the report."""
+    global watch
+    if watch is not None:
+        watch.stop()
+        watch = None
+
+
+class Ending(NamedTuple):
+    """How a process ends: what to say of it, and its exit code."""
+
+    sentence: str
+    code: int
+    victim: bool = False  # another rank is the cause
+    told: bool = False  # by another rank
+
+
+def explain(error: Exception) -> Optional[Ending]:
+    """How a process ends that was ended by this error; None for one that is nobody's but ours, and needs its traceback."""
+    rank, reason = os.environ.get("RANK", "0"), (str(error).splitlines() or [""])[0][:200]
+    if isinstance(error, PaddockError):
+        return Ending(str(error), error.exit_code, told=error.told_by_main)
+    if out_of_memory(error):
+        return Ending(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower MICRO_BATCH_SIZE (the step stays "
+                      "the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; --check forecasts what is needed", 1)
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_TIME):
+        return Ending(f"hang: rank {rank} waited in {PULSE.phase} (step {PULSE.step}) for another that did not come within "
+                      f"DISTRIBUTED_TIMEOUT ({reason}); where a phase is merely slow, raise it", HangError.exit_code)
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in LOST):
+        return Ending(f"rank {rank} stops, because another has ended; the cause is in that one's output ({reason})", 1, victim=True)
+    return None
+
+
+# What gloo and nccl say of it; there is no class for either.
+OUT_OF_TIME = ("Timed out waiting", "Watchdog caught collective operation timeout")
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the machine, had no more memory to give."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 class StopSignals:
-    """Remembers TERM, INT and USR1, for the loop to save and leave; a second one, a moment later, quits at once.
+    """Remembers TERM, INT, USR1 and HUP, for the loop to save and leave; a second one, a moment later, quits at once.
 
     They mean what they meant before when the `with` block is left.
     """
@@ -170,7 +265,7 @@ class StopSignals:
         self.at = 0.0
 
     def __enter__(self) -> "StopSignals":
-        self.before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        self.before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
     def __exit__(self, *_) -> None:

@@ -19,6 +19,7 @@ from dataloaders import Batch
 from errors import DataError
 from example_rows import ExampleRows
 from objectives import pair_logprobs
+from pulse import PULSE
 from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
 
@@ -81,6 +82,7 @@ def with_stored_reference(rows: ExampleRows, split: str, facts: dict[str, str], 
 def compute(rows: ExampleRows, model: nn.Module, micro_batch_size: int, ranks: Ranks, signals: StopSignals,
             say: Callable[[str], None]) -> Tensor:
     """(E, 2) float32 log-probabilities of all pairs, 0 for those left out. Collective: every rank must call it."""
+    PULSE.enter("reference")
     logprob_E2 = torch.zeros(len(rows.example_set), 2)
     batches = -(-len(rows) // (micro_batch_size * ranks.world_size))  # of each rank
     started = told = time.perf_counter()

@@ -23,6 +23,7 @@ from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from objectives import Objective
 from optim import Optimizer
+from pulse import PULSE
 from ranks import Ranks, StopSignals
 from resume_rules import check_changes, identity
 from run_log import RunLog, naming_refusals
@@ -415,6 +416,7 @@ def is_vocabulary(name: str) -> bool:
 def save_checkpoint(run: Run) -> None:
     """Write a checkpoint of the last finished step, and drop what retention lets go. Collective: every rank must call it."""
     config, progress, started = run.config, run.progress, time.perf_counter()
+    PULSE.enter("save", progress.step)
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config), "world_size": run.ranks.world_size,
              "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None,
              "val_loss": progress.val_loss}

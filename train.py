@@ -4,15 +4,18 @@ import math
 import os
 import sys
 import time
+import traceback
 from contextlib import ExitStack, nullcontext
 from typing import Any, Optional
 
+from launched import EXIT_PREEMPTED, end_with_launcher, leave_at_signals, tell_end
 from settings import Loaded, exit_with, export_secrets, load_or_exit
 
 USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
-EXIT_PREEMPTED = 143
 
 if __name__ == "__main__":
+    end_with_launcher()
+    leave_at_signals()
     load_or_exit(sys.argv[1:], USAGE)  # once before torch, whose import takes seconds: a typo is told at once
 
 # ruff: noqa: E402
@@ -21,7 +24,7 @@ import torch
 import diagnostics
 import preflight
 from alarms import check_replicas, enter_in_ledger, heed_loss_spike, stop_non_finite
-from errors import PaddockError, SettingsError
+from errors import SettingsError
 from evaluation import due, measure
 from model_utils import (
     GradientWatch,
@@ -36,7 +39,8 @@ from model_utils import (
     wrap_model,
 )
 from optim import Optimizer, learning_rate
-from ranks import Interrupted, StopSignals, lost_a_rank, start_ranks, stop_ranks
+from pulse import PULSE
+from ranks import Interrupted, StopSignals, explain, joined_ranks, stop_watch
 from run_log import RunLog, console_line
 from run_state import (
     Run,
@@ -57,24 +61,21 @@ def main(argv: Optional[list[str]] = None) -> int:
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     export_secrets(loaded.config)
     try:
-        return preflight.check(loaded) if loaded.check else train(loaded)
-    except PaddockError as error:
-        if isinstance(error, SettingsError) and not error.told_by_main:
-            exit_with(error)
-        if not error.told_by_main:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    except torch.OutOfMemoryError as error:
-        print(f"error: rank {os.environ.get('RANK', 0)} is out of memory ({str(error).splitlines()[0]}); lower "
-              "MICRO_BATCH_SIZE (the step stays the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; "
-              "--check forecasts what is needed", file=sys.stderr, flush=True)
-        return 1
-    except RuntimeError as error:
-        if not lost_a_rank(error):
+        code = preflight.check(loaded) if loaded.check else train(loaded)
+    except Exception as error:
+        stop_watch()
+        ending = explain(error)
+        if ending is None:
+            tell_end(1, f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", traceback.format_exc())
             raise
-        print(f"error: rank {os.environ.get('RANK')} stops, because another has ended or did not come in time; the cause is in "
-              f"that one's output ({str(error).splitlines()[0]:.200})", file=sys.stderr, flush=True)
-        return 1
+        tell_end(ending.code, ending.sentence, victim=ending.victim)
+        if isinstance(error, SettingsError) and not ending.told:
+            exit_with(error)
+        if not ending.told:
+            print(f"error: {ending.sentence}", file=sys.stderr, flush=True)
+        return ending.code
+    tell_end(code)
+    return code
 
 
 def train(loaded: Loaded) -> int:
@@ -84,9 +85,10 @@ def train(loaded: Loaded) -> int:
     dtype = choose_dtype(config, device_type)
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())
-        ranks = start_ranks(device_type, config.distributed_timeout)
+        ranks = stack.enter_context(joined_ranks(device_type, config.distributed_timeout))
         inputs = open_inputs(config, ranks)
         folder = start_run_dir(config, ranks, stack)
+        PULSE.folder = folder / "log"
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         start = find_start(config, inputs, folder, ranks)
         place_weights(config, start, model, dtype, ranks)
@@ -114,9 +116,7 @@ def train(loaded: Loaded) -> int:
             log.warn(f"no torch.compile: {reason}")
         elif config.compile:
             compile_model(model)
-        code = take_steps(run)
-    stop_ranks()
-    return code
+        return take_steps(run)
 
 
 def take_steps(run: Run) -> int:
@@ -135,6 +135,7 @@ def take_steps(run: Run) -> int:
             baseline = reached if progress.step == 0 else {}
             while not run.finished:
                 throughput.skip_pause()
+                PULSE.enter("data", progress.step + 1)
                 batches = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 rate = learning_rate(progress.updates, config)
@@ -177,6 +178,7 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
         batches: this rank's micro-batches.
         rate: the learning rate.
     """
+    PULSE.enter("forward and backward")
     ranks, scaler, objective = run.ranks, run.scaler, run.objective
     count = ranks.sum([float(sum(objective.count(batch) for batch in batches))])[0]
     assert count > 0, "a step without a single target"
@@ -192,6 +194,7 @@ def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch
             (scaler.scale(mean) if scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
+        PULSE.move()
     if scaler:
         for part in run.optimizer.parts:
             scaler.unscale_(part)

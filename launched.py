@@ -1,0 +1,55 @@
+"""What a process owes to the launcher that started it: to leave with it, and to tell how it ended. Needs no torch."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+EXIT_PREEMPTED = 143
+LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"  # in the environment of the processes that scripts/launch.py starts
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers want to be told how a process ended
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that mean "save and leave"; without SIGHUP where nohup has made this process deaf to it."""
+    return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def leave_at_signals() -> None:
+    """As long as there is nothing to save, a stop signal ends this process at once, with the code of a pre-emption."""
+    for number in stop_signals():
+        signal.signal(number, lambda *_: os._exit(EXIT_PREEMPTED))
+
+
+def end_with_launcher() -> None:
+    """Have the system send this process a TERM, at which it saves and leaves, when the one that launched it dies (Linux)."""
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    if "RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it died before it was said
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def tell_end(code: int, sentence: str = "", trace: str = "", victim: bool = False) -> None:
+    """Leave word of how this process ends, as torch's launchers read it; without a launcher, do nothing.
+
+    Args:
+        sentence: what went wrong.
+        trace: the traceback, where the sentence does not explain it.
+        victim: another rank is the cause.
+    """
+    if not os.environ.get(ERROR_FILE):
+        return
+    path, now = Path(os.environ[ERROR_FILE]), time.time()
+    message = {"message": sentence, "errorCode": code, "victim": victim, "at": now,
+               "extraInfo": {"py_callstack": trace or sentence, "timestamp": str(int(now))}}
+    unfinished = path.with_suffix(".tmp")
+    with suppress(OSError):  # on a full disk the exit code still tells
+        unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
+        unfinished.replace(path)

@@ -1,0 +1,199 @@
+"""What each rank is doing, told among all of them, so that a hang ends in a report and not in silence."""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Optional
+
+LONGEST_INTERVAL = 2.0  # seconds between two words to the others
+URGENT_INTERVAL = 0.1
+ANSWER_SECONDS = 4.0  # that a rank has to write its stacks, and a store to answer
+
+
+class Pulse:
+    """What this process is doing: a few attributes that the training thread writes and the watch reads, without a lock."""
+
+    def __init__(self) -> None:
+        self.folder: Optional[Path] = None  # for stacks
+        self.step, self.phase, self.waits, self.moved = 0, "start-up", False, time.monotonic()
+
+    def enter(self, phase: str, step: Optional[int] = None) -> None:
+        """Note that a phase begins, at a step that stays until another is given."""
+        self.phase, self.moved = phase, time.monotonic()
+        if step is not None:
+            self.step = step
+
+    def move(self) -> None:
+        """Note that something was done since the last note."""
+        self.moved = time.monotonic()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A `with` block in which this process waits for the others."""
+        self.waits, self.moved = True, time.monotonic()
+        yield
+        self.waits, self.moved = False, time.monotonic()
+
+    def told(self) -> dict[str, Any]:
+        """The same as a JSON-like value; `still` is the seconds since it moved."""
+        return {"step": self.step, "phase": self.phase, "waits": self.waits, "still": time.monotonic() - self.moved}
+
+
+PULSE = Pulse()
+
+
+class Watch:
+    """Two threads in every rank: one tells the others through a store what this rank does and hears what they do; one ends this
+    process when it, or any rank, has not moved for too long. They are two, because a store can hang as well.
+
+    Args:
+        store: like torch's TCPStore, a client that nobody else uses.
+        hosted_by_main: whether the store lives in the process of rank 0, and not in a launcher.
+        leave: ends this process; gets the one sentence to leave word of.
+    """
+
+    def __init__(self, pulse: Pulse, store: Any, hosted_by_main: bool, rank: int, world_size: int, timeout_seconds: float,
+                 leave: Callable[[str], None]):
+        self.pulse, self.store, self.hosted_by_main, self.rank = pulse, store, hosted_by_main, rank
+        self.timeout, self.leave = timeout_seconds, leave
+        self.interval = min(LONGEST_INTERVAL, timeout_seconds / 10)
+        self.keys = [f"rank-{other}" for other in range(world_size)]
+        self.place = {"host": socket.gethostname(), "pid": os.getpid()}
+        self.states: list[dict[str, Any]] = [{**pulse.told(), **self.place, "ready": False} for _ in self.keys]
+        self.heard = [time.monotonic()] * world_size  # when each state came
+        self.answered = time.monotonic()  # when the store did
+        self.alarm = False  # some rank has not moved for too long
+        self.ready = False  # this rank's stacks are written
+        self.told = False  # some rank has reported
+        self.stopped, self.woken = False, threading.Event()
+        pulse.move()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._talk, self._guard)]
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End both threads; but where the alarm was given already, wait for the end that they make of this process."""
+        while self.alarm:
+            time.sleep(URGENT_INTERVAL)
+        self.stopped = True
+        self.woken.set()
+        for thread in self.threads:
+            thread.join(LONGEST_INTERVAL)
+
+    def _talk(self) -> None:
+        # A store ends with the process that hosts it: who needs that one fails in a collective, or does not move.
+        with suppress(RuntimeError):
+            while not self.stopped:
+                self._exchange()
+                if self.alarm:
+                    time.sleep(URGENT_INTERVAL)
+                else:
+                    self.woken.wait(self.interval)
+
+    def _exchange(self) -> None:
+        """Tell and hear once; blocks where the store does not answer."""
+        for key, is_set in (("alarm", self.alarm), ("told", self.told)):
+            if is_set:
+                self.store.set(key, "yes")
+        own = {**self.pulse.told(), **self.place, "ready": self.ready, "at": time.monotonic()}  # so that no two are alike
+        self.store.set(self.keys[self.rank], json.dumps(own))
+        for other, text in enumerate(self.store.multi_get(self.keys)):
+            state = json.loads(text)
+            if state != self.states[other]:
+                self.states[other], self.heard[other] = state, time.monotonic()
+        self.told = self.told or self.store.check(["told"])
+        self.alarm = self.alarm or self.store.check(["alarm"])
+        self.answered = time.monotonic()
+
+    def _guard(self) -> None:
+        while not self.stopped:
+            if self.alarm or time.monotonic() - self.pulse.moved > self.timeout:
+                self._end()
+            self.woken.wait(self.interval / 2)
+
+    def _end(self) -> None:
+        """Write the stacks, let the others do so, report it unless another rank does, and leave."""
+        self.alarm, patience = True, self.interval + ANSWER_SECONDS
+        self.woken.set()
+        self._write_stacks()
+        self.ready = True
+        self._wait(patience, lambda: all(state["ready"] for state in self.states))
+        connected = time.monotonic() - self.answered < ANSWER_SECONDS
+        if connected:
+            silent = [rank for rank, state in enumerate(self.states) if not state["ready"]]
+            speaker = min({*range(len(self.states))} - {*silent})
+        else:  # nothing is known of the others but who hosts the store
+            silent = [0] if self.hosted_by_main else []
+            speaker = min(rank for rank, state in enumerate(self.states)
+                          if state["host"] == self.place["host"] and rank not in silent)
+        self.states[self.rank] |= self.pulse.told()
+        self.heard[self.rank] = time.monotonic()
+        sentence = self._sentence(silent, connected)
+        if self.rank == speaker:
+            print(f"{self._table(silent)}\nerror: {sentence}", file=sys.stderr, flush=True)
+            told_at, self.told = time.monotonic(), True
+            self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_INTERVAL)
+        else:
+            self._wait(patience, lambda: self.told)
+        for rank in silent:  # one that was only stopped can now leave by itself
+            if self.states[rank]["host"] == self.place["host"] and rank != self.rank:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.states[rank]["pid"], signal.SIGCONT)
+        self.leave(sentence)
+
+    def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not until():
+            time.sleep(URGENT_INTERVAL / 2)
+
+    def _write_stacks(self) -> None:
+        """Of all threads, into the folder for them; before there is one, to the error stream."""
+        if self.pulse.folder is None:
+            faulthandler.dump_traceback(sys.stderr)
+            return
+        try:
+            self.pulse.folder.mkdir(exist_ok=True)
+            with open(self.pulse.folder / f"stacks-rank-{self.rank}.txt", "w", encoding="utf-8") as file:
+                faulthandler.dump_traceback(file)
+        except OSError as error:
+            print(f"no stacks of rank {self.rank} in {self.pulse.folder}: {error}", file=sys.stderr, flush=True)
+
+    def _table(self, silent: list[int]) -> str:
+        """A line for each rank: what it does, and since when."""
+        lines = ["A rank does not move:"]
+        for rank, state in enumerate(self.states):
+            still = state["still"] + time.monotonic() - self.heard[rank]
+            lines.append(f"  rank {rank}: {state['phase']}, step {state['step']}{', waits for the others' * state['waits']}"
+                         f"{', does not answer' * (rank in silent)}; {still:.0f} s since it moved")
+        return "\n".join(lines)
+
+    def _sentence(self, silent: list[int], connected: bool) -> str:
+        """Who does not move, where, and what to do."""
+        doing: dict[tuple, list[int]] = {}
+        for rank, state in enumerate(self.states):
+            doing.setdefault((rank not in silent, state["waits"], state["phase"], state["step"]), []).append(rank)
+        who = ", ".join(clause(ranks, *what) for what, ranks in sorted(doing.items()))  # suspects first
+        unknown = "" if connected else (f" as far as is known (the store through which ranks speak, in "
+                                        f"{'rank 0' if self.hosted_by_main else 'the first launcher'}, does not answer)")
+        where = "above" if self.pulse.folder is None else f"in {self.pulse.folder / 'stacks-rank-*.txt'}"
+        return (f"hang: {who}{unknown}, and nothing moved for DISTRIBUTED_TIMEOUT={self.timeout:g} s. The stacks are {where}. "
+                "The same command goes on from the last checkpoint; where a phase is merely slow, raise DISTRIBUTED_TIMEOUT")
+
+
+def clause(ranks: list[int], answers: bool, waits: bool, phase: str, step: int) -> str:
+    """"ranks 0, 2-7 wait in save (step 500)"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda entry: entry[1] - entry[0])]
+    names = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    one = len(ranks) == 1
+    verb = ("waits" if one else "wait") if waits else ("is" if one else "are")
+    return (f"rank{'' if one else 's'} {names} {verb} in {phase} (step {step})"
+            + ("" if answers else " and does not answer" if one else " and do not answer"))
