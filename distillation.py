@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from config import DistillationConfig
-from model import IGNORE_INDEX, slices
+from model import IGNORE_INDEX, LOWEST_LOGPROB, slices
 from objectives import LossSum
 
 CACHE_BYTES = 2**19  # of logits that are worked on at a time on a CPU, where memory is slower than arithmetic
-LOWEST_LOGPROB = -1e4  # stands for the logarithm of 0, of which no arithmetic can make NaN
 
 
 class Teacher(Protocol):

@@ -21,6 +21,7 @@ from attention_kernels import VARLEN_ATTENTION, attention_kernels
 from config import ModelConfig
 
 IGNORE_INDEX = -100  # a target that is not predicted
+LOWEST_LOGPROB = -1e4  # stands for the logarithm of 0: no arithmetic makes NaN of it, and float16 holds it
 SHARED_PREFIX = 0  # the document that every later one in its row sees
 HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of float32 logits that exist at a time
 

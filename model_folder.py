@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import checkpoints
 from adapter_files import refuse_adapters
@@ -11,6 +12,15 @@ from config import ModelConfig
 from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
 from model import Transformer, padded
 from tokenizer import load_tokenizer
+
+
+def transformer_of(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
+                   dtype: torch.dtype = torch.float32) -> Transformer:
+    """A model around the tensors of a Hugging Face Llama, which keep their own dtype, that computes in the given one."""
+    with torch.device("meta"):
+        model = Transformer(config, vocab_size, dtype)
+    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
+    return model
 
 
 def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
@@ -27,7 +37,5 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
     tensors = load_model_weights(folder)
     vocab_size = len(tensors["model.embed_tokens.weight"])
     on_gpu = torch.cuda.is_available()
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
-    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
+    model = transformer_of(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
     return model.float().to("cuda" if on_gpu else "cpu"), load_tokenizer(str(folder))

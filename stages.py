@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Optional
 
@@ -53,6 +53,7 @@ def choose_teacher(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSi
     verified = ranks.main_first(lambda: find_teacher(config, tokenizer))
     folder = ranks.together(lambda: verified or find_teacher(config, tokenizer, verify=False))
 
+    @cache
     def load():
         return load_teacher(folder, config, tokenizer.vocab_size, ranks.device)
 
@@ -85,10 +86,12 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
     if config.lora_enabled and config.dpo_reference != "stored":
         return partial(without_adapters, model), inputs
 
+    @cache
     def frozen() -> Transformer:
         reference = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         ranks.together(lambda: load_weights(base, reference))
-        return reference.requires_grad_(False).eval().to(dtype)
+        lora.keep_base_in(reference.requires_grad_(False), dtype)
+        return reference.eval()
 
     if config.dpo_reference == "live":
         return partial(frozen_logprobs, frozen()), inputs

@@ -20,12 +20,12 @@ import torch
 from config import Config
 from dataloaders import Batch, ReadRows
 from errors import DataError, SettingsError
-from model import HEAD_CHUNK_BYTES, IGNORE_INDEX, slices
+from model import HEAD_CHUNK_BYTES, IGNORE_INDEX, LOWEST_LOGPROB, slices
+from pulse import PULSE
 from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
 
 FORMAT = 1
-LOWEST_LOGPROB = -1e4  # for what is impossible: float16 holds it, and exp makes 0 of it
 PROGRESS_SECONDS = 15
 COMMIT_SECONDS = 10
 LITTLE = 0.5  # of the teacher's probability, below which most of what it knows is lost
@@ -297,6 +297,7 @@ def fill(writer: StoreWriter, rows: ReadRows, ask: Callable[[Batch], tuple[np.nd
             batch = rows(indices)
             writer.write(batch, indices, *ask(batch))
 
+    PULSE.enter("teacher")
     started = told = time.perf_counter()
     for number, block in enumerate(blocks, start=1):
         leave_if_stopped(ranks, signals)

@@ -17,7 +17,6 @@ from config import Config, ModelConfig
 from convert import (
     INDEX_FILE,
     WEIGHTS_FILE,
-    from_huggingface,
     load_model_weights,
     model_settings_from_huggingface,
     read_json,
@@ -26,7 +25,8 @@ from convert import (
 from dataloaders import Batch
 from downloads import first_line, hub_folder
 from errors import CheckpointError, SettingsError
-from model import IGNORE_INDEX, Transformer, linear, padded
+from model import IGNORE_INDEX, Transformer, linear
+from model_folder import transformer_of
 from model_utils import compile_model, why_not_compile
 from tokenizer import HUB_NAME, load_tokenizer
 
@@ -208,10 +208,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, device: torch.de
         return _load_foreign(folder, described, config, vocab_size, device)
     tensors = load_model_weights(folder)
     dtype = _dtype(config, next(iter(tensors.values())).dtype, device)
-    with torch.device("meta"):
-        model = Transformer(ModelConfig(**settings), described["vocab_size"], dtype)
-    model.load_state_dict(from_huggingface(tensors, model.config, padded(model.vocab_size)), assign=True)
-    model.to(device, dtype)
+    model = transformer_of(tensors, ModelConfig(**settings), described["vocab_size"], dtype).to(device, dtype)
     if config.compile and why_not_compile(config, device.type) is None:
         compile_model(model)
     return LlamaTeacher(model, vocab_size)

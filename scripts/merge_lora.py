@@ -14,14 +14,12 @@ from typing import Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import Tensor
 
 import adapter_files
 from checkpoints import MANIFEST, publish, verify
 from config import ModelConfig
 from convert import (
     MAX_SHARD_BYTES,
-    from_huggingface,
     load_model_weights,
     model_settings_from_huggingface,
     read_json,
@@ -30,19 +28,12 @@ from convert import (
 )
 from errors import CheckpointError, run_script
 from lora import add_adapters, load_adapter_state_dict, merged_state_dict
-from model import Transformer, padded
+from model import padded
+from model_folder import transformer_of
 from tokenizer import load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order
-
-
-def build(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int) -> Transformer:
-    """A model that computes in float32 with the weights in their own dtype."""
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size)
-    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
-    return model.eval()
 
 
 def base_of(adapter: Path, base: Optional[Path]) -> Path:
@@ -81,7 +72,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     tokenizer = load_tokenizer(str(adapter_folder if (adapter_folder / "tokenizer.json").is_file() else base))
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; take the base's own")
-    model = build(tensors, config, rows)
+    model = transformer_of(tensors, config, rows).eval()
     add_adapters(model, adapter.config, torch.Generator())
     load_adapter_state_dict(model, adapter.state)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -93,7 +84,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     def write(folder: Path) -> None:
         save_model_folder(folder, state, config, tokenizer, content.get("max_position_embeddings", 2048))
         with torch.no_grad():
-            merged_BTV = build(load_model_weights(folder), config, tokenizer.vocab_size).logits(tokens_BT)
+            merged_BTV = transformer_of(load_model_weights(folder), config, tokenizer.vocab_size).eval().logits(tokens_BT)
         differences.append(float((merged_BTV - expected_BTV).abs().max()))
         if dtype == torch.float32 and not differences[0] <= TOLERANCE * max(1.0, float(expected_BTV.abs().max())):
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from base and adapters'; nothing is "
