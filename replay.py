@@ -219,7 +219,7 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
         return "The weights were not finite before this step: replay an earlier one" + (
             f", or look at what row {bad[0].row} has to do with it." if bad else ".")
     if bad:
-        return f"Row{'s' if len(bad) > 1 else ''} {', '.join(str(report.row) for report in bad[:8])} made it not finite."
+        return f"It is not finite by row {', '.join(str(report.row) for report in bad[:8])}."
     if not result.finite:
         return "The step is not finite, and none of its rows is to blame alone: lower LEARNING_RATE, or set PRECISION=bf16."
     if not then_finite:
@@ -227,8 +227,9 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
                 "or its kernels.")
     out = [report for report in reports if spike_height(report.loss, losses, 0) > STANDS_OUT]
     if out:
-        return (f"Row{'s' if len(out) > 1 else ''} {', '.join(str(report.row) for report in out[:8])} "
-                f"stand{'' if len(out) > 1 else 's'} out: the median row has a loss of {float(np.median(losses)):.4f}.")
+        named = ", ".join(str(report.row) for report in out[:8])
+        return (f"All is finite; {f'rows {named} stand' if len(out) > 1 else f'row {named} stands'} out: a loss of "
+                f"{out[0].loss:.4f} beside {float(np.median(losses)):.4f} of the median row.")
     return "Nothing is wrong with this step: all is finite, and no row stands out."
 
 

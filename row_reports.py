@@ -26,8 +26,17 @@ from run_state import Rows, Run, is_vocabulary
 CONTEXT_TOKENS = 24  # of a document, shown on either side of a token
 
 
+def bad_tokens(values: Tensor) -> list[int]:
+    """The tokens of the first row of a (B, T, ...) tensor at which it is not finite."""
+    return (~values[0].isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist() if values.ndim > 2 else []
+
+
 class FirstBad:
-    """Watches a model: the first module whose output is not finite and at which tokens, the first such gradient to arrive."""
+    """Watches a model that reads one row: the first module whose output is not finite, the first such gradient to arrive.
+
+    `token` is where in the row: the first one of which the output is bad, as later ones see it; else the last one whose
+    embedding gets a bad gradient, as those go backwards.
+    """
 
     def __init__(self, model: nn.Module):
         self.clear()
@@ -39,16 +48,21 @@ class FirstBad:
     def clear(self) -> None:
         """Forget what was found."""
         self.module: Optional[str] = None
-        self.tokens: list[int] = []  # of the first row
         self.gradient: Optional[str] = None
+        self.token: Optional[int] = None
 
     def _watch_output(self, name: str):
         def hook(module, inputs, output):
             if self.module is None and isinstance(output, Tensor) and count_bad(output):
                 self.module = name
-                if output.ndim > 1:
-                    self.tokens = (~output[0].isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
+                self.token = next(iter(bad_tokens(output)), None)
+            if name == "tok_embeddings" and isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._watch_embeddings)
         return hook
+
+    def _watch_embeddings(self, gradient_BTD: Tensor) -> None:
+        if self.token is None and (tokens := bad_tokens(gradient_BTD)):
+            self.token = tokens[-1]
 
     def _watch_gradient(self, name: str):
         def hook(parameter):
@@ -71,8 +85,8 @@ class RowReport(NamedTuple):
     loss: float  # the mean over what the objective counts in it; NaN where that is nothing
     grad_norm: float  # of its part in the step's gradient
     bad_module: Optional[str]
-    bad_tokens: list[int]  # where its output is not finite first
     bad_gradient: Optional[str]
+    bad_token: Optional[int]  # as FirstBad has it
 
     @property
     def is_bad(self) -> bool:
@@ -98,17 +112,18 @@ def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
         for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False):
             first_bad.clear()
             total, norm, own = backward_of_row(run, row, count)
-            reports.append(RowReport(row, total / own if own else math.nan, norm, first_bad.module, first_bad.tokens,
-                                     first_bad.gradient))
+            reports.append(RowReport(row, total / own if own else math.nan, norm, first_bad.module, first_bad.gradient,
+                                     first_bad.token))
     return sorted(reports, key=lambda report: (not report.is_bad, -report.loss if report.loss == report.loss else 0))
 
 
 def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
     """What autograd's anomaly detection says of a row: the operation whose gradient is NaN first, and the line that made it."""
     try:
-        with warnings.catch_warnings(record=True) as told, torch.autograd.detect_anomaly():
+        with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            backward_of_row(run, row, count)
+            with torch.autograd.detect_anomaly():
+                backward_of_row(run, row, count)
     except RuntimeError as error:
         found = re.search(r"Function '(\w+)' returned nan", str(error))
         if not found:
@@ -180,8 +195,8 @@ def worst_document(bare: Rows, report: RowReport, loss_T: Tensor) -> tuple[str, 
     """
     documents_BT = bare(np.array([report.row])).documents_BT
     document_T = torch.ones_like(loss_T, dtype=torch.int32) if documents_BT is None else documents_BT[0]
-    if report.bad_tokens:
-        worst = report.bad_tokens[0]
+    if report.bad_token is not None:
+        worst = report.bad_token
     else:
         excess_T = (loss_T - loss_T.nanmedian()).nan_to_num(0, posinf=torch.finfo(torch.float32).max).clamp(min=0)
         sums = torch.zeros(int(document_T.max()) + 1).scatter_add(0, document_T.long(), excess_T)
@@ -202,11 +217,12 @@ def describe_row(run: Run, bare: Rows, report: RowReport, count: int) -> list[st
              f"  document: {place}, {within.stop - within.start} tokens in this row, {own_loss:.4f} a token"]
     if report.is_bad:
         if report.bad_module:
-            at = f", from token {report.bad_tokens[0]} of the row on" if report.bad_tokens else ""
-            lines.append(f"  first bad output: {report.bad_module}{at}")
-        lines.append(f"  first bad gradient: {report.bad_gradient}"
-                     if (operation := first_bad_operation(run, report.row, count)) is None else
-                     f"  first bad gradient: {report.bad_gradient}; NaN comes from {operation}")
+            lines.append(f"  first bad output: {report.bad_module}")
+        elif operation := first_bad_operation(run, report.row, count):
+            lines.append(f"  first NaN in a gradient: from {operation}")
+        lines.append(f"  first bad gradient: {report.bad_gradient}")
+        if report.bad_token is not None:
+            lines.append(f"  where: at token {worst} of the row, {printable(tokenizer.decode(ids[worst:worst + 1]))!r}")
         marked = worst
     else:
         losses = [(float(loss), token) for token, loss in enumerate(loss_T.tolist()) if loss == loss and
