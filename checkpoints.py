@@ -4,6 +4,7 @@ A checkpoint is a folder `step-00000200`. It is written as `tmp-...`, gets a MAN
 every file, and only then its name. What is to go is renamed to `trash-...` before it is deleted. Nothing is pickled.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,8 +14,9 @@ import re
 import resource
 import shutil
 import socket
+import sys
+import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,12 +39,20 @@ LOCK = "run.lock"
 # `replaced-` is a checkpoint whose step is being saved anew; it is a good one until the new one has its name.
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
 
+# What a disk behind a network reports while it is away. One that is full or read-only stays so, and is told at once.
+PASSING_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENETUNREACH}
+RETRY_SECONDS = (1.0, 5.0, 25.0)
+Warn = Callable[[str], None]
 
-# ------------------------------------------------------------------------------------------------------------------ writing
+
+def warn_on_console(text: str) -> None:
+    """A warning, where there is no run's log to take it."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
 
 
 def save(checkpoints_dir: Path, step: int, ranks: Ranks, write_files: Callable[[Path], None], state: Mapping[str, Any],
-         optimizer_tensors: Mapping[str, Tensor], weight_bytes: int = 0) -> Path:
+         optimizer_tensors: Mapping[str, Tensor], weight_bytes: int = 0, warn: Warn = warn_on_console) -> Path:
     """Publish the checkpoint of a step, replacing one of the same step, and return its folder.
 
     Rank 0 writes. Collective: every rank must call it.
@@ -64,18 +74,32 @@ def save(checkpoints_dir: Path, step: int, ranks: Ranks, write_files: Callable[[
 
     folder = Path(checkpoints_dir) / f"step-{step:08d}"
     facts = {"step": step, "world_size": ranks.world_size, "val_loss": _finite(state.get("val_loss"))}
-    ranks.main_first(lambda: publish(folder, write, facts, weight_bytes + optimizer_bytes, optimizer_bytes))
+    ranks.main_first(lambda: publish(folder, write, facts, weight_bytes + optimizer_bytes, optimizer_bytes, warn))
     return folder
 
 
 def publish(folder: Path, write_files: Callable[[Path], None], facts: Mapping[str, Any], needed_bytes: int = 0,
-            largest_file_bytes: int = 0) -> None:
+            largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest so that it appears whole or not at all, in place of one of the same name.
+
+    Where a network disk fails for a moment everything is written again, after RETRY_SECONDS: what was written before a failed
+    fsync may be lost even if a second one succeeds.
 
     Raises:
         CheckpointError: it could not be written; nothing of it is left.
     """
-    folder = Path(folder).absolute()
+    for seconds in (*RETRY_SECONDS, None):
+        try:
+            return _publish_once(Path(folder).absolute(), write_files, facts, needed_bytes, largest_file_bytes, warn)
+        except CheckpointError as error:
+            if seconds is None or _error_number(error.__cause__) not in PASSING_ERRORS:
+                raise
+            warn(f"{error}; it is tried again in {seconds:g} s")
+            time.sleep(seconds)
+
+
+def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapping[str, Any], needed_bytes: int,
+                  largest_file_bytes: int, warn: Warn) -> None:
     temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}")
     replaced = folder.with_name(f"replaced-{folder.name}")
     check_writable(folder.parent, needed_bytes, largest_file_bytes)
@@ -93,7 +117,7 @@ def publish(folder: Path, write_files: Callable[[Path], None], facts: Mapping[st
             _sync_folder(inner)
         if folder.exists():
             if replaced.exists():
-                _remove(replaced)
+                _remove(replaced, warn)
             os.rename(folder, replaced)
         os.rename(temporary, folder)
         _sync_folder(folder.parent)
@@ -104,7 +128,12 @@ def publish(folder: Path, write_files: Callable[[Path], None], facts: Mapping[st
             raise
         raise CheckpointError(f"{folder} could not be written: {error}; {_space(folder.parent, needed_bytes)}") from error
     if replaced.exists():
-        _remove(replaced)
+        _remove(replaced, warn)
+
+
+def _error_number(error: Optional[BaseException]) -> Optional[int]:
+    in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error))
+    return getattr(error, "errno", None) or (int(in_text[1]) if in_text else None)  # what is written in Rust has it in the text
 
 
 def check_writable(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
@@ -171,8 +200,6 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
     seal = hashlib.sha256(content.encode()).hexdigest()
     return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
 
-
-# ------------------------------------------------------------------------------------------------------ verifying and loading
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -275,7 +302,7 @@ def _folders(checkpoints_dir: Path) -> list[Path]:
     return [Path(checkpoints_dir) / name for name in names]
 
 
-def locate(name: str, run_dir: Path) -> Path:
+def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     """The folder that a flag names: a step of this run, or the path of a checkpoint, of a run, or of a Hugging Face model.
 
     Where it names several checkpoints it is the newest that verifies; otherwise verifying is left to the caller.
@@ -289,7 +316,7 @@ def locate(name: str, run_dir: Path) -> Path:
             if checkpoints_dir.is_dir() and _folders(checkpoints_dir):
                 folder, messages = newest_verified(checkpoints_dir)
                 for message in messages:
-                    warnings.warn(message)
+                    warn(message)
                 return folder
         if not (place / MANIFEST).exists() and ((place / STATE).exists() or not (place / "config.json").exists()):
             raise CheckpointError(f"{place} is no checkpoint: it has no {MANIFEST}; a model from elsewhere is brought in "
@@ -331,10 +358,9 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------- tidying up
 
-
-def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = ()) -> list[Path]:
+def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
+          warn: Warn = warn_on_console) -> list[Path]:
     """Delete what retention does not keep, and return it. Called on rank 0, under the run's lock.
 
     Kept are the `keep_last` written last (0 = all), the `keep_best` of lowest validation loss, the protected ones (the
@@ -348,34 +374,34 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     try:
         verify(listed[0][0])
     except CheckpointError as error:
-        warnings.warn(f"no checkpoint is deleted, because the newest is bad: {error}")
+        warn(f"no checkpoint is deleted, because the newest is bad: {error}")
         return []
     measured = [item for item in listed if item[1]["val_loss"] is not None]
     best = sorted(measured, key=lambda item: item[1]["val_loss"])[:keep_best]
     kept = {folder.resolve() for folder, _ in (*listed[:keep_last], *best)} | {Path(folder).resolve() for folder in protected}
     doomed = [folder for folder, _ in listed if folder.resolve() not in kept]
     for folder in doomed:
-        _remove(folder)
+        _remove(folder, warn)
     return doomed
 
 
-def sweep(checkpoints_dir: Path) -> None:
+def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console) -> None:
     """Delete what a crash has left half-written or half-deleted. Called on rank 0, under the run's lock, before choosing."""
     checkpoints_dir = Path(checkpoints_dir)
     for replaced in sorted(checkpoints_dir.glob("replaced-step-*")):
         original = replaced.with_name(replaced.name.removeprefix("replaced-"))
         if original.exists():
-            _remove(replaced)
+            _remove(replaced, warn)
             continue
         try:
             os.rename(replaced, original)
         except OSError as error:
-            warnings.warn(f"{replaced} could not get back the name {original.name}: {error}")
+            warn(f"{replaced} could not get back the name {original.name}: {error}")
     for left_over in sorted((*checkpoints_dir.glob("tmp-*"), *checkpoints_dir.glob("trash-*"))):
-        _remove(left_over)
+        _remove(left_over, warn)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, warn: Warn) -> None:
     """Rename to trash, then delete. What cannot be deleted (NFS keeps open files) is not worth a run: it is swept later."""
     trash = folder.with_name(f"trash-{uuid.uuid4().hex[:8]}-{folder.name}")
     try:
@@ -388,14 +414,12 @@ def _remove(folder: Path) -> None:
         else:
             trash.unlink()
     except OSError as error:
-        warnings.warn(f"{folder} could not be deleted: {error}")
+        warn(f"{folder} could not be deleted: {error}")
 
-
-# ---------------------------------------------------------------------------------------------------------------------- lock
 
 
 @contextmanager
-def lock_run(run_dir: Path) -> Iterator[None]:
+def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     """Keep every other job out of the run's folder; rank 0 holds the lock for its job.
 
     The system drops the lock of a process that dies, so a stale one is taken over.
@@ -416,7 +440,7 @@ def lock_run(run_dir: Path) -> Iterator[None]:
             holder = file.read(1000).strip() or "another job"
             raise CheckpointError(f"{run_dir} is in use by {holder}; wait for it, stop it, or set another RUN_NAME") from error
         except OSError as error:
-            warnings.warn(f"{path} cannot be locked on this file system ({error}); let no other job use this RUN_NAME")
+            warn(f"{path} cannot be locked on this file system ({error}); let no other job use this RUN_NAME")
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()

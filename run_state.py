@@ -262,7 +262,7 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Option
         named = named_checkpoint(config)
         if named is None or (newest and checkpoints.read_state(newest)["progress"]["begun_from"] == named):
             return [newest and str(newest), newest is not None, warnings]
-        folder = checkpoints.locate(named, run_dir)
+        folder = checkpoints.locate(named, run_dir, warnings.append)
         if (folder / checkpoints.MANIFEST).exists():
             checkpoints.verify(folder)
         if newest and newest.resolve() != folder.resolve():
@@ -430,8 +430,10 @@ def save_checkpoint(run: Run) -> None:
 
     folder = checkpoints.save(run.folder / "checkpoints", progress.step, run.ranks, write_model, state,
                               cut_padding(run.optimizer.state_tensors(), run.model),
-                              weight_bytes=sum(weight.nbytes for weight in run.model.parameters() if weight.requires_grad))
+                              weight_bytes=sum(weight.nbytes for weight in run.model.parameters() if weight.requires_grad),
+                              warn=run.log.warn)
     protected = [run.started_from] if run.started_from else []
-    run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected))
+    run.ranks.main_first(lambda: checkpoints.prune(run.folder / "checkpoints", config.keep_last, config.keep_best, protected,
+                                                   run.log.warn))
     run.saved = folder
     run.log.say(f"Saved {folder} in {time.perf_counter() - started:.1f} s")

@@ -1,6 +1,7 @@
 """Checkpoints: whatever happens, one good one is left, and a bad one is never loaded."""
 
 import builtins
+import errno
 import hashlib
 import io
 import json
@@ -13,9 +14,11 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import checkpoints
@@ -30,9 +33,10 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
-def save(folder: Path, step: int, val_loss=None, write=write_model) -> Path:
+def save(folder: Path, step: int, val_loss=None, write=write_model, **options) -> Path:
     optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
-    return checkpoints.save(folder, step, Ranks(), write, {"step": step, "val_loss": val_loss}, optimizer)
+    return checkpoints.save(folder, step, Ranks(), write, {"step": step, "val_loss": val_loss}, optimizer,
+                            **options)
 
 
 def names(folder: Path) -> list[str]:
@@ -364,6 +368,54 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("where", ["write_files", "safetensors", "_sync_and_hash", "_sync_folder", "os.rename"])
+@pytest.mark.parametrize("failures", [1, len(checkpoints.RETRY_SECONDS), len(checkpoints.RETRY_SECONDS) + 1])
+def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_path, monkeypatch, where, failures):
+    """Whichever call it is that fails; and not for ever."""
+    good, left, told, waited = save(tmp_path, 1), [failures], [], []
+
+    def failing(module, name, error=lambda: OSError(errno.ESTALE, "Stale file handle")):
+        real = getattr(module, name)
+
+        def call(*args, **kwargs):
+            if left[0] and (name != "rename" or "tmp-" in str(args[0])):
+                left[0] -= 1
+                raise error()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    place = SimpleNamespace(write=write_model)
+    if where == "safetensors":
+        failing(checkpoints, "save_file", lambda: SafetensorError("Error while serializing: I/O error: Input/output error "
+                                                                  f"(os error {errno.EIO})"))
+    elif where == "os.rename":
+        failing(os, "rename")
+    else:
+        failing(*((place, "write") if where == "write_files" else (checkpoints, where)))
+    monkeypatch.setattr(checkpoints.time, "sleep", waited.append)
+    if failures > len(checkpoints.RETRY_SECONDS):
+        with pytest.raises(CheckpointError, match="step-00000002 could not be written"):
+            save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
+        assert checkpoints.newest_verified(tmp_path) == (good, [])
+    else:
+        bad = save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
+        assert checkpoints.newest_verified(tmp_path) == (bad, []) and names(tmp_path) == [good.name, bad.name]
+    assert tuple(waited) == checkpoints.RETRY_SECONDS[:failures]
+    assert len(told) == len(waited) and all("step-00000002 could not be written" in text and "tried again in" in text
+                                            for text in told)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
+def test_a_disk_that_will_not_take_it_is_told_at_once(tmp_path, monkeypatch, number):
+    def refuse(folder):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoints.time, "sleep", lambda seconds: pytest.fail("it waits for what does not pass"))
+    with pytest.raises(CheckpointError, match=os.strerror(number)):
+        save(tmp_path, 1, write=refuse)
+
+
 @fork_warning
 def test_a_file_size_limit_is_named(tmp_path):
     save(tmp_path, 1)
@@ -446,8 +498,9 @@ def test_nothing_is_deleted_while_the_newest_is_bad(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
     (tmp_path / "step-00000003" / "config.json").write_text("{}")
-    with pytest.warns(UserWarning, match="step-00000003/config.json is damaged"):
-        assert checkpoints.prune(tmp_path, keep_last=1, keep_best=0) == []
+    told = []
+    assert checkpoints.prune(tmp_path, keep_last=1, keep_best=0, warn=told.append) == []
+    assert len(told) == 1 and "step-00000003/config.json is damaged" in told[0]
     assert len(names(tmp_path)) == 3
 
 
@@ -467,8 +520,9 @@ def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
-    with pytest.warns(UserWarning, match="step-00000001 could not be deleted"):
-        checkpoints.prune(tmp_path, keep_last=1, keep_best=0)
+    told = []
+    checkpoints.prune(tmp_path, keep_last=1, keep_best=0, warn=told.append)
+    assert len(told) == 1 and "step-00000001 could not be deleted" in told[0]
     monkeypatch.undo()
     checkpoints.sweep(tmp_path)
     assert names(tmp_path) == ["step-00000002"]
@@ -477,7 +531,7 @@ def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------- by a name
 
 
-def test_locate_takes_names_and_paths(tmp_path):
+def test_locate_takes_names_and_paths(tmp_path, capsys):
     run = tmp_path / "run"
     first, second = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
     elsewhere = tmp_path / "elsewhere"
@@ -486,8 +540,9 @@ def test_locate_takes_names_and_paths(tmp_path):
     assert checkpoints.locate(str(run), elsewhere) == second
     assert checkpoints.locate(str(run / "checkpoints"), elsewhere) == second
     (second / "config.json").unlink()
-    with pytest.warns(UserWarning, match="step-00000002"):
-        assert checkpoints.locate(str(run), elsewhere) == first
+    assert checkpoints.locate(str(run), elsewhere) == first
+    error = capsys.readouterr().err
+    assert error.startswith("warning: a checkpoint is passed over: ") and "step-00000002/config.json is missing" in error
     with pytest.raises(CheckpointError, match="no checkpoint 'step-00000009'"):
         checkpoints.locate("step-00000009", run)
 
@@ -541,8 +596,9 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(checkpoints.fcntl, "flock", unsupported)
-    with pytest.warns(UserWarning, match="cannot be locked"), checkpoints.lock_run(tmp_path):
-        pass
+    told = []
+    with checkpoints.lock_run(tmp_path, told.append):
+        assert len(told) == 1 and "cannot be locked" in told[0]
 
 
 # -------------------------------------------------------------------------------------------------------------- several ranks
