@@ -12,6 +12,7 @@ from pathlib import Path
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXIT_PREEMPTED = 143
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"  # in the environment of the processes that scripts/launch.py starts
+JOINED = "joined"  # a file beside a rank's error file, from when it has something to save
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers want to be told how a process ended
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -36,20 +37,27 @@ def end_with_launcher() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def tell_end(code: int, sentence: str = "", trace: str = "", victim: bool = False) -> None:
-    """Leave word of how this process ends, as torch's launchers read it; without a launcher, do nothing.
+def tell_joined() -> None:
+    """Let the launcher know that this process now has something to save."""
+    if os.environ.get(ERROR_FILE):
+        Path(os.environ[ERROR_FILE]).with_name(JOINED).touch()
+
+
+def tell_end(code: int, sentence: str = "", trace: str = "", victim: bool = False) -> bool:
+    """Leave word of how this process ends, in the form of torch's launchers; whether scripts/launch.py will say it.
 
     Args:
         sentence: what went wrong.
-        trace: the traceback, where the sentence does not explain it.
+        trace: what the sentence does not tell: a traceback, a table.
         victim: another rank is the cause.
     """
     if not os.environ.get(ERROR_FILE):
-        return
+        return False
     path, now = Path(os.environ[ERROR_FILE]), time.time()
     message = {"message": sentence, "errorCode": code, "victim": victim, "at": now,
-               "extraInfo": {"py_callstack": trace or sentence, "timestamp": str(int(now))}}
+               "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
     unfinished = path.with_suffix(".tmp")
     with suppress(OSError):  # on a full disk the exit code still tells
         unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
         unfinished.replace(path)
+    return LAUNCHER_PID in os.environ and path.exists()

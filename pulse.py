@@ -14,8 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Optional
 
-LONGEST_INTERVAL = 2.0  # seconds between two words to the others
-URGENT_INTERVAL = 0.1
+TELL_SECONDS = 0.2  # between two words to the others: what is known of one that is stopped is no older
+HEAR_SECONDS = 2.0  # between two looks at what they said
+URGENT_SECONDS = 0.1  # of both, once there is an alarm
 ANSWER_SECONDS = 4.0  # that a rank has to write its stacks, and a store to answer
 
 
@@ -58,14 +59,15 @@ class Watch:
     Args:
         store: like torch's TCPStore, a client that nobody else uses.
         hosted_by_main: whether the store lives in the process of rank 0, and not in a launcher.
-        leave: ends this process; gets the one sentence to leave word of.
+        report: leaves word of a hang; gets the sentence, a table of what each rank does, and whether this rank speaks for all.
+        exit_code: of a hang.
     """
 
     def __init__(self, pulse: Pulse, store: Any, hosted_by_main: bool, rank: int, world_size: int, timeout_seconds: float,
-                 leave: Callable[[str], None]):
+                 report: Callable[[str, str, bool], None], exit_code: int):
         self.pulse, self.store, self.hosted_by_main, self.rank = pulse, store, hosted_by_main, rank
-        self.timeout, self.leave = timeout_seconds, leave
-        self.interval = min(LONGEST_INTERVAL, timeout_seconds / 10)
+        self.timeout, self.report, self.exit_code = timeout_seconds, report, exit_code
+        self.interval = min(HEAR_SECONDS, timeout_seconds / 10)
         self.keys = [f"rank-{other}" for other in range(world_size)]
         self.place = {"host": socket.gethostname(), "pid": os.getpid()}
         self.states: list[dict[str, Any]] = [{**pulse.told(), **self.place, "ready": False} for _ in self.keys]
@@ -83,29 +85,34 @@ class Watch:
     def stop(self) -> None:
         """End both threads; but where the alarm was given already, wait for the end that they make of this process."""
         while self.alarm:
-            time.sleep(URGENT_INTERVAL)
+            time.sleep(URGENT_SECONDS)
         self.stopped = True
         self.woken.set()
         for thread in self.threads:
-            thread.join(LONGEST_INTERVAL)
+            thread.join(HEAR_SECONDS)
 
     def _talk(self) -> None:
         # A store ends with the process that hosts it: who needs that one fails in a collective, or does not move.
         with suppress(RuntimeError):
             while not self.stopped:
-                self._exchange()
+                self._tell()
+                if self.alarm or time.monotonic() - self.answered >= self.interval:
+                    self._hear()
                 if self.alarm:
-                    time.sleep(URGENT_INTERVAL)
+                    time.sleep(URGENT_SECONDS)
                 else:
-                    self.woken.wait(self.interval)
+                    self.woken.wait(TELL_SECONDS)
 
-    def _exchange(self) -> None:
-        """Tell and hear once; blocks where the store does not answer."""
+    def _tell(self) -> None:
+        """Say what this rank does."""
         for key, is_set in (("alarm", self.alarm), ("told", self.told)):
             if is_set:
                 self.store.set(key, "yes")
         own = {**self.pulse.told(), **self.place, "ready": self.ready, "at": time.monotonic()}  # so that no two are alike
         self.store.set(self.keys[self.rank], json.dumps(own))
+
+    def _hear(self) -> None:
+        """Read what all ranks do; blocks where the store does not answer."""
         for other, text in enumerate(self.store.multi_get(self.keys)):
             state = json.loads(text)
             if state != self.states[other]:
@@ -129,7 +136,7 @@ class Watch:
         self._wait(patience, lambda: all(state["ready"] for state in self.states))
         connected = time.monotonic() - self.answered < ANSWER_SECONDS
         if connected:
-            silent = [rank for rank, state in enumerate(self.states) if not state["ready"]]
+            silent = [rank for rank, state in enumerate(self.states) if not state["ready"] and rank != self.rank]
             speaker = min({*range(len(self.states))} - {*silent})
         else:  # nothing is known of the others but who hosts the store
             silent = [0] if self.hosted_by_main else []
@@ -137,23 +144,22 @@ class Watch:
                           if state["host"] == self.place["host"] and rank not in silent)
         self.states[self.rank] |= self.pulse.told()
         self.heard[self.rank] = time.monotonic()
-        sentence = self._sentence(silent, connected)
+        self.report(self._sentence(silent, connected), self._table(silent), self.rank == speaker)
         if self.rank == speaker:
-            print(f"{self._table(silent)}\nerror: {sentence}", file=sys.stderr, flush=True)
             told_at, self.told = time.monotonic(), True
-            self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_INTERVAL)
+            self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_SECONDS)
         else:
             self._wait(patience, lambda: self.told)
         for rank in silent:  # one that was only stopped can now leave by itself
             if self.states[rank]["host"] == self.place["host"] and rank != self.rank:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(self.states[rank]["pid"], signal.SIGCONT)
-        self.leave(sentence)
+        os._exit(self.exit_code)
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not until():
-            time.sleep(URGENT_INTERVAL / 2)
+            time.sleep(URGENT_SECONDS / 2)
 
     def _write_stacks(self) -> None:
         """Of all threads, into the folder for them; before there is one, to the error stream."""

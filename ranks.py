@@ -5,6 +5,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import errors
 from errors import HangError, PaddockError, SettingsError
-from launched import stop_signals, tell_end
+from launched import stop_signals, tell_end, tell_joined
 from pulse import PULSE, Watch
 
 T = TypeVar("T")
@@ -143,7 +144,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
             reason = str(error).splitlines()[0]
             raise SettingsError(f"rank {rank} of {world_size} could not join the process group at {where}: {reason}; "
                                 "check that all were started, with the same address and a free port") from error
-    tell_end(1)
+    tell_joined()
     return Ranks(rank, local_rank, world_size, device)
 
 
@@ -176,7 +177,7 @@ def join(rank: int, world_size: int, device: torch.device, timeout_seconds: floa
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # a launcher's store outlives the ranks
     hosted_by_main = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     watch = Watch(PULSE, dist.PrefixStore(f"paddock-{attempt}", own_client), hosted_by_main, rank, world_size, timeout_seconds,
-                  leave_hung)
+                  report_hang, HangError.exit_code)
 
 
 watch: Optional[Watch] = None  # of this process's group
@@ -194,10 +195,10 @@ def dying_at_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def leave_hung(sentence: str) -> None:
-    """End this process, whose main thread stands still, as one of a job that hangs."""
-    tell_end(HangError.exit_code, sentence)
-    os._exit(HangError.exit_code)
+def report_hang(sentence: str, table: str, speaks: bool) -> None:
+    """Leave word of a hang, and print it where this rank speaks for all and no launcher will say it."""
+    if not tell_end(HangError.exit_code, sentence, table) and speaks:
+        print(f"{table}\nerror: {sentence}", file=sys.stderr, flush=True)
 
 
 def stop_ranks() -> None:
@@ -237,7 +238,8 @@ def explain(error: Exception) -> Optional[Ending]:
         return Ending(f"hang: rank {rank} waited in {PULSE.phase} (step {PULSE.step}) for another that did not come within "
                       f"DISTRIBUTED_TIMEOUT ({reason}); where a phase is merely slow, raise it", HangError.exit_code)
     if isinstance(error, RuntimeError) and any(words in str(error) for words in LOST):
-        return Ending(f"rank {rank} stops, because another has ended; the cause is in that one's output ({reason})", 1, victim=True)
+        return Ending(f"rank {rank} stops, because another has ended; the cause is in that one's output ({reason})", 1,
+                      victim=True)
     return None
 
 
@@ -275,6 +277,7 @@ class StopSignals:
     def _handle(self, number: int, frame) -> None:
         now = time.monotonic()
         if self.received is not None and now - self.at > SECOND_SIGNAL_SECONDS:
+            tell_end(1, f"rank {os.environ.get('RANK', 0)} left at a second {signal.Signals(number).name}, without saving")
             os._exit(128 + number)
         if self.received is None:
             self.received, self.at = number, now

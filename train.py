@@ -68,10 +68,10 @@ def main(argv: Optional[list[str]] = None) -> int:
         if ending is None:
             tell_end(1, f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", traceback.format_exc())
             raise
-        tell_end(ending.code, ending.sentence, victim=ending.victim)
-        if isinstance(error, SettingsError) and not ending.told:
+        told = tell_end(ending.code, ending.sentence, victim=ending.victim) or ending.told
+        if isinstance(error, SettingsError) and not told:
             exit_with(error)
-        if not ending.told:
+        if not told:
             print(f"error: {ending.sentence}", file=sys.stderr, flush=True)
         return ending.code
     tell_end(code)

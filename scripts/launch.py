@@ -1,0 +1,189 @@
+"""Train on all GPUs of this machine, or of several: one rank for each. All flags but those below are train.py's.
+
+    python scripts/launch.py --preset 1.3b
+    python scripts/launch.py --nproc-per-node 2 --max-steps 100
+    python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 -- --preset 1.3b
+
+It is torch's elastic launcher, where a mistake in the settings is told once and at once, signals reach the ranks, which save, and
+the end is understood: the last line names the rank that failed first and why, and the exit code is 0 done, 1 crash, 2 settings,
+3 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import Config
+from errors import CheckpointError, SettingsError, run_script
+from launched import EXIT_PREEMPTED, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
+from settings import exit_with, load_config
+
+KEPT = 10  # folders of earlier launches
+CODES = range(1, 7)
+HINTS = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (a full disk or /dev/shm?)"}
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
+                        help="ranks on this machine (default: its GPUs, or 1)")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
+    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
+    parser.add_argument("--master-addr", "--master_addr", metavar="HOST", help="the first machine's")
+    parser.add_argument("--master-port", "--master_port", type=int, metavar="P",
+                        help="a free one there (default on one machine: any)")
+    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
+                        help="seconds that ranks have to save after a signal, before they are killed (default: %(default)s)")
+    args, flags = parser.parse_known_args()
+    if args.nnodes > 1 and (args.master_addr is None or args.master_port is None):
+        parser.error("--nnodes needs --master-addr and --master-port, the same on each machine, and --node-rank")
+    if min(args.nnodes, args.nproc_per_node or 1) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
+        parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank from 0 to one less than --nnodes")
+    return args, flags[1:] if flags[:1] == ["--"] else flags
+
+
+def check_settings(flags: list[str], world_size: int) -> Config:
+    """The configuration as each rank will read it; a mistake in it ends this process, as it would end train.py."""
+    try:
+        return load_config(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}).config
+    except SettingsError as error:
+        exit_with(error)
+
+
+def log_folder(config: Config, node_rank: int) -> Path:
+    """A new folder for what the ranks print and how they end; old ones are deleted.
+
+    Raises:
+        CheckpointError: there can be none.
+    """
+    parent = Path(config.output_dir) / "launch"
+    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-node-{node_rank}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT]:
+            shutil.rmtree(old)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
+    return folder
+
+
+class Ending(NamedTuple):
+    """How a rank ended; the smallest of several is the cause."""
+
+    victim: bool  # it only lost another
+    at: int  # seconds
+    rank: int
+    code: int
+    sentence: str = ""
+    trace: str = ""  # what its sentence does not tell
+
+
+def ending(rank: int, exit_code: Optional[int], at: int, folder: Path) -> Ending:
+    """How a rank ended.
+
+    Args:
+        exit_code: below 0 for a signal; None = not known, because the job was ended by a signal.
+        at: when it was seen to have ended.
+        folder: with its error file (see launched.tell_end).
+    """
+    word = folder / "error.json"
+    if word.exists():
+        said = json.loads(word.read_text(encoding="utf-8"))["message"]
+        return Ending(said["victim"], int(said["at"]), rank, said["errorCode"], said["message"], said["extraInfo"]["py_callstack"])
+    if exit_code == EXIT_PREEMPTED or not (folder / JOINED).exists() and (exit_code is None or -exit_code in stop_signals()):
+        return Ending(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
+    if exit_code is None:
+        return Ending(False, at, rank, 1, f"rank {rank} was killed before it had saved")
+    if exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        return Ending(False, at, rank, 1, f"rank {rank} was killed by {name}{HINTS.get(name, '')}")
+    return Ending(False, at, rank, exit_code if exit_code in CODES else 1, f"rank {rank} ended with code {exit_code}")
+
+
+def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Path, all_on_console: bool) -> list[Ending]:
+    """Start the ranks, wait for their end, and tell how each ended that did not end well.
+
+    Raises:
+        SettingsError: the machines do not come together.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if args.master_port is None:
+        where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+    else:
+        where = {"rdzv_backend": "static", "rdzv_endpoint": f"{args.master_addr or 'localhost'}:{args.master_port}",
+                 "rdzv_configs": {"rank": args.node_rank}}
+    # What an older torch does not have, it does in its own way.
+    newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ",".join(number.name for number in stop_signals())}
+    known = {field.name for field in fields(LaunchConfig)}
+    config = LaunchConfig(
+        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock", max_restarts=0, **where,
+        logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL if all_on_console else {0: Std.ALL}),
+        role="", log_line_prefix_template="${role_name}",  # no prefix: ranks have their own
+        **{name: value for name, value in newer.items() if name in known})
+
+    def folder_of(local_rank: int) -> Path:
+        return next(iter(logs.glob("*/attempt_0")), logs) / str(local_rank)
+
+    try:
+        elastic_launch(config, sys.executable)("-u", str(ROOT / "train.py"), *flags)
+    except ChildFailedError as error:
+        return [ending(rank, failure.exitcode, int(failure.timestamp), folder_of(failure.local_rank))
+                for rank, failure in error.failures.items()]
+    except SignalException:
+        return [ending(args.node_rank * ranks_here + local_rank, None, int(time.time()), folder_of(local_rank))
+                for local_rank in range(ranks_here)]
+    except (DistError, RendezvousError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SettingsError(f"the {args.nnodes} machine(s) did not come together at {where['rdzv_endpoint']}: {reason}; check "
+                            "--master-addr and --nnodes, and that --master-port is free on the first machine") from error
+    return []
+
+
+def main() -> None:
+    args, flags = parse_args()
+    leave_at_signals()
+    config = check_settings(flags, args.nnodes * (args.nproc_per_node or 1))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a lost connection means is told in words
+    logging.disable(logging.CRITICAL)  # so is what torch's launcher has to say
+
+    import torch
+
+    ranks_here = args.nproc_per_node or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
+    check_settings(flags, args.nnodes * ranks_here)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    sys.stdout.reconfigure(line_buffering=True)
+    logs = log_folder(config, args.node_rank)
+    endings = launch(args, flags, ranks_here, logs, config.log_all_ranks)
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)  # all is over
+    failures = [each for each in endings if each.code not in (0, EXIT_PREEMPTED)]
+    if not failures:
+        raise SystemExit(max((each.code for each in endings), default=0))
+    cause = min(failures)
+    if cause.trace and (cause.rank > 0 or cause.code != 1):
+        print(cause.trace, file=sys.stderr)
+    named = cause.sentence if cause.sentence.startswith(("rank", "hang")) else f"rank {cause.rank}: {cause.sentence}"
+    print(f"error: {named}. What each rank printed is in {logs}", file=sys.stderr, flush=True)
+    raise SystemExit(cause.code)
+
+
+if __name__ == "__main__":
+    run_script(main)
