@@ -5,9 +5,11 @@ import zlib
 from pathlib import Path
 from typing import Optional
 
+from safetensors import SafetensorError
+
 import diagnostics
 from dataloaders import Batch
-from errors import DriftError, LossSpikeError, NonFiniteError
+from errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
 from run_state import Run, StepResult, save_checkpoint
 
 ROWS_SHOWN = 16
@@ -41,10 +43,21 @@ def keep_evidence(run: Run, batches: list[Batch], result: StepResult,
     folder = run.folder / "debug" / f"step-{step:08d}"
     inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
               for name in ("tokens_BT", "targets_BT")}
-    diagnostics.write_dump(folder, own, inputs)
-    if run.saved is None:
-        save_checkpoint(run)
+    try:
+        diagnostics.write_dump(folder, own, inputs)
+    except (OSError, SafetensorError) as error:
+        run.log.warn(f"{folder} cannot be written: {error}")
+    try:
+        if run.saved is None:
+            save_checkpoint(run)
+    except CheckpointError as error:  # on every rank
+        run.log.warn(str(error))
     return folder, everyone
+
+
+def kept(run: Run) -> str:
+    """What became of the state before the step, in words."""
+    return "the state before it is saved" if run.saved else "the state before it could not be saved"
 
 
 def how_to_look(run: Run) -> str:
@@ -62,8 +75,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
     folder, everyone = keep_evidence(run, batches, result, first_bad)
     run.log.say("\n" + diagnostics.banner(everyone))
     culprits = ", ".join(map(str, diagnostics.bad_ranks(everyone)))
-    error = NonFiniteError(f"step {run.progress.step + 1} was not finite on rank {culprits}; nothing was updated, the state "
-                           f"before it is saved, and {folder} holds its rows and tensors. Look at it with "
+    error = NonFiniteError(f"step {run.progress.step + 1} was not finite on rank {culprits}; nothing was updated, "
+                           f"{kept(run)}, and {folder} holds its rows and tensors. Look at it with "
                            f"{how_to_look(run)}, or try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the "
                            "first bad module")
     error.told_by_main = not run.ranks.is_main
@@ -86,7 +99,7 @@ def heed_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
         run.log.warn(f"{what}{skipped}. Look at it with {how_to_look(run)}")
         return
     folder, _ = keep_evidence(run, batches, result, None)
-    error = LossSpikeError(f"{what}. Nothing was updated, the state before it is saved, and {folder} holds its rows. Look at it "
+    error = LossSpikeError(f"{what}. Nothing was updated, {kept(run)}, and {folder} holds its rows. Look at it "
                            f"with {how_to_look(run)}; to go on past it, LOSS_SPIKE_POLICY=skip or warn")
     error.told_by_main = not run.ranks.is_main
     raise error

@@ -1,8 +1,11 @@
 """The mistakes that a user can mend, each with the exit code that tells a launcher what happened."""
 
+import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Optional, TextIO
 
 
 def without_passwords(text: str) -> str:
@@ -60,12 +63,28 @@ class HangError(PaddockError):
     exit_code = 6
 
 
+def tell(text: str, stream: TextIO) -> Optional[OSError]:
+    """Print a line at once; returns why that could not be: the stream is a file on a full disk, or a pipe that nobody reads.
+
+    From then on the stream leads nowhere, so that neither later lines nor the end of the process, which flushes it, fail too.
+    """
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        with suppress(OSError, ValueError):  # a stream with no file behind it
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return error
+    return None
+
+
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
     """Run a script's main; a user's mistake, or Ctrl-C, ends the process with one line and an exit code."""
     try:
         main()
     except PaddockError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         print(f"\n{when_interrupted}", file=sys.stderr)

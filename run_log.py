@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TextIO
 
 from config import Config
-from errors import CheckpointError
+from errors import CheckpointError, tell
 
 FINISH_SECONDS = 90  # that a tracker has at the end of a run
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
@@ -198,19 +198,18 @@ class RunLog:
 
     def say(self, text: str, everywhere: bool = False) -> None:
         """A line to this rank's file, and to the console where this rank speaks there."""
-        line = f"{self.prefix} {text}"
-        if self.on_console or everywhere:
-            print(line, flush=True)
-        if self.file:
-            self.file.write(line)
+        self._tell(f"{self.prefix} {text}", sys.stdout, self.on_console or everywhere)
 
     def warn(self, text: str) -> None:
         """A warning, to the error stream and the file."""
-        line = f"{self.prefix} warning: {text}"
-        if self.on_console:
-            print(line, file=sys.stderr, flush=True)
+        self._tell(f"{self.prefix} warning: {text}", sys.stderr, self.on_console)
+
+    def _tell(self, line: str, console: TextIO, on_console: bool) -> None:
+        error = tell(line, console) if on_console else None
         if self.file:
             self.file.write(line)
+        if error:
+            self.warn(f"the console cannot be written: {error.strerror}; the run goes on, and what it tells is in its log folder")
 
     def step(self, metrics: dict[str, Any]) -> None:
         """One logged step: an object in metrics.jsonl, and the trackers. What is not finite is null."""

@@ -24,7 +24,7 @@ import torch
 import diagnostics
 import preflight
 from alarms import check_replicas, enter_in_ledger, heed_loss_spike, stop_non_finite
-from errors import SettingsError
+from errors import SettingsError, tell
 from evaluation import due, measure
 from model_utils import (
     GradientWatch,
@@ -72,7 +72,7 @@ def main(argv: Optional[list[str]] = None) -> int:
         if isinstance(error, SettingsError) and not told:
             exit_with(error)
         if not told:
-            print(f"error: {ending.sentence}", file=sys.stderr, flush=True)
+            tell(f"error: {ending.sentence}", sys.stderr)
         return ending.code
     tell_end(code)
     return code
