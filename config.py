@@ -141,7 +141,7 @@ class OptimConfig(Section):
     max_grad_norm: float = curve(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
     loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
         "warn", "what a loss far above the recent ones leads to; skip = without its update, stop = end before it")
-    loss_spike_threshold: float = curve(12.0, "how far that is, in robust standard deviations above the median", gt=0)
+    loss_spike_threshold: float = curve(8.0, "how far that is, in robust standard deviations above the median", gt=0)
     loss_spike_window: int = curve(128, "recent losses that a step's is held against", ge=16, le=10_000)
 
     @property
