@@ -128,6 +128,8 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     """
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < world_size:
+        raise SettingsError(f"RANK={rank} must be from 0 to one less than WORLD_SIZE={world_size}; a launcher sets both")
     device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()

@@ -21,21 +21,22 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
 from errors import CheckpointError, SettingsError, run_script
 from launched import EXIT_PREEMPTED, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
 from settings import exit_with, load_config
 
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT = 10  # folders of earlier launches
 CODES = range(1, 7)
 HINTS = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (a full disk or /dev/shm?)"}
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
                         help="ranks on this machine (default: its GPUs, or 1)")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
@@ -48,7 +49,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     args, flags = parser.parse_known_args()
     if args.nnodes > 1 and (args.master_addr is None or args.master_port is None):
         parser.error("--nnodes needs --master-addr and --master-port, the same on each machine, and --node-rank")
-    if min(args.nnodes, args.nproc_per_node or 1) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
+    counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
+    if min(counts) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
         parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank from 0 to one less than --nnodes")
     return args, flags[1:] if flags[:1] == ["--"] else flags
 
@@ -100,7 +102,8 @@ def ending(rank: int, exit_code: Optional[int], at: int, folder: Path) -> Ending
     word = folder / "error.json"
     if word.exists():
         said = json.loads(word.read_text(encoding="utf-8"))["message"]
-        return Ending(said["victim"], int(said["at"]), rank, said["errorCode"], said["message"], said["extraInfo"]["py_callstack"])
+        trace = said["extraInfo"]["py_callstack"]
+        return Ending(said["victim"], int(said["at"]), rank, said["errorCode"], said["message"], trace)
     if exit_code == EXIT_PREEMPTED or not (folder / JOINED).exists() and (exit_code is None or -exit_code in stop_signals()):
         return Ending(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
     if exit_code is None:
@@ -141,7 +144,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Pa
         return next(iter(logs.glob("*/attempt_0")), logs) / str(local_rank)
 
     try:
-        elastic_launch(config, sys.executable)("-u", str(ROOT / "train.py"), *flags)
+        elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
     except ChildFailedError as error:
         return [ending(rank, failure.exitcode, int(failure.timestamp), folder_of(failure.local_rank))
                 for rank, failure in error.failures.items()]
@@ -162,7 +165,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a lost connection means is told in words
     logging.disable(logging.CRITICAL)  # so is what torch's launcher has to say
 
-    import torch
+    import torch  # after what can be told at once
 
     ranks_here = args.nproc_per_node or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
     check_settings(flags, args.nnodes * ranks_here)
@@ -178,7 +181,8 @@ def main() -> None:
     if not failures:
         raise SystemExit(max((each.code for each in endings), default=0))
     cause = min(failures)
-    if cause.trace and (cause.rank > 0 or cause.code != 1):
+    on_console = cause.rank % ranks_here == 0 or config.log_all_ranks
+    if cause.trace and not (on_console and cause.code == 1):
         print(cause.trace, file=sys.stderr)
     named = cause.sentence if cause.sentence.startswith(("rank", "hang")) else f"rank {cause.rank}: {cause.sentence}"
     print(f"error: {named}. What each rank printed is in {logs}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import PATIENCE, TinyRun, at_step, do_in_step, free_port, without_clocks
+from commands import alone, during
+from helpers import PATIENCE, TinyRun, at_step, do_in_step, without_clocks
 from safetensors.torch import load_file
 
 import checkpoints
@@ -38,19 +38,6 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 
 
 # ------------------------------------------------------------------------------------------------------------------- signals
-
-
-def during(module, name: str, action, turn: int):
-    """A context in which `module.name` does something first, the given time that it is called."""
-    patch, original, calls = pytest.MonkeyPatch(), getattr(module, name), iter(range(1, 10**6))
-
-    def replacement(*arguments, **keywords):
-        if next(calls) == turn:
-            action()
-        return original(*arguments, **keywords)
-
-    patch.setattr(module, name, replacement)
-    return patch
 
 
 # Where the signal comes (module, function, which of its calls), and the last step that is finished then.
@@ -78,84 +65,13 @@ def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
 
 
-def python(*arguments, env=None) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env={**os.environ, **(env or {})}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def torchrun(run: TinyRun, *flags, env=None, **changes) -> subprocess.Popen:
-    return python("-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORLD}", "--master-addr=127.0.0.1",
-                  f"--master-port={free_port()}", *flags, ROOT / "train.py", *run.argv(**changes), env=env)
-
-
-def end_of(process: subprocess.Popen, timeout: float = PATIENCE) -> str:
-    """Its output; it and all that it has started are killed where they hang."""
-    try:
-        return process.communicate(timeout=timeout)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"it hangs:\n{process.communicate()[0]}") from None
-
-
-def wait_for_step(run: TinyRun, step: int, process: subprocess.Popen) -> None:
-    log, deadline = run.folder / "log" / "rank-0.txt", time.monotonic() + PATIENCE
-    while not (log.exists() and f"Step [{step}/" in log.read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, end_of(process, 1)
-        time.sleep(0.05)
-
-
-def alive(group: int) -> list[int]:
-    """The processes of a group, zombies aside."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, own_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(own_group) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
-
-
-def assert_all_gone(group: int, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while alive(group):
-        assert time.monotonic() < deadline, f"left behind: {alive(group)}"
-        time.sleep(0.05)
-
-
 def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
     run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
-    process = python("train.py", *run.argv())
-    wait_for_step(run, 2, process)
-    process.send_signal(signal.SIGTERM)
-    text = end_of(process)
-    assert process.returncode == 143 and "the same command" in text and "Traceback" not in text
-    assert run.steps_saved() == [run.metrics()[-1]["step"]]
-
-
-def test_torchrun_hands_the_signal_on_and_every_rank_leaves(tiny_run):
-    run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
-    process = torchrun(run)
-    wait_for_step(run, 2, process)
-    process.send_signal(signal.SIGTERM)
-    text = end_of(process)
-    assert "steps are saved" in text and process.returncode == 1, "torchrun knows no other code"
-    assert run.steps_saved() == [run.metrics()[-1]["step"]]
-    assert_all_gone(process.pid)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)),
-                                               (signal.SIGUSR1, ()), (signal.SIGKILL, ())])
-def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_run):
-    """Without its launcher a rank gets a TERM from the system."""
-    run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
-    process = torchrun(run, *flags)
-    wait_for_step(run, 2, process)
-    process.send_signal(number)
-    end_of(process)
-    assert_all_gone(process.pid)
+    with alone(run) as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 143
+    assert "the same command" in command.text() and "Traceback" not in command.text()
     assert run.steps_saved() == [run.metrics()[-1]["step"]]
 
 
@@ -313,42 +229,7 @@ def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_r
     assert not list((run.folder / "checkpoints").glob("tmp-*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fault", "shown"), [("os.kill(os.getpid(), 9)", "Signal 9 (SIGKILL) received"),
-                                              ("1 / 0", "ZeroDivisionError: division by zero")])
-def test_torchrun_ends_the_job_when_one_rank_fails(fault, shown, tiny_run, tmp_path):
-    """The fault comes in by sitecustomize, so that it is the real command that runs."""
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(f"""
-        import os
-        if os.environ.get("RANK") == "1":
-            import helpers, optim
-            helpers.do_in_step(3, lambda: {fault}, optim)
-        """))
-    process = torchrun(tiny_run(), env={"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
-    text = end_of(process)
-    assert process.returncode == 1 and shown in text
-    assert_all_gone(process.pid, seconds=10)
-
-
 # ------------------------------------------------------------------------------------------------------------ getting started
-
-
-def test_a_port_that_is_taken_is_told(tiny_run):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        job = tiny_run().start(env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                                    "MASTER_PORT": port})
-        assert job.wait(60) == [2], job.text()
-    assert f"MASTER_PORT={port}" in job.text() and "Traceback" not in job.text()
-
-
-def test_ranks_that_do_not_come_are_told(tiny_run):
-    job = tiny_run().start(env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                                "MASTER_PORT": str(free_port())}, DISTRIBUTED_TIMEOUT=2)
-    assert job.wait(60) == [2], job.text()
-    assert "rank 0 of 2 could not join" in job.text() and "Traceback" not in job.text()
 
 
 def test_a_world_size_without_torchrun_is_told(tiny_run, capsys):

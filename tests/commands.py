@@ -1,0 +1,120 @@
+"""Real commands, launchers and torchrun among them, with faults planted into one of their ranks; and what they leave behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+import pytest
+from helpers import PATIENCE, TinyRun, free_port
+
+ROOT = Path(__file__).parent.parent
+WORLD = 2
+
+
+class Command:
+    """A command that works in the folder of a run, by whose path its processes are found.
+
+    Args:
+        plant: a name in a test module, as "module:function", called before anything else in the rank `planted_in`.
+    """
+
+    def __init__(self, run: TinyRun, *arguments: Any, plant: str = "", planted_in: int = 1, env: Optional[dict] = None):
+        self.run, self.output = run, run.output_dir / f"command-{time.monotonic_ns()}.txt"
+        run.output_dir.mkdir(parents=True, exist_ok=True)
+        env = {**os.environ, **(env or {})}
+        if plant:
+            module, _, function = plant.partition(":")
+            (run.output_dir / "sitecustomize.py").write_text(
+                f"import os\nif os.environ.get('RANK') == '{planted_in}':\n    import {module}\n    {module}.{function}()\n")
+            env["PYTHONPATH"] = f"{run.output_dir}{os.pathsep}{env['PYTHONPATH']}"
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, env=env, stdout=output,
+                                            stderr=subprocess.STDOUT, start_new_session=True)
+        self.pid = self.process.pid
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def last_line(self) -> str:
+        return self.text().strip().splitlines()[-1]
+
+    def alive(self) -> list[int]:
+        """Its processes, zombies aside."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if str(self.run.output_dir).encode() in (folder / "cmdline").read_bytes():
+                    if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                        found.append(int(folder.name))
+        return found
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """The exit code, when all of its processes are gone; what hangs is killed, and fails the test."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None or self.alive():
+            if time.monotonic() > deadline:
+                left = self.alive()
+                self.kill()
+                raise AssertionError(f"of {self.process.args}, {left} are still there:\n{self.text()}")
+            time.sleep(0.05)
+        return self.process.returncode
+
+    def kill(self) -> None:
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not reached():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"it did not get so far:\n{self.text()}")
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        log = self.run.folder / "log" / "rank-0.txt"
+        self.wait_for(lambda: log.exists() and f"Step [{step}/" in log.read_text())
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+
+
+def alone(run: TinyRun, **changes) -> Command:
+    """python train.py."""
+    return Command(run, "train.py", *run.argv(**changes))
+
+
+def torchrun(run: TinyRun, *flags: str, plant: str = "", **changes) -> Command:
+    """torchrun train.py, on two ranks."""
+    return Command(run, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={WORLD}", "--master-addr=127.0.0.1",
+                   f"--master-port={free_port()}", *flags, ROOT / "train.py", *run.argv(**changes), plant=plant)
+
+
+def launch(run: TinyRun, *flags: str, plant: str = "", planted_in: int = 1, env: Optional[dict] = None, **changes) -> Command:
+    """scripts/launch.py, on two ranks."""
+    return Command(run, "scripts/launch.py", f"--nproc-per-node={WORLD}", *flags, *run.argv(**changes), plant=plant,
+                   planted_in=planted_in, env=env)
+
+
+def during(module, name: str, action: Callable[[], Any], turn: int) -> pytest.MonkeyPatch:
+    """From now on `module.name` does something first, the given time that it is called; the patch can be undone."""
+    patch, original, calls = pytest.MonkeyPatch(), getattr(module, name), iter(range(1, 10**6))
+
+    def replacement(*arguments, **keywords):
+        if next(calls) == turn:
+            action()
+        return original(*arguments, **keywords)
+
+    patch.setattr(module, name, replacement)
+    return patch

@@ -1,0 +1,319 @@
+"""The launcher: every end is told by its cause and its exit code, nothing is left behind, and a signal loses no step.
+
+Faults come into the real command's ranks by sitecustomize; the functions that plant them are below.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import ROOT, Command, during, launch, torchrun
+from helpers import TinyRun, do_in_step, free_port, without_clocks
+
+import evaluation
+import optim
+import run_state
+from launched import LAUNCHER_PID
+
+WORLD = 2
+ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
+
+# What is injected, and where: module, function, which of its calls; and the last step that is finished then.
+MOMENTS = {"start-up": (run_state, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
+           "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
+           "save": (run_state, "save_checkpoint", 1, 2)}
+
+
+def plant() -> None:
+    """In a rank, at the moment of the environment: an exception, or a signal to it or to its launcher."""
+    what, moment = os.environ["PLANTED"].split(":")
+    if moment == "import":
+        act(what)
+    else:
+        module, name, turn, _ = MOMENTS[moment]
+        during(module, name, lambda: act(what), turn)
+
+
+def act(what: str) -> None:
+    Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
+    receiver, _, name = what.rpartition(" ")
+    if name == "exception":
+        raise ZeroDivisionError("planted")
+    os.kill(int(os.environ[LAUNCHER_PID]) if receiver == "launcher" else os.getpid(), getattr(signal, name))
+    time.sleep(0.3)
+
+
+def planted(run: TinyRun, what: str, moment: str, rank: int = 1, **changes) -> Command:
+    return launch(run, plant="test_launch:plant", planted_in=rank, **changes,
+                  env={"PLANTED": f"{what}:{moment}", "PLANTED_AT": str(run.output_dir / "planted-at")})
+
+
+def seconds_since_the_fault(run: TinyRun) -> float:
+    return time.time() - float((run.output_dir / "planted-at").read_text())
+
+
+# --------------------------------------------------------------------------------------------------------- how it is started
+
+
+def test_without_a_fault_it_trains_and_exits_with_0(tiny_run):
+    run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
+    with launch(run, "--") as command:
+        assert command.wait() == 0, command.text()
+    lines = command.text().splitlines()
+    assert all(line.startswith("[CPU0] ") for line in lines), "a line that is no rank's"
+    assert "Finished 6 steps" in command.text() and run.steps_saved()[-1] == 6
+    assert {path.name for path in (run.output_dir / "launch").rglob("*.*")} == {"stdout.log", "stderr.log", "error.json"}
+
+
+def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
+    run = tiny_run()
+    with launch(run, LERNING_RATE=3) as command:
+        assert command.wait() == 2
+    assert command.text().count("--lerning-rate; did you mean --learning-rate") == 1
+    assert not (run.output_dir / "launch").exists()
+
+
+def test_settings_are_read_as_for_all_ranks(tiny_run):
+    with launch(tiny_run(), TOTAL_BATCH_SIZE=64) as command:  # one micro-batch, where two ranks need two
+        assert command.wait() == 2
+    assert command.text().count("TOTAL_BATCH_SIZE=64 must be a multiple") == 1
+    with launch(tiny_run(), WORLD_SIZE=3) as command:
+        assert command.wait(30) == 2
+    assert command.text().count("WORLD_SIZE=3, but the launcher started 2 processes") == 1
+
+
+@pytest.mark.parametrize("flags", [["--nnodes=2"], ["--nproc-per-node=0"], ["--nnodes=2", "--node-rank=2", "--master-addr=a",
+                                                                           "--master-port=1"]])
+def test_its_own_flags_are_looked_at(flags):
+    result = subprocess.run([sys.executable, "scripts/launch.py", *flags], cwd=ROOT, text=True, capture_output=True)
+    assert result.returncode == 2 and "error: --n" in result.stderr
+
+
+def test_a_port_that_is_taken_is_told(tiny_run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with launch(tiny_run(), "--master-addr=127.0.0.1", f"--master-port={port}") as command:
+            assert command.wait(30) == 2
+    assert f"127.0.0.1:{port}" in command.last_line() and "EADDRINUSE" in command.last_line()
+    assert "Traceback" not in command.text()
+
+
+def test_a_port_that_is_taken_is_told_without_a_launcher(tiny_run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        job = tiny_run().start(env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                    "MASTER_PORT": port})
+        assert job.wait(30) == [2], job.text()
+    assert f"MASTER_PORT={port}" in job.text() and "Traceback" not in job.text()
+
+
+@pytest.mark.parametrize(("rank", "world_size", "told"), [(0, 2, "rank 0 of 2 could not join"), (2, 2, "RANK=2")])
+def test_ranks_that_do_not_come_are_told(rank, world_size, told, tiny_run):
+    job = tiny_run().start(plant=impatient, env={"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
+                                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert job.wait(30) == [2], job.text()
+    assert told in job.text() and "Traceback" not in job.text()
+
+
+def impatient() -> None:
+    import ranks
+
+    assert ranks.JOIN_SECONDS < 30
+    ranks.JOIN_SECONDS = 2
+
+
+# ------------------------------------------------------------------------------------------------------------- how it ends
+
+
+@pytest.mark.parametrize(("what", "moment", "rank"), [
+    pytest.param(what, moment, rank, marks=() if (what, moment, rank) == ("exception", "step", 1) else pytest.mark.slow)
+    for what in ("exception", "SIGKILL") for moment in MOMENTS for rank in (0, 1)])
+def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, rank, tiny_run):
+    run = tiny_run()
+    with planted(run, what, moment, rank) as command:
+        assert command.wait() == 1, command.text()
+    assert seconds_since_the_fault(run) < 10
+    text, cause = command.text(), command.last_line()
+    if what == "exception":
+        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. What each rank printed is in ")
+        assert text.count("Traceback") == 1 and "in act" in text
+    else:
+        assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). What each rank printed ")
+        assert "Traceback" not in text
+    assert "stops, because another" not in text and "elastic" not in text
+    folder = next((run.output_dir / "launch").glob("*/*/attempt_0"))
+    assert cause.endswith(str(folder.parent.parent))
+    if what == "exception":
+        assert json.loads((folder / str(rank) / "error.json").read_text())["message"]["errorCode"] == 1
+        assert "ZeroDivisionError" in (folder / str(rank) / "stderr.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "changes", "told"), [
+    (3, {"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), (5, {"PRETRAIN_CHECKPOINT": "nowhere"}, "nowhere"),
+    (2, {"DEVICE": "cuda"}, "DEVICE=cuda"), (4, {"LEARNING_RATE": 1e30, "MAX_GRAD_NORM": 0}, "was not finite on rank")])
+def test_the_exit_code_says_what_it_was(code, changes, told, tiny_run):
+    with launch(tiny_run(), **changes) as command:
+        assert command.wait() == code, command.text()
+    assert told in command.last_line() and command.text().count(command.last_line().split(". What each")[0][-60:]) == 1
+    assert "Traceback" not in command.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
+    run, timeout = tiny_run(), 5
+    with planted(run, "SIGSTOP", "HellaSwag", rank, DISTRIBUTED_TIMEOUT=timeout) as command:
+        assert command.wait() == 6, command.text()
+    assert seconds_since_the_fault(run) < timeout + 35
+    told = command.last_line()
+    assert told.startswith(f"error: hang: rank {rank} is in HellaSwag (step 3) and does not answer, rank {1 - rank} waits in ")
+    assert f"rank {rank}: HellaSwag, step 3, does not answer; " in command.text() and "Traceback" not in command.text()
+    assert "in hellaswag" in (run.folder / "log" / f"stacks-rank-{1 - rank}.txt").read_text()
+
+
+def test_when_the_launcher_is_killed_its_ranks_save_and_leave(tiny_run):
+    run = tiny_run(**ENDLESS)
+    with launch(run) as command:
+        command.wait_for_step(2)
+        command.process.kill()
+        killed_at = time.monotonic()
+        assert command.wait() == -signal.SIGKILL
+    assert time.monotonic() - killed_at < 5
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
+    """The process id that it left is not that of the parent."""
+    with Command(tiny_run(), "train.py", *tiny_run().argv(), env={LAUNCHER_PID: "1", "RANK": "0", "WORLD_SIZE": "1"}) as command:
+        assert command.wait() == 143 or command.process.returncode == -signal.SIGTERM
+    assert "Model:" not in command.text()
+
+
+# ------------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """Two ranks that nothing has interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.start(WORLD).wait() == [0, 0]
+    return run
+
+
+SIGNALLED = [("launcher SIGTERM", moment) for moment in ("import", *MOMENTS)]
+SIGNALLED += [(f"launcher {name}", "step") for name in ("SIGINT", "SIGUSR1", "SIGHUP")]
+SIGNALLED += [("rank SIGTERM", moment) for moment in MOMENTS] + [(f"rank {name}", "step") for name in ("SIGINT", "SIGUSR1")]
+
+
+@pytest.mark.parametrize(("what", "moment"), [
+    pytest.param(*case, marks=() if case == ("launcher SIGTERM", "step") else pytest.mark.slow) for case in SIGNALLED])
+def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole, tiny_run):
+    run = tiny_run()
+    with planted(run, what, moment) as command:
+        assert command.wait() == 143, command.text()
+    assert "Traceback" not in command.text() and "error" not in command.text()
+    if moment != "import":
+        assert run.steps_saved()[-1] == MOMENTS[moment][3] and "steps are saved" in command.text()
+    job = run.start(WORLD)
+    assert job.wait() == [0, 0], job.text()
+    assert run.hashes(6) == whole.hashes(6)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+@pytest.mark.slow
+def test_a_second_signal_quits_at_once_and_is_told(tiny_run):
+    run = tiny_run(**ENDLESS)
+    with launch(run, plant="test_launch:stall") as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        time.sleep(2)
+        assert command.process.poll() is None, "the first one is remembered, and no more"
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 1
+    assert "left at a second SIGTERM, without saving" in command.last_line()
+
+
+def stall() -> None:
+    do_in_step(3, lambda: time.sleep(60), optim)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_save_in_time_is_killed_and_told(tiny_run):
+    with launch(tiny_run(**ENDLESS), "--shutdown-timeout=2", plant="test_launch:stall") as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 1
+    assert "was killed before it had saved" in command.last_line()
+
+
+# ------------------------------------------------------------------------------------------------------------------ torchrun
+
+
+def test_torchrun_hands_the_signal_on_and_every_rank_leaves(tiny_run):
+    run = tiny_run(**ENDLESS)
+    with torchrun(run) as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 1, "torchrun knows no other code"
+    assert "steps are saved" in command.text()
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)),
+                                               (signal.SIGUSR1, ()), (signal.SIGHUP, ()), (signal.SIGKILL, ())])
+def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_run):
+    """Without its launcher a rank gets a TERM from the system."""
+    run = tiny_run(**ENDLESS)
+    with torchrun(run, *flags) as command:
+        command.wait_for_step(2)
+        command.process.send_signal(number)
+        command.wait()
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "shown"), [("die", "Signal 9 (SIGKILL) received"), ("fail", "ZeroDivisionError: planted")])
+def test_torchrun_ends_the_job_when_one_rank_fails(fault, shown, tiny_run):
+    with torchrun(tiny_run(), plant=f"test_launch:{fault}") as command:
+        assert command.wait() == 1
+    assert shown in command.text()
+
+
+def die() -> None:
+    do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
+
+
+def fail() -> None:
+    do_in_step(3, lambda: 1 / 0, optim)
+
+
+# ----------------------------------------------------------------------------------------------------------------- two nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_launchers_are_one_job(killed, tiny_run):
+    """As on two machines, but for the network; the folder is shared."""
+    run, port = tiny_run(), free_port()
+    commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
+                        "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(),
+                        plant="test_launch:die" if killed else "", planted_in=1) for node in (0, 1)]
+    codes = [command.wait() for command in commands]
+    if killed:
+        assert codes == [1, 1]
+        assert "rank 1 was killed by SIGKILL" in commands[1].last_line()
+        assert "rank 0 stops, because another has ended" in commands[0].last_line()
+    else:
+        assert codes == [0, 0] and run.steps_saved()[-1] == 6
