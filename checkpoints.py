@@ -146,8 +146,10 @@ def check_writable(folder: Path, needed_bytes: int, largest_file_bytes: int = 0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f"tmp-probe-{os.getpid()}"
-        probe.write_bytes(b"probe")
-        probe.unlink()
+        try:
+            probe.write_bytes(b"probe")
+        finally:
+            probe.unlink(missing_ok=True)
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a folder that can "
