@@ -31,7 +31,7 @@ from tqdm import tqdm
 from errors import DataError, PaddockError, SettingsError, without_passwords
 from records import Mix, Reading, Source, draw, fraction_read, identify, mix_of, pinned, read_texts
 from shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
-from shards import HEADER_BYTES, MANIFEST, MANIFEST_FORMAT, dtype_for
+from shards import HEADER_BYTES, MANIFEST, dtype_for
 from tokenizer import load_tokenizer
 
 # Part of the cache key: raise it when the same text would give other tokens, or the same tokens other files.
@@ -309,7 +309,7 @@ def publish(kind: Kind, working: Path, folder: Path, prepared: dict, tokenizer, 
                | ({"path": without_passwords(source.path)} if source.path else {})
                for source, identity in zip(mix.sources, identities)]
     write_durably(working / MANIFEST, {
-        "format": MANIFEST_FORMAT, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
+        "format": 1, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
         "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
         "source": {"sources": sources, "seed": mix.seed, "stop": mix.stop}, "settings": settings,

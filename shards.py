@@ -19,9 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import DataError
+from manifest import MANIFEST, Entry, Manifest, read_manifest
 
-MANIFEST = "manifest.json"
-MANIFEST_FORMAT = 1
 HEADER_BYTES = 1024
 # llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
 MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
@@ -141,21 +140,32 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
         DataError: the data is missing, damaged, too small, of another kind or made with another tokenizer.
     """
     assert split in SPLIT_WORDS and verify in ("auto", "always", "never")
+    try:
+        return _open(path, split, vocab_size, tokenizer_sha256, document_start_id, minimum_tokens, verify, kind)
+    except OSError as error:
+        raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: {error.strerror}; check the path and "
+                        "its permissions") from error
+
+
+def _open(path: str | Path, split: str, vocab_size: int, tokenizer_sha256: str | None, document_start_id: int | None,
+          minimum_tokens: int, verify: str, kind: str) -> TokenSet:
     folder = _prepared_folder(Path(path))
     if folder is None and kind != "documents":
         raise DataError(f"{path}: holds no prepared {kind} ({MANIFEST}); prepare them with {KINDS[kind][1]}")
     if folder is not None:
-        manifest = _read_manifest(folder)
-        held = manifest.get("kind", "documents")
-        if held != kind:
-            raise DataError(f"{folder}: holds {held}, but {KINDS[kind][0]} needs {kind}; prepare them with {KINDS[kind][1]}")
-        made_with = manifest["tokenizer_sha256"]
-        if tokenizer_sha256 not in (None, made_with):
-            raise DataError(f"{folder}: was made with another tokenizer ({made_with[:12]}) than the one given "
+        manifest = read_manifest(folder)
+        if manifest.kind != kind:
+            raise DataError(f"{folder}: holds {manifest.kind}, but {KINDS[kind][0]} needs {kind}; prepare them with "
+                            f"{KINDS[kind][1]}")
+        if tokenizer_sha256 not in (None, manifest.tokenizer_sha256):
+            raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}) than the one given "
                             f"({tokenizer_sha256[:12]}); set TOKENIZER_PATH to the one it was made with, or prepare "
                             "the data again")
+        if tokenizer_sha256 is not None and document_start_id not in (None, manifest.document_start_id):
+            raise DataError(f"{folder / MANIFEST}: document_start_id is {manifest.document_start_id}, but its tokenizer begins a "
+                            f"document with {document_start_id}; prepare the data again")
         shards = _prepared_shards(folder, manifest, split)
-        document_start_id = manifest["document_start_id"]
+        document_start_id = manifest.document_start_id
         fingerprint = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
     else:
         shards = [_foreign_shard(file, vocab_size) for file in _foreign_files(Path(path), split)]
@@ -173,7 +183,7 @@ def open_segments(path: str | Path, split: str, *, verify: str = "auto") -> Toke
     """Open the second stream of prepared chats or pairs, uint32 segments, as `open_token_set` opens the first."""
     folder = _prepared_folder(Path(path))
     assert folder is not None, "open_token_set comes first"
-    shards = _prepared_shards(folder, _read_manifest(folder), split, segments=True)
+    shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
     if verify != "never":
         _verify(shards, 1 << 32, trust_earlier=verify == "auto")
     return TokenSet(tuple(shards), hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest())
@@ -181,7 +191,7 @@ def open_segments(path: str | Path, split: str, *, verify: str = "auto") -> Toke
 
 def _prepared_folder(path: Path) -> Path | None:
     """Return the one prepared folder that `path` is or holds, None where there is none."""
-    if (path / MANIFEST).is_file():
+    if os.path.lexists(path / MANIFEST):
         return path
     inside = path.glob(f"*/{MANIFEST}") if path.is_dir() else []
     found = sorted(manifest.parent for manifest in inside if not manifest.parent.name.startswith(("tmp-", ".")))
@@ -190,45 +200,27 @@ def _prepared_folder(path: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_manifest(folder: Path) -> dict:
-    path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read as JSON ({error}); prepare the data again") from error
-    form = manifest.get("format") if isinstance(manifest, dict) else None
-    if form != MANIFEST_FORMAT:
-        raise DataError(f"{path}: has format {form}, this version reads format {MANIFEST_FORMAT}; prepare the data "
-                        "again")
-    missing = [key for key in ("dtype", "tokenizer_sha256", "document_start_id", "splits") if key not in manifest]
-    if missing or manifest["dtype"] not in MAGIC_AND_VERSION:
-        what = f"lacks {', '.join(missing)}" if missing else f"has the unknown dtype {manifest['dtype']!r}"
-        raise DataError(f"{path}: {what}; prepare the data again")
-    return manifest
-
-
-def _prepared_shards(folder: Path, manifest: dict, split: str, segments: bool = False) -> list[Shard]:
-    try:
-        stream = manifest["splits"].get(split, {})
-        stream = stream["segments"] if segments else stream
-        entries = [(folder / entry["file"], entry["tokens"], entry["sha256"]) for entry in stream.get("shards", [])]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise DataError(f"{folder / MANIFEST}: its {split} shards are malformed; prepare the data again") from error
-    if not entries:
+def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
+    stream = manifest.splits.get(split)
+    if stream is None or not stream.shards:
         without = ", with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0" if split == "validation" else ""
         raise DataError(f"{folder / MANIFEST}: lists no {split} shards; prepare more text{without}")
-    dtype = "uint32" if segments else manifest["dtype"]
-    return [_prepared_shard(path, dtype, tokens, sha256) for path, tokens, sha256 in entries]
+    dtype = manifest.dtype
+    if segments:
+        stream, dtype = stream.segments, "uint32"
+        if stream is None:
+            raise DataError(f"{folder / MANIFEST}: lists no segments of {split}; prepare the data again")
+    return [_prepared_shard(folder / entry.file, dtype, entry) for entry in stream.shards]
 
 
-def _prepared_shard(path: Path, dtype: str, tokens: int, sha256: str) -> Shard:
+def _prepared_shard(path: Path, dtype: str, entry: Entry) -> Shard:
     size, head = _size_and_head(path)
-    shard = _llmc_shard(path, size, head, sha256)
+    shard = _llmc_shard(path, size, head, entry.sha256)
     if shard is None:
         raise _wrong_magic(path, head)
-    if (shard.dtype, shard.tokens) != (dtype, tokens):
+    if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
         raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} says "
-                        f"{tokens} of {dtype}; prepare the data again")
+                        f"{entry.tokens} of {dtype}; prepare the data again")
     return shard
 
 
@@ -277,12 +269,13 @@ def _foreign_shard(path: Path, vocab_size: int) -> Shard:
 def _size_and_head(path: Path) -> tuple[int, bytes]:
     """Return a file's size and its first bytes, as many as a header has."""
     try:
+        # A pipe or a device would be waited for.
+        if not path.is_file() and path.exists():
+            raise DataError(f"{path}: is no file; copy or prepare it again")
         with open(path, "rb") as file:
             size, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy or prepare the data again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     if not size:
         raise DataError(f"{path}: is empty; copy or prepare it again")
     return size, head
@@ -299,7 +292,7 @@ def _llmc_shard(path: Path, size: int, head: bytes, sha256: str | None) -> Shard
     _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
     if version != MAGIC_AND_VERSION[dtype][1]:
         raise DataError(f"{path}: has version {version} of the format with magic {magic}, "
-                        f"only {MAGIC_AND_VERSION[dtype][1]} is known")
+                        f"only {MAGIC_AND_VERSION[dtype][1]} is known; copy or prepare it again")
     shard = Shard(path, dtype, HEADER_BYTES, tokens, sha256)
     _check_size(shard, size)
     return shard
@@ -325,11 +318,12 @@ def _npy_shard(path: Path, size: int, head: bytes) -> Shard:
                            np.lib.format.read_array_header_2_0)
             shape, _, dtype = read_header(file)
             offset = file.tell()
-    except ValueError as error:
-        raise DataError(f"{path}: its header cannot be read ({error}); copy it again") from error
+    except Exception as error:  # numpy takes the header for Python's, and raises whatever its parsers do
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: its header cannot be read ({what:.100}); copy it again") from error
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
         raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of uint16 or "
-                        "uint32")
+                        "uint32, so save it as that")
     shard = Shard(path, dtype.name, offset, shape[0])
     _check_size(shard, size)
     return shard
@@ -433,9 +427,11 @@ def _beyond_vocabulary(shard: Shard, vocab_size: int) -> DataError:
 
 def _load_verified(folder: Path) -> dict:
     try:
-        return json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # nothing remembered, or not legibly: everything is read again
+        known = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        known = None
+    # Nothing remembered, or not legibly: everything is read again.
+    return known if isinstance(known, dict) and all(isinstance(found, dict) for found in known.values()) else {}
 
 
 def _save_verified(folder: Path, known: dict) -> None:

@@ -161,13 +161,13 @@ def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
 
 
 @pytest.mark.parametrize("manifest, message", [
-    ("{", "cannot be read as JSON"),
-    ("[]", "has format None"),
-    ('{"format": 2}', "has format 2, this version reads format 1"),
-    ('{"format": 1, "dtype": "uint16"}', "lacks tokenizer_sha256, document_start_id, splits"),
-    (json.dumps(EMPTY | {"dtype": "float8"}), "dtype 'float8'"),
+    ("{", "its content: invalid JSON"),
+    ("[]", "its content: input should be an object"),
+    (json.dumps(EMPTY | {"format": 2}), "format: input should be 1"),
+    ('{"format": 1, "dtype": "uint16"}', "tokenizer_sha256: field required"),
+    (json.dumps(EMPTY | {"dtype": "float8"}), "dtype: input should be 'uint16' or 'uint32'"),
     (json.dumps(EMPTY), "lists no train shards"),
-    (json.dumps(EMPTY | {"splits": {"train": {"shards": [1]}}}), "its train shards are malformed"),
+    (json.dumps(EMPTY | {"splits": {"train": {"tokens": 1, "shards": [1]}}}), "splits.train.shards.0: input should be an object"),
 ])
 def test_a_bad_manifest_is_refused(tmp_path, manifest, message):
     (tmp_path / MANIFEST).write_text(manifest)
