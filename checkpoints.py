@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -449,4 +449,5 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
         try:
             yield
         finally:
-            file.truncate(0)
+            with suppress(OSError):  # a disk that has died; the name is for people, and the lock goes with the process
+                file.truncate(0)
