@@ -97,7 +97,7 @@ def find_weights(run_dir: Path, step: int, config: Config) -> tuple[Optional[Pat
     named = named_checkpoint(config)
     if folder or named is None:
         return folder, folder is not None, messages
-    folder = checkpoints.locate(named, run_dir)
+    folder = checkpoints.locate(named, run_dir, messages.append)
     if (folder / checkpoints.MANIFEST).exists():
         checkpoints.verify(folder)
     return folder, config.resume == named, messages
@@ -184,7 +184,8 @@ def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, A
     if first == step:
         return begun
     with run.inputs.training_batches(run.config, run.ranks, run.progress.step) as loader:
-        for now in tqdm(range(first, step), desc=f"Steps {first} to {step - 1} again", unit="step", delay=2, leave=False):
+        what = f"Steps {first} to {step - 1} again"
+        for now in tqdm(range(first, step), desc=what, unit="step", delay=2, leave=False, disable=None):
             result = take_step(run, next(loader), world_size)
             if not result.finite:
                 raise NonFiniteError(f"step {now} is not finite already: replay that one, or this one with --at-checkpoint")

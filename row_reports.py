@@ -109,7 +109,7 @@ def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
     reports = []
     run.model.eval()
     with FirstBad(run.model) as first_bad:
-        for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False):
+        for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False, disable=None):
             first_bad.clear()
             total, norm, own = backward_of_row(run, row, count)
             reports.append(RowReport(row, total / own if own else math.nan, norm, first_bad.module, first_bad.gradient,
