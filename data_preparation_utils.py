@@ -228,8 +228,13 @@ def prepare(kind: Kind, source: str | Source | Mix, tokenizer, tokenizer_path: s
                 if not (folder / MANIFEST).is_file():
                     encoding = Encoding(tokenizer_path, tokenizer_backend, tokenizer.sha256, dtype_for(tokenizer.vocab_size),
                                         validation_fraction)
-                    prepared = write_shards(kind, pinned(mix, identities), encoding, working, shard_tokens, max_documents,
-                                            on_bad_record, workers or core_count(), journal_seconds)
+                    try:
+                        prepared = write_shards(kind, pinned(mix, identities), encoding, working, shard_tokens, max_documents,
+                                                on_bad_record, workers or core_count(), journal_seconds)
+                    except PaddockError:
+                        if not (working / JOURNAL).is_file():  # there is nothing to go on from
+                            shutil.rmtree(working, ignore_errors=True)
+                        raise
                     if identify_all(mix, output_dir) != identities:
                         shutil.rmtree(working)
                         raise DataError("a source changed while it was read; start again when nothing writes to it")
@@ -296,7 +301,8 @@ def write_shards(kind: Kind, mix: Mix, encoding: Encoding, folder: Path, shard_t
                "bad_records": [where for reading in readings for where in reading.bad_records]}
     if not splits["train"]["documents"]:
         one, more = ("example", "give more") if kind.name else ("document", "cut the text into more documents (--documents)")
-        raise DataError(f"no {one} is left to train on: {splits['validation']['documents']} fell into validation, "
+        sources = ", ".join(without_passwords(source.path) or source.name for source in mix.sources)
+        raise DataError(f"{sources}: no {one} is left to train on: {splits['validation']['documents']} fell into validation, "
                         f"{skipped['empty']} were empty, {skipped['bad']} bad; lower VALIDATION_FRACTION, or {more}")
     return {"splits": splits, "skipped": skipped}
 

@@ -78,8 +78,8 @@ def prepare_by_flags(kind: str, argv: Sequence[str]) -> Path:
         raise SettingsError(f"--source is not set; give a file, folder or glob, the name of a dataset on the hub, or one of "
                             f"{', '.join(NAMES[kind])}")
     limit = flags.get(limit_flag, "0")
-    if not limit.isdecimal():
-        raise SettingsError(f"--{limit_flag} {limit}: must be a whole number, 0 or more")
+    if not limit.isdecimal() or len(limit) > 15:
+        raise SettingsError(f"--{limit_flag} {limit:.40}: must be a whole number, 0 or more, of 15 digits at most")
     source = read_mix(flags["mix"]) if "mix" in flags else source_of(flags["source"], NAMES[kind], **fields)
     where = config.tokenizer_path, config.tokenizer_backend, flags.get("output", OUTPUTS[kind])
     options = dict(shard_tokens=config.shard_tokens, validation_fraction=config.validation_fraction,

@@ -55,7 +55,12 @@ SHORTCUTS = {
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
-    """The source that a user means by a shortcut, a path, a URL, a glob, or the name of a dataset on the hub."""
+    """The source that a user means by a shortcut, a path, a URL, a glob, or the name of a dataset on the hub.
+
+    Raises: SettingsError where it is empty.
+    """
+    if not text:
+        raise SettingsError("a source is empty; give a file, folder or glob, or the name of a dataset on the hub")
     if text in shortcuts:
         return replace(shortcuts[text], **fields)
     is_path = "://" in text or os.path.exists(text) or any(sign in text for sign in "*?[") or kind_of(text)[0]
@@ -67,6 +72,7 @@ class Reading:
     """What reading one source has met so far."""
 
     skip_bad: bool = False
+    way_out: str = "mend it, or go on without such records: --on-bad-record skip"
     bad: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
     empty: int = 0
@@ -80,7 +86,7 @@ class Reading:
             DataError: bad records are not to be skipped.
         """
         if not self.skip_bad:
-            raise DataError(f"{where}: {reason}; mend it, or go on without such records: --on-bad-record skip")
+            raise DataError(f"{where}: {reason}; {self.way_out}")
         self.bad += 1
         if len(self.bad_records) < LISTED_BAD_RECORDS:
             self.bad_records.append(f"{where}: {reason}")
@@ -94,7 +100,7 @@ def naming(what: str):
     except PaddockError:
         raise
     except Exception as error:  # fsspec's back ends, arrow, zlib and the hub's client share no base class
-        raise DataError(f"{what}: {first_line(error)}") from error
+        raise DataError(f"{what}: {first_line(error)}; see that it is there, whole and may be read") from error
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,7 @@ def _look_for(path: str) -> list[StoredFile]:
     elif there is None:
         names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if any(sign in root for sign in "*?[") else []
     else:
-        names = [root]
+        names = [root] if there == "file" else []  # a pipe would be waited for
     return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name)) for name in names]
 
 
@@ -243,7 +249,7 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
 def read_jsonl(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
     """The objects of a JSON-lines file, with all their columns. Blank lines are passed over."""
     for where, line in read_lines(file, reading):
-        if line.isspace():
+        if not line.strip():
             continue
         try:
             record = json.loads(line)
@@ -371,9 +377,9 @@ def read_mix(path: str | Path) -> Mix:
         SettingsError: the file cannot be read, or a field is unknown, missing or impossible.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: cannot be read as JSON: {error}") from error
+        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"{path}: cannot be read as JSON: {error}; mend it, --help shows one") from error
     sources = content.get("sources") if isinstance(content, dict) else None
     if not isinstance(sources, list) or not sources or not all(isinstance(source, dict) for source in sources):
         raise SettingsError(f'{path}: expected {{"sources": [{{"path" or "name": ..., "weight": ...}}, ...]}}')
@@ -385,11 +391,11 @@ def read_mix(path: str | Path) -> Mix:
         if ("path" in source) == ("name" in source):
             raise SettingsError(f"{where}: give either a path (files) or a name (a dataset of the hub)")
         weight = source.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
-            raise SettingsError(f"{where}: weight={weight!r} must be a number above 0")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= 1e9:
+            raise SettingsError(f"{where}: weight={weight!r:.40} must be a number above 0, 1e9 at most")
         for name in known - {"weight"}:
-            if not isinstance(source.get(name, ""), str):
-                raise SettingsError(f"{where}: {name}={source[name]!r} must be a string")
+            if not isinstance(source.get(name, ""), str) or (name in ("path", "name") and source.get(name) == ""):
+                raise SettingsError(f"{where}: {name}={source[name]!r:.40} must be a string that says something")
     mix = Mix(tuple(Source(**source) for source in sources), content.get("seed", 0), content.get("stop", "first_exhausted"))
     if mix.stop not in ("first_exhausted", "all_exhausted") or not isinstance(mix.seed, int):
         raise SettingsError(f"{path}: stop must be first_exhausted or all_exhausted, and seed a whole number; "

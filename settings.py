@@ -205,7 +205,7 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
         elif name in SECRETS:
             problems.append(f"command line: {flag} is a secret, which a flag would show to everyone; "
                             f"set {name.upper()} in .env or the environment")
-        elif not has_value or (value == "" and name in ("env_file", "config")):
+        elif not has_value or (value == "" and name in (*own, "env_file", "config")):
             problems.append(f"command line: {flag} needs a value")
         elif name == "check":
             check = value.lower() not in ("false", "0", "no", "off")

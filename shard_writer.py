@@ -34,8 +34,10 @@ class ShardWriter:
         self.tokens, self.shards = (done["tokens"], done["shards"]) if done else (0, [])
         self.file = None
         if self.in_shard:
-            self.file = open(self.path, "r+b")
-            self.file.truncate(HEADER_BYTES + self.in_shard * self.dtype.itemsize)
+            self.file, size = open(self.path, "r+b"), HEADER_BYTES + self.in_shard * self.dtype.itemsize
+            if os.fstat(self.file.fileno()).st_size < size:
+                raise DataError(f"{self.path}: is shorter than its journal says; delete {folder} and start again")
+            self.file.truncate(size)
             self.file.seek(0, os.SEEK_END)
 
     @property
@@ -129,11 +131,14 @@ class SplitWriter:
 def write_durably(path: Path, content: Any) -> None:
     """Write JSON so that after a crash there is either the old file or the new one."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
 
 
@@ -147,8 +152,18 @@ def fsync_folder(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object that we wrote ourselves, {} where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """A JSON object that we wrote ourselves, {} where there is none.
+
+    Raises:
+        DataError: it is something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is damaged: {error}; delete it and start again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: is damaged: it holds no JSON object; delete it and start again")
+    return content
 
 
 @contextmanager
@@ -173,6 +188,7 @@ def naming_disk_errors(folder: Path):
     try:
         yield
     except OSError as error:
-        place = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        place = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
         raise DataError(f"{error.filename or folder}: cannot be written: {error.strerror}; "
-                        f"{shutil.disk_usage(place).free:,} bytes are free there") from error
+                        f"{shutil.disk_usage(place).free:,} bytes are free there; free some, or choose another --output"
+                        ) from error
