@@ -14,17 +14,21 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Optional
 
 import pytest
 import torch
-from helpers import TinyRun, do_in_step, without_clocks
+from helpers import UNMEASURED, TinyRun, do_in_step, without_clocks
 
 import checkpoints
+import data_preparation_utils
 import run_state
 import train
+from errors import DataError
 
 ROOT = Path(__file__).parent.parent
 WORLD = 2
+LITTLE = 1_000_000  # bytes of memory
 
 
 def can_mount() -> bool:
@@ -42,9 +46,10 @@ def mount(tmp_path):
     """Mount a small file system on a new folder; it is gone after the test."""
     mounted = []
 
-    def mount(folder: Path, size: int) -> Path:
+    def mount(folder: Path, size: int, *options: str, image: Optional[Path] = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+        what = ["-o", "loop", image] if image else ["-t", "tmpfs", "-o", ",".join((f"size={size}", *options)), "tmpfs"]
+        subprocess.run(["mount", *what, folder], check=True)
         mounted.append(folder)
         return folder
 
@@ -127,8 +132,6 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
     assert_one_sentence(job.text(), str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
     assert run.steps_saved() == [2] and checkpoints.verify(run.checkpoint(2))
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
-    # One warning a file: of metrics, the ledger, and what rank 0 says.
-    assert job.text().count("warning: ") == job.text().count("No space left on device; the run goes on") == 3
     (run.folder / "hog").unlink()
     job = run.start(world_size)
     assert job.wait() == [0] * world_size, job.text()
@@ -161,22 +164,29 @@ def test_a_disk_that_fills_within_a_save_publishes_nothing(tiny_run, mount):
     assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4], "there was room for these"
 
 
-def free_the_disk_in_step_5() -> None:
+def free_the_disk_in_step_45() -> None:
     fill_the_disk_in_step_3()
-    do_in_step(5, (Path(os.environ["SMALL_DISK"]) / "hog").unlink)
+    do_in_step(45, (Path(os.environ["SMALL_DISK"]) / "hog").unlink)
 
 
 @needs_mounts
-def test_a_disk_that_was_full_between_two_saves_costs_no_line(whole, tiny_run, mount):
-    run = tiny_run(SAVE_EVERY=6, KEEP_BEST=0)
+def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
+    """So many steps that each file fills its last page, and cannot get another."""
+    long = dict(MAX_STEPS=50, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    run, whole = tiny_run(**long), tiny_run(**long, RUN_NAME="whole")
+    assert whole.train() == 0
     mount(run.folder, 10_000_000)
-    job = run.start(plant=free_the_disk_in_step_5, env={"SMALL_DISK": str(run.folder)})
+    job = run.start(plant=free_the_disk_in_step_45, env={"SMALL_DISK": str(run.folder)})
     assert job.wait() == [0], job.text()
-    assert run.hashes(6) == whole.hashes(6)
+    warnings = [line for line in job.text().splitlines() if "warning: " in line]
+    assert len(warnings) == 3 and all("No space left on device; the run goes on" in line for line in warnings), job.text()
+    for name in ("metrics.jsonl", "ledger.jsonl", "log/rank-0.txt"):
+        assert sum(str(run.folder / name) in line for line in warnings) == 1
+    assert run.hashes(50) == whole.hashes(50)
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
     assert (run.folder / "ledger.jsonl").read_text() == (whole.folder / "ledger.jsonl").read_text()
     told = (run.folder / "log" / "rank-0.txt").read_text().splitlines()
-    assert sum("Step [" in line for line in told) == 6 and all(line.startswith("[CPU0] ") for line in told)
+    assert sum("Step [" in line for line in told) == 50 and all(line.startswith("[CPU0] ") for line in told)
 
 
 def bad_gradient_on_a_full_disk() -> None:
@@ -224,3 +234,131 @@ def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
     assert run.hashes(6) == whole.hashes(6)
     told = (run.folder / "log" / "rank-0.txt").read_text()
     assert "the console cannot be written: Broken pipe" in told and "Step [6/6]" in told
+
+
+@needs_mounts
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goes_on_where_there_is_room(
+        workers, prepared, mount, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_preparation_utils, "CHUNK_CHARACTERS", 20_000)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"The cat number {number} saw the dog. " * 40}) + "\n" for number in range(300)))
+
+    def prepare(folder: Path) -> Path:
+        return data_preparation_utils.prepare_pretrain(str(text), str(prepared.tokenizer), "auto", folder, shard_tokens=50_000,
+                                                       validation_fraction=0.1, workers=workers, journal_seconds=0)
+
+    small = mount(tmp_path / "small", 500_000)
+    hog = fill(small, leave=250_000)
+    with pytest.raises(DataError, match=rf"{small}.* cannot be written: No space left on device; [\d,]+ bytes are free"):
+        prepare(small)
+    assert not list(small.glob("*/manifest.json"))
+    hog.unlink()
+    subprocess.run(["mount", "-o", "remount,size=9000000", small], check=True)
+    there, elsewhere = prepare(small), prepare(tmp_path / "elsewhere")
+    assert [path.read_bytes() for path in sorted(there.iterdir())] == [path.read_bytes() for path in sorted(elsewhere.iterdir())]
+
+
+# ----------------------------------------------------------------------------------------------- read-only folders, dead disks
+
+
+@needs_mounts
+def test_a_read_only_output_dir_is_told_before_the_first_step(tiny_run, mount, capsys):
+    run = tiny_run()
+    mount(run.output_dir, 1_000_000, "ro")
+    assert run.train() == 5
+    text = capsys.readouterr()
+    assert_one_sentence(text.err, f"{run.folder} cannot be written: Read-only file system", "OUTPUT_DIR")
+    assert "Step [" not in text.out
+
+
+def make_read_only_in_step_3() -> None:
+    do_in_step(3, lambda: subprocess.run(["mount", "-o", "remount,ro", os.environ["SMALL_DISK"]], check=True))
+
+
+@needs_mounts
+def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(tiny_run, mount):
+    run = tiny_run()
+    folder = mount(run.folder / "checkpoints", 10_000_000)
+    job = run.start(plant=make_read_only_in_step_3, env={"SMALL_DISK": str(folder)})
+    assert job.wait() == [5], job.text()
+    assert_one_sentence(job.text(), str(folder), "Read-only file system")
+    assert run.steps_saved() == [2] and checkpoints.verify(run.checkpoint(2))
+    subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+    assert run.train() == 0
+
+
+@needs_mounts
+def test_data_on_a_read_only_disk_is_enough(whole, tiny_run, mount, tmp_path):
+    folder = mount(tmp_path / "data", 10_000_000)
+    shutil.copytree(whole.settings["PRETRAIN_DATA_PATH"], folder / "shards")
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    run = tiny_run(PRETRAIN_DATA_PATH=folder / "shards")
+    assert run.train() == 0
+    assert run.hashes(6) == whole.hashes(6)
+
+
+def lose_the_disk_in_step_3() -> None:
+    do_in_step(3, lambda: subprocess.run(["mount", "-o", "remount,abort", os.environ["SMALL_DISK"]], check=True))
+
+
+@needs_mounts
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="needs mkfs.ext4")
+def test_a_disk_that_dies_under_open_files_ends_the_run_at_the_next_save(tiny_run, mount, tmp_path):
+    """ext4 makes itself read-only after an error, with files open for writing in it."""
+    run = tiny_run()
+    image = tmp_path / "disk"
+    with open(image, "wb") as file:
+        file.truncate(16_000_000)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    try:
+        mount(run.folder, 0, image=image)
+    except subprocess.CalledProcessError:
+        pytest.skip("no loop devices")
+    job = run.start(plant=lose_the_disk_in_step_3, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [5], job.text()
+    assert_one_sentence(job.text(), str(run.folder / "checkpoints"))
+    assert "metrics.jsonl cannot be written: " in job.text()
+    assert checkpoints.verify(run.checkpoint(2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- limits
+
+
+def small_files_from_the_start() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def small_files_in_step_3() -> None:
+    do_in_step(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)))
+
+
+@pytest.mark.parametrize(("plant", "saved", "words"), [
+    (small_files_from_the_start, [], ("100,000", "ulimit -f unlimited")),
+    (small_files_in_step_3, [2], ("1,000", "ulimit -f unlimited"))])
+def test_a_limit_on_the_size_of_files_is_told(plant, saved, words, tiny_run):
+    run = tiny_run()
+    job = run.start(plant=plant)
+    assert job.wait() == [5]
+    told = (run.folder / "log" / "rank-0.txt").read_text() if plant is small_files_in_step_3 else job.text()
+    if plant is small_files_from_the_start:
+        assert_one_sentence(told, *words)
+    assert run.steps_saved() == saved
+
+
+def little_memory_in_step_3() -> None:
+    """What is there stays, and nothing more is given."""
+    def limit() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + LITTLE, resource.RLIM_INFINITY))
+
+    if os.environ.get("RANK", "1") == "1":
+        do_in_step(3, limit)
+
+
+@pytest.mark.parametrize("world_size", [1, WORLD])
+def test_out_of_memory_is_told_with_the_settings_to_change(world_size, tiny_run):
+    run = tiny_run(DIM=512, MAX_SEQ_LEN=128, TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=4, **UNMEASURED)
+    job = run.start(world_size, little_memory_in_step_3)
+    assert job.wait() == [1] * world_size, job.text()
+    assert "MICRO_BATCH_SIZE" in job.text() and "ACTIVATION_CHECKPOINTING" in job.text() and "Traceback" not in job.text()
