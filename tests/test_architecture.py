@@ -19,7 +19,7 @@ MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
 SCRIPTS = {f"scripts/{path.stem}": path for path in sorted((ROOT / "scripts").glob("*.py"))}
 CODE = {**MODULES, **SCRIPTS}
 LONGEST = 460
-KNOWN_HOSTS = {"github.com", "huggingface.co", "arxiv.org", "www.apache.org", "docs.astral.sh"}
+KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org", "docs.astral.sh"}
 
 
 @cache
