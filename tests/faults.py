@@ -1,0 +1,158 @@
+"""Deaths in the middle of writing, and damage afterwards, as the tests and scripts/soak.py plant them."""
+
+import builtins
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from random import Random
+
+import adapter_files
+import checkpoints
+import convert
+import train
+
+SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HalfWritten:
+    """A file of which a deadly write leaves half, on the disk."""
+
+    def __init__(self, file, is_deadly: Callable[[str], bool]):
+        self.file, self.is_deadly = file, is_deadly
+
+    def write(self, data):
+        if self.is_deadly("write"):
+            self.file.write(data[:len(data) // 2])
+            self.file.flush()
+            die()
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+def die_at(deadly_call: int) -> list[str]:
+    """Die at the n-th call of this thread that opens or changes a file: half of what it writes is there, nothing of the rest.
+
+    The names of the calls so far, in a list that grows.
+    """
+    calls: list[str] = []
+    thread = threading.get_ident()
+
+    def is_deadly(name: str) -> bool:
+        if threading.get_ident() != thread:
+            return False
+        calls.append(name)
+        return len(calls) == deadly_call
+
+    def deadly(name: str, real: Callable) -> Callable:
+        def call(*args, **kwargs):
+            if is_deadly(name):
+                die()
+            return real(*args, **kwargs)
+        return call
+
+    real_open, real_save_file = deadly("open", io.open), checkpoints.save_file
+
+    def open_file(file, mode="r", *args, **kwargs):
+        opened = real_open(file, mode, *args, **kwargs)
+        return opened if set(mode) <= set("rbt") else HalfWritten(opened, is_deadly)
+
+    def save_file(tensors, path, *args, **kwargs):
+        last = is_deadly("safetensors")
+        real_save_file(tensors, path, *args, **kwargs)
+        if last:
+            os.truncate(path, os.path.getsize(path) // 2)
+            die()
+
+    builtins.open = io.open = open_file
+    for name in SYSTEM_CALLS:
+        setattr(os, name, deadly(f"os.{name}", getattr(os, name)))
+    for module in (checkpoints, convert, adapter_files):
+        module.save_file = save_file
+    return calls
+
+
+def die_in_save(save: int, deadly_call: int) -> None:
+    """In a rank: die at the n-th such call of its k-th save, pruning included."""
+    original, saves = train.save_checkpoint, count(1)
+
+    def save_checkpoint(run) -> None:
+        if next(saves) == save:
+            die_at(deadly_call)
+        original(run)
+
+    train.save_checkpoint = save_checkpoint
+
+
+def list_calls_of_save(save: int, into: Path) -> None:
+    """In a rank: write the names of these calls of its k-th save into a file."""
+    original, saves = train.save_checkpoint, count(1)
+
+    def save_checkpoint(run) -> None:
+        calls = die_at(0) if next(saves) == save else None
+        original(run)
+        if calls:
+            into.write_text("\n".join(list(calls)))
+
+    train.save_checkpoint = save_checkpoint
+
+
+def mark_saves(folder: Path) -> None:
+    """In a rank: note the instants at which each of its saves begins and ends, a line each, for whoever aims at them."""
+    original = train.save_checkpoint
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def note() -> None:
+        with open(folder / f"rank-{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(f"{time.monotonic()}\n")
+
+    def save_checkpoint(run) -> None:
+        note()
+        original(run)
+        note()
+
+    train.save_checkpoint = save_checkpoint
+
+
+def saves_marked(folder: Path, rank: int = 0) -> list[float]:
+    """What `mark_saves` has noted: an odd number of instants while a save lasts."""
+    path = folder / f"rank-{rank}"
+    return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def flip_bit(path: Path, dice: Random) -> str:
+    """Change one bit of a file; what was done, in words."""
+    content = bytearray(path.read_bytes())
+    bit = dice.randrange(8 * len(content))
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    return f"bit {bit} of {path.name} flipped"
+
+
+def cut(path: Path, dice: Random) -> str:
+    """Cut a file short; what was done, in words."""
+    length = dice.randrange(path.stat().st_size)
+    os.truncate(path, length)
+    return f"{path.name} cut to {length} bytes"
+
+
+def delete(path: Path, dice: Random) -> str:
+    """Delete a file; what was done, in words."""
+    path.unlink()
+    return f"{path.name} deleted"
