@@ -338,7 +338,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         return {}
     try:
         state = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds no JSON object")
