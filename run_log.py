@@ -7,16 +7,17 @@ import queue
 import shutil
 import sys
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from config import Config
 from errors import CheckpointError, tell
 
-FINISH_SECONDS = 90  # that a tracker has at the end of a run
+FINISH_SECONDS = 60  # that a tracker has at the end of a run
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
 
 
@@ -105,8 +106,10 @@ class Tracker:
         start: gives an object with log(values, step=...) and finish().
     """
 
+    broken: set[str] = set()  # the names of those that failed, or were left behind
+
     def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
-        self.name, self.start, self.warn = name, start, warn
+        self.name, self.start, self.warn, self.given_up = name, start, warn, False
         self.waiting: queue.Queue[Optional[tuple[dict[str, float], int]]] = queue.Queue()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
@@ -119,7 +122,7 @@ class Tracker:
             run.finish()
         # Whatever a tracker raises, SystemExit included, is not worth a run.
         except BaseException as error:
-            self.warn(f"{self.name} is off for the rest of this run: {type(error).__name__}: {str(error)[:200]}")
+            self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: {str(error)[:200]}")
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Hand over a step's metrics, at once."""
@@ -131,8 +134,32 @@ class Tracker:
         self.waiting.put(None)
         self.thread.join(timeout_seconds)
         if self.thread.is_alive():
-            self.warn(f"{self.name} did not finish within {timeout_seconds:.0f} s and is left behind; "
-                      "metrics.jsonl has everything")
+            self._give_up(f"{self.name} did not finish within {timeout_seconds:.0f} s and is left behind; "
+                          "metrics.jsonl has everything")
+
+    def _give_up(self, why: str) -> None:
+        if not self.given_up:  # one that was left behind may fail later
+            self.given_up = True
+            Tracker.broken.add(self.name)
+            self.warn(why)
+
+
+@contextmanager
+def leaving_trackers_behind() -> Iterator[None]:
+    """Around a whole program: where a tracker is broken, end the process at once, with the exit code that it would have had.
+
+    What wandb has left to be done at the end of the process would wait for what does not come.
+    """
+    try:
+        yield
+    finally:
+        if Tracker.broken:
+            error = sys.exc_info()[1]
+            if error is not None and not isinstance(error, SystemExit):
+                traceback.print_exc()
+            with suppress(OSError):
+                sys.stdout.flush()
+            os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(error is not None))
 
 
 def start_wandb(config: Config, run_dir: Path, run_id: str):
@@ -142,7 +169,7 @@ def start_wandb(config: Config, run_dir: Path, run_id: str):
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     return wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir,
                       config=config.public(), mode=mode,
-                      settings=wandb.Settings(init_timeout=30, finish_timeout=60, console="off", silent=True))
+                      settings=wandb.Settings(init_timeout=30, finish_timeout=45, console="off", silent=True))
 
 
 class TensorBoard:

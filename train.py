@@ -41,7 +41,7 @@ from model_utils import (
 from optim import Optimizer, learning_rate
 from pulse import PULSE
 from ranks import Interrupted, StopSignals, explain, joined_ranks, stop_watch
-from run_log import RunLog, console_line
+from run_log import RunLog, console_line, leaving_trackers_behind
 from run_state import (
     Run,
     StepResult,
@@ -250,4 +250,5 @@ def finish_step(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with leaving_trackers_behind():
+        sys.exit(main())

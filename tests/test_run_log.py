@@ -1,5 +1,8 @@
+import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -8,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+from helpers import UNMEASURED
 
 import run_log
 from config import Config
@@ -266,3 +270,94 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in files)
     assert not any(b"canary" in path.read_bytes() for path in files)
+
+
+SERVERS = {"refuses": None, "hangs": "", "knows no such key": "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"}
+
+
+@pytest.fixture
+def wandb_server(request):
+    """The URL of a server that gives everyone the same answer, or none; or of a port where there is none."""
+    answer, connections = SERVERS[request.param], []
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if answer is not None:
+            listening.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(listening.accept()[0])
+                    if answer:
+                        connections[-1].recv(1 << 20)
+                        connections[-1].sendall(answer.encode())
+                        connections.pop().close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        if answer is not None:
+            thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wandb_server", SERVERS, indirect=True)
+def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wandb_server, tiny_run):
+    pytest.importorskip("wandb")
+    run = tiny_run(WANDB_ENABLED="true", MAX_STEPS=300, LOG_EVERY=20, SAVE_EVERY=0)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, ROOT / "train.py", *run.argv()], capture_output=True, text=True, timeout=300,
+                          env={**environ, "WANDB_API_KEY": f"canary{34 * '0'}", "WANDB_MODE": "online",
+                               "WANDB_BASE_URL": wandb_server})
+    assert done.returncode == 0 and time.monotonic() - started < 150, done.stderr
+    assert done.stderr.count("warning: wandb") == 1 and "Traceback" not in done.stderr, done.stderr
+    assert run.metrics()[-1]["step"] == 300 and run.steps_saved() == [300]
+    assert "canary" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_crash_does_not_wait_for_wandb(tiny_run, tmp_path):
+    """A fake that hangs in finish, and in what it has registered for the end of the process, as wandb does."""
+    (tmp_path / "wandb.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n"
+                                       "def Settings(**_): pass\nclass Run:\n    def log(self, values, step): pass\n"
+                                       "    def finish(self): time.sleep(600)\ndef init(**_): return Run()\n")
+    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('PLANT'):\n    import helpers, optim\n"
+                                               "    helpers.do_in_step(3, lambda: 1 / 0, optim)\n")
+    run = tiny_run(WANDB_ENABLED="true")
+    done = subprocess.run([sys.executable, ROOT / "train.py", *run.argv()], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PLANT": "1", "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    assert "wandb did not finish within 10 s" in done.stderr
+
+
+@pytest.mark.slow
+def test_real_wandb_whose_service_dies_costs_one_warning(tiny_run):
+    pytest.importorskip("wandb")
+    run = tiny_run(WANDB_ENABLED="true", MAX_STEPS=1_000_000, LOG_EVERY=20, SAVE_EVERY=0, **UNMEASURED)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    with subprocess.Popen([sys.executable, ROOT / "train.py", *run.argv()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, env={**environ, "WANDB_MODE": "offline"}) as process:
+        services = []
+        while not services:
+            assert process.poll() is None
+            services = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if is_wandb_of(stat, process.pid)]
+            time.sleep(0.1)
+        time.sleep(3)  # it logs
+        for service in services:
+            os.kill(service, signal.SIGKILL)
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        text = process.communicate(timeout=120)[0]
+    assert process.returncode == 143 and text.count("warning: wandb") == 1 and "Traceback" not in text, text[-3000:]
+
+
+def is_wandb_of(stat: Path, parent: int) -> bool:
+    try:
+        name, fields = stat.read_text().rpartition(")")[::2]
+    except OSError:
+        return False
+    return "wandb-core" in name and int(fields.split()[1]) == parent
