@@ -2,6 +2,7 @@
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Optional
 
-TELL_SECONDS = 0.2  # between two words to the others: what is known of one that is stopped is no older
+TELL_SECONDS = 0.5  # between two words to the others: what is known of one that is stopped is no older
 HEAR_SECONDS = 2.0  # between two looks at what they said
 URGENT_SECONDS = 0.1  # of both, once there is an alarm
 ANSWER_SECONDS = 4.0  # that a rank has to write its stacks, and a store to answer
@@ -76,6 +77,7 @@ class Watch:
         self.alarm = False  # some rank has not moved for too long
         self.ready = False  # this rank's stacks are written
         self.told = False  # some rank has reported
+        self.awake = -math.inf  # since when, if this process has overslept
         self.stopped, self.woken = False, threading.Event()
         pulse.move()
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._talk, self._guard)]
@@ -122,8 +124,13 @@ class Watch:
         self.answered = time.monotonic()
 
     def _guard(self) -> None:
+        seen = time.monotonic()
         while not self.stopped:
-            if self.alarm or time.monotonic() - self.pulse.moved > self.timeout:
+            now = time.monotonic()
+            if now - seen > 1 + 3 * self.interval:  # it was stopped itself, as with a job that is suspended for a while
+                self.awake = now
+            seen = now
+            if self.alarm or now - max(self.pulse.moved, self.awake) > self.timeout:
                 self._end()
             self.woken.wait(self.interval / 2)
 
@@ -144,12 +151,13 @@ class Watch:
                           if state["host"] == self.place["host"] and rank not in silent)
         self.states[self.rank] |= self.pulse.told()
         self.heard[self.rank] = time.monotonic()
-        self.report(self._sentence(silent, connected), self._table(silent), self.rank == speaker)
-        if self.rank == speaker:
-            told_at, self.told = time.monotonic(), True
-            self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_SECONDS)
-        else:
+        overslept = time.monotonic() - self.awake < self.timeout  # and knows least of all
+        if self.rank != speaker or overslept:
             self._wait(patience, lambda: self.told)
+        speaks = not self.told and not overslept and (connected or self.rank == speaker)
+        self.report(self._sentence(silent, connected), self._table(silent), speaks)
+        told_at, self.told = time.monotonic(), True
+        self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_SECONDS)
         for rank in silent:  # one that was only stopped can now leave by itself
             if self.states[rank]["host"] == self.place["host"] and rank != self.rank:
                 with suppress(ProcessLookupError, PermissionError):

@@ -84,7 +84,7 @@ class Ending(NamedTuple):
     """How a rank ended; the smallest of several is the cause."""
 
     victim: bool  # it only lost another
-    at: int  # seconds
+    at: float  # seconds
     rank: int
     code: int
     sentence: str = ""
@@ -103,7 +103,7 @@ def ending(rank: int, exit_code: Optional[int], at: int, folder: Path) -> Ending
     if word.exists():
         said = json.loads(word.read_text(encoding="utf-8"))["message"]
         trace = said["extraInfo"]["py_callstack"]
-        return Ending(said["victim"], int(said["at"]), rank, said["errorCode"], said["message"], trace)
+        return Ending(said["victim"], said["at"], rank, said["errorCode"], said["message"], trace)
     if exit_code == EXIT_PREEMPTED or not (folder / JOINED).exists() and (exit_code is None or -exit_code in stop_signals()):
         return Ending(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
     if exit_code is None:

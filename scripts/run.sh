@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up, prepare what the run needs, and train on whatever is there: all GPUs, one, or the CPU.
+# Set up, prepare what the run needs, and train on whatever is there: all GPUs, one, or the CPU. NPROC=N starts N ranks.
 # All flags go to train.py. Without a .env, and without --preset, --config or --env-file, it trains the embedded sample.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,11 +33,10 @@ END
     python scripts/make_sample.py
 fi
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+ranks=${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}
 if [ "$check" = yes ]; then
-    exec env WORLD_SIZE="${WORLD_SIZE:-$((gpus > 1 ? gpus : 1))}" python train.py "$@"
-elif [ "$gpus" -gt 1 ]; then
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) / gpus > 0 ? $(nproc) / gpus : 1))}
-    exec torchrun --standalone --nproc_per_node "$gpus" train.py "$@"
+    exec env WORLD_SIZE="${WORLD_SIZE:-$((ranks > 1 ? ranks : 1))}" python train.py "$@"
+elif [ "$ranks" -gt 1 ]; then
+    exec python scripts/launch.py --nproc-per-node "$ranks" "$@"
 fi
 exec python train.py "$@"

@@ -1,0 +1,198 @@
+"""A rank that does not move ends the job with exit code 6 and a report that says which rank is where; no memory is no hang."""
+
+import os
+import resource
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from commands import during
+from helpers import do_in_step
+
+import evaluation
+import pulse
+import ranks
+import run_state
+from errors import DataError
+from pulse import Pulse, Watch, clause
+
+WORLD = 2
+TIMEOUT = 2  # seconds
+
+
+def is_rank(rank: int) -> bool:
+    return os.environ["RANK"] == str(rank)
+
+
+def stop_here() -> None:
+    time.sleep(2 * pulse.TELL_SECONDS)  # until all know where it is
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_rank_1_in_a_step() -> None:
+    pulse.ANSWER_SECONDS = 1.5
+    if is_rank(1):
+        do_in_step(3, stop_here)
+
+
+def stop_rank_0_in_hellaswag() -> None:
+    pulse.ANSWER_SECONDS = 1.5
+    if is_rank(0):
+        during(evaluation, "evaluate_batches", stop_here, 2)
+
+
+def stall() -> None:
+    time.sleep(60)
+
+
+def stall_rank_0_in_a_save() -> None:
+    if is_rank(0):
+        during(run_state.convert, "save_model_folder", stall, 1)
+
+
+STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 2)"
+FORWARD = "forward and backward (step 3)"
+
+
+@pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
+    (stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not answer, rank 0 waits in {FORWARD}, and nothing moved", {0}),
+    (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not answer, rank 1 waits in {HELLASWAG} as far as is known "
+                                  "(the store through which ranks speak, in rank 0, does not answer)", {1}),
+    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and nothing moved", {0, 1})])
+def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
+    run = tiny_run()
+    job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    codes = job.wait(TIMEOUT + 35)
+    # One that was only stopped goes on when all is told, finds itself alone, and leaves as well.
+    assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
+    text = job.text()
+    assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
+    assert f"DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text and str(run.folder / "log" / "stacks-rank-*.txt") in text
+    assert "Traceback" not in text
+    for rank in stacks_of:
+        stacks = (run.folder / "log" / f"stacks-rank-{rank}.txt").read_text()
+        assert "in take_steps" in stacks and ("in stall" if rank == culprit else "in all_reduce") in stacks
+
+
+def pause() -> None:
+    do_in_step(3, lambda: (print("here", flush=True), time.sleep(0.5)))
+
+
+def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
+    job = tiny_run().start(WORLD, pause, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    job.wait_for("here")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in job.processes:
+            os.kill(process.pid, number)
+        time.sleep(TIMEOUT + 1)
+    assert job.wait() == [0, 0], job.text()
+
+
+def leave_the_group_to_notice() -> None:
+    ranks.Watch = lambda *_: None
+    ranks.stop_watch = lambda: None
+    ranks.LATER_SECONDS = 0
+    if is_rank(1):
+        do_in_step(3, lambda: time.sleep(TIMEOUT + 3))
+
+
+def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
+    """The group's own time-out, which comes later than the watch."""
+    job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert job.wait() == [6, 1], job.text()
+    assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
+    assert "rank 1 stops, because another has ended" in job.text()
+
+
+def test_ranks_are_named_in_ranges():
+    assert clause([0, 2, 3, 4, 7], True, True, "save", 5) == "ranks 0, 2-4, 7 wait in save (step 5)"
+    assert clause([1, 2], False, False, "HellaSwag", 5) == "ranks 1-2 are in HellaSwag (step 5) and do not answer"
+    assert clause([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
+
+
+class Store:
+    """What a watch needs of torch's store, which may break down."""
+
+    def __init__(self):
+        self.values, self.broken = {}, False
+
+    def set(self, key, value):
+        if self.broken:
+            raise RuntimeError("connection reset")
+        self.values[key] = value
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_watch_ends_when_it_is_stopped(broken):
+    store, before = Store(), threading.active_count()
+    watch = Watch(Pulse(), store, True, 0, 1, 60, lambda *_: pytest.fail("a hang was reported"), 6)
+    store.broken = broken
+    time.sleep(3 * pulse.TELL_SECONDS)
+    watch.stop()
+    assert threading.active_count() == before and watch.alarm is False
+
+
+def test_a_pulse_knows_what_is_done():
+    mine = Pulse()
+    mine.enter("save", 7)
+    with mine.waiting():
+        told = mine.told()
+        assert (told["phase"], told["step"], told["waits"]) == ("save", 7, True) and 0 <= told["still"] < 60
+    mine.enter("data")
+    assert (mine.told()["phase"], mine.told()["step"], mine.told()["waits"]) == ("data", 7, False)
+
+
+# -------------------------------------------------------------------------------------------------------------- out of memory
+
+
+def out_of_gpu_memory() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: raise_it(torch.OutOfMemoryError("CUDA out of memory.")))
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def under_a_limit(allocate) -> None:
+    """As a container or a batch system limits a process."""
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
+    allocate()
+
+
+def tensor_beyond_the_limit() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: under_a_limit(lambda: torch.zeros(2**30)))
+
+
+def object_beyond_the_limit() -> None:
+    if is_rank(0):
+        during(evaluation, "evaluate_batches", lambda: under_a_limit(lambda: bytearray(2**32)), 2)
+
+
+@pytest.mark.parametrize(("plant", "rank"), [(out_of_gpu_memory, 1), (tensor_beyond_the_limit, 1), (object_beyond_the_limit, 0)])
+def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run):
+    job = tiny_run().start(WORLD, plant)
+    assert job.wait(30) == [1, 1], job.text()
+    assert f"error: rank {rank} is out of memory (" in job.text() and "Traceback" not in job.text()
+    assert all(name in job.text() for name in ("MICRO_BATCH_SIZE", "ACTIVATION_CHECKPOINTING=block", "MAX_SEQ_LEN", "--check"))
+
+
+@pytest.mark.parametrize(("error", "code", "victim"), [
+    (DataError("line 3"), 3, False), (MemoryError(), 1, False), (OSError(12, "Cannot allocate memory"), 1, False),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), 1, False),
+    (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), 6, False),
+    (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, True),
+    (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
+def test_one_place_explains_every_end(error, code, victim):
+    ending = ranks.explain(error)
+    assert (ending and ending.code, ending and ending.victim) == (code, victim)
