@@ -57,7 +57,7 @@ class TeacherStore:
             self._check()
 
     def _check(self) -> None:
-        sound = {"facts.json": lambda path: path.read_text(encoding="utf-8") == self.facts,
+        sound = {"facts.json": lambda path: path.read_bytes() == self.facts.encode(),
                  **{name: lambda path, size=size: path.stat().st_size in (0, size) for name, size in self.sizes.items()}}
         for name, is_sound in sound.items():
             path = self.folder / name
