@@ -10,14 +10,13 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Optional
 
 import pytest
 import torch
+from commands import Command
 from helpers import UNMEASURED, TinyRun, do_in_step, without_clocks
 
 import checkpoints
@@ -362,3 +361,53 @@ def test_out_of_memory_is_told_with_the_settings_to_change(world_size, tiny_run)
     job = run.start(world_size, little_memory_in_step_3)
     assert job.wait() == [1] * world_size, job.text()
     assert "MICRO_BATCH_SIZE" in job.text() and "ACTIVATION_CHECKPOINTING" in job.text() and "Traceback" not in job.text()
+
+
+# --------------------------------------------------------------------------------------------------------------------- network
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces joined by a veth pair: [(name, its end of the cable, its address)]."""
+    nodes = [(f"cut{number}-{os.getpid()}", f"cut{number}x{os.getpid()}", f"10.213.78.{number + 1}") for number in range(2)]
+    (first, link, _), (second, other, _) = nodes
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    try:
+        for name, _, _ in nodes:
+            ip("netns", "add", name)
+        ip("link", "add", link, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
+        for name, end, address in nodes:
+            ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield nodes
+    finally:
+        for name, _, _ in nodes:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
+def test_a_cable_that_is_cut_between_two_nodes_ends_both(tiny_run, two_nodes):
+    timeout = 10
+    run = tiny_run(MAX_STEPS=1_000_000, SAVE_EVERY=20, KEEP_LAST=2, DISTRIBUTED_TIMEOUT=timeout, **UNMEASURED)
+    commands = []
+    for number, (name, link, _) in enumerate(two_nodes):
+        inside = f"import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', '{name}', sys.executable, *sys.argv[1:]])"
+        commands.append(Command(run, "-c", inside, "scripts/launch.py", "--nnodes=2", f"--node-rank={number}",
+                                f"--master-addr={two_nodes[0][2]}", "--master-port=29500", "--nproc-per-node=1", "--",
+                                *run.argv(), env={"GLOO_SOCKET_IFNAME": link}))
+    with commands[0], commands[1]:
+        commands[0].wait_for(lambda: bool(run.steps_saved()))
+        subprocess.run(["ip", "-n", two_nodes[0][0], "link", "set", two_nodes[0][1], "down"], check=True)
+        cut = time.monotonic()
+        codes = [command.wait(timeout + 60) for command in commands]
+        seconds = time.monotonic() - cut
+        text = "".join(command.text() for command in commands)
+    print(f"both nodes ended with {codes}, {seconds:.1f} s after the cut")
+    assert set(codes) <= {1, 6} and seconds < timeout + 35, text
+    assert all("error: " in command.last_line() and "rank 1" in command.last_line() for command in commands), text
+    assert checkpoints.verify(run.checkpoint(run.steps_saved()[-1]))
