@@ -103,7 +103,7 @@ class TemplateFormat:
         environment.globals["raise_exception"] = raise_template_error
         try:
             self._template = environment.from_string(tokenizer.chat_template)
-        except TemplateError as error:
+        except (TemplateError, RecursionError) as error:
             raise DataError(f"the tokenizer's chat template cannot be read: {error}; mend its chat_template.jinja") from error
         longest_first = sorted(tokenizer.special_tokens, key=lambda token: len(token["content"]), reverse=True)
         if not longest_first or len(longest_first[-1]["content"]) < 2:

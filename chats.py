@@ -175,9 +175,11 @@ def message_in(name: str, message: Any) -> dict[str, str]:
         raise DataError(f"{name} has no {absent[0]!r}; it has {columns_of(message)}")
     role = message[role_name]
     if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{name} has the role {role!r}; known are {', '.join(ROLES)}")
+        raise DataError(f"{name} has the role {role!r:.40}; known are {', '.join(ROLES)}")
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(f"{name} calls a tool, which is not supported")
+    if message.get("weight", 1) == 0 or message.get("train", True) is False:
+        raise DataError(f"{name} is marked as not to be learned (weight, train), which is not supported; leave the mark out")
     content = message[content_name]
     if ROLES[role] == "system" and is_blank(content):
         return {"role": "system", "content": ""}
@@ -225,7 +227,8 @@ def text_in(name: str, value: Any) -> str:
 
 def columns_of(record: Mapping[str, Any]) -> str:
     """The names of a record's columns, for a complaint."""
-    return ", ".join(f"{name!r} (null)" if value is None else repr(name) for name, value in record.items()) or "no columns"
+    names = [f"{name!r:.40} (null)" if value is None else f"{name!r:.40}" for name, value in record.items()]
+    return ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "no columns"
 
 
 def is_blank(text: Any) -> bool:

@@ -6,11 +6,13 @@ neighbouring pairs (so the rows of wq and wk change places), and knows nothing o
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -98,6 +100,18 @@ def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig, 
     return tensors
 
 
+def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
+    """How many ids a Hugging Face Llama's embedding has.
+
+    Raises:
+        CheckpointError: there is no embedding.
+    """
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding is None or embedding.ndim != 2 or not len(embedding):
+        raise CheckpointError("the weights lack model.embed_tokens.weight, a row for each id; take another checkpoint")
+    return len(embedding)
+
+
 def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int) -> dict[str, Tensor]:
     """A Hugging Face Llama's tensors under our names, the vocabulary padded to `padded_vocab` rows with zeros.
 
@@ -120,7 +134,8 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
     state = {}
     for name, shape in shapes.items():
         weight = tensors[huggingface_name(name)]
-        if name in VOCABULARY and len(weight) < padded_vocab:
+        _check_numbers(huggingface_name(name), weight)
+        if name in VOCABULARY and weight.ndim == 2 and len(weight) < padded_vocab:
             weight = torch.cat([weight, weight.new_zeros(padded_vocab - len(weight), weight.shape[1])])
         if weight.shape != shape:
             raise CheckpointError(f"{huggingface_name(name)} is {tuple(weight.shape)} in the checkpoint, but the settings and "
@@ -128,6 +143,13 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
         heads = _rotated_heads(name, model_config)
         state[name] = _halves_to_pairs(weight, heads) if heads else weight
     return state
+
+
+def _check_numbers(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{name} holds numbers of {tensor.dtype}, expected floats; take another checkpoint")
+    if not tensor.sum(dtype=torch.float32).isfinite():  # in one pass, without a mask of the tensor's size
+        raise CheckpointError(f"{name} holds numbers that are not finite; take another checkpoint")
 
 
 def peft_name(name: str) -> str:
@@ -172,7 +194,8 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         tensor = left.pop(peft_name(name), None)
         if tensor is None:
             continue
-        if name in VOCABULARY and len(tensor) < padded_vocab:
+        _check_numbers(peft_name(name), tensor)
+        if name in VOCABULARY and tensor.ndim == 2 and len(tensor) < padded_vocab:
             tensor = torch.cat([tensor, tensor.new_zeros(padded_vocab - len(tensor), *tensor.shape[1:])])
         if tensor.shape != shape:
             raise CheckpointError(f"{peft_name(name)} is {tuple(tensor.shape)}, and rank and base give {shape}; "
@@ -257,28 +280,39 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     """
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
+    if not isinstance(rope, Mapping) or not isinstance(scaling, Mapping):
+        raise CheckpointError("config.json: rope_parameters and rope_scaling must be objects; get it anew")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     lacking = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if key not in config]
     if config.get("model_type") != "llama" or lacking:
         raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model"
                               f"{' without ' + ', '.join(lacking) if lacking else ''}; only Llama models can be read")
-    dim, heads = config["hidden_size"], config["num_attention_heads"]
-    fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads, "pretraining_tp": 1}
+    settings = {"dim": config["hidden_size"], "n_layers": config["num_hidden_layers"], "n_heads": config["num_attention_heads"],
+                "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+                "ffn_dim": config["intermediate_size"], "norm_eps": config.get("rms_norm_eps", 1e-6),
+                "init_std": config.get("initializer_range", 0.02),
+                "rope_theta": config.get("rope_theta") or rope.get("rope_theta", 10_000.0),
+                "rope_scaling_factor": None, "tie_embeddings": config.get("tie_word_embeddings", False)}
+    if rope_type == "llama3":
+        settings |= {"rope_scaling_factor": scaling.get("factor", "missing"),
+                     "rope_low_freq_factor": scaling.get("low_freq_factor", "missing"),
+                     "rope_high_freq_factor": scaling.get("high_freq_factor", "missing"),
+                     "rope_original_max_len": scaling.get("original_max_position_embeddings", "missing")}
+    try:
+        checked = ModelConfig(**settings)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise CheckpointError(f"config.json gives {'.'.join(map(str, fault['loc'])).upper()}={str(fault['input']):.40}: "
+                              f"{fault['msg'][0].lower() + fault['msg'][1:]}; get it anew") from error
+    fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": checked.head_dim, "pretraining_tp": 1}
     unlike = [f"{key}={config[key]!r}" for key, value in fixed.items() if config.get(key) not in (value, None)]
     if rope_type not in ("default", "llama3"):
         unlike.append(f"rope_type={rope_type!r}")
+    if checked.dim % checked.n_heads or checked.n_heads % checked.n_kv_heads:
+        unlike.append(f"{checked.n_heads} heads and {checked.n_kv_heads} of keys in a width of {checked.dim}")
     if unlike:
         raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model cannot represent")
-    settings = {"dim": dim, "n_layers": config["num_hidden_layers"], "n_heads": heads,
-                "n_kv_heads": config.get("num_key_value_heads") or heads, "ffn_dim": config["intermediate_size"],
-                "norm_eps": config.get("rms_norm_eps", 1e-6), "init_std": config.get("initializer_range", 0.02),
-                "rope_theta": float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
-                "rope_scaling_factor": None, "tie_embeddings": config.get("tie_word_embeddings", False)}
-    if rope_type == "llama3":
-        settings |= {"rope_scaling_factor": scaling["factor"], "rope_low_freq_factor": scaling["low_freq_factor"],
-                     "rope_high_freq_factor": scaling["high_freq_factor"],
-                     "rope_original_max_len": scaling["original_max_position_embeddings"]}
     return settings
 
 
@@ -316,7 +350,9 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
         if not (folder / INDEX_FILE).exists():
             raise CheckpointError(f"{folder} holds no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not read: "
                                   "save the model as safetensors first")
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map", {})
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{folder / INDEX_FILE} does not say which file holds which tensor; get it anew")
         names = sorted(set(weight_map.values()))
     tensors = {}
     for name in names:
@@ -333,9 +369,11 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         CheckpointError: it is missing or damaged.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise CheckpointError(f"{path} is no file; copy or download it again")
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -378,9 +416,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read, or holds no object.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise CheckpointError(f"{path} is no file; get the folder anew")
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; name a folder with a sound one") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} holds no JSON object; get it anew")
     return content

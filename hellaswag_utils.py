@@ -18,6 +18,7 @@ Shapes: B items, T tokens of an item, M tokens of all endings in a batch.
 import gzip
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from errors import DataError
 from model import IGNORE_INDEX, SHARED_PREFIX, Transformer
+from records import flaw_of
 
 ENDINGS = 4
 
@@ -89,6 +91,8 @@ def read_items(path: str | Path) -> list[Item]:
         DataError: the file cannot be read, holds no item, or a line of it is none; names file:line.
     """
     items = []
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise DataError(f"HELLASWAG_PATH={path} is no file; get one with scripts/load_hellaswag_dataset.py")
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -108,29 +112,32 @@ def parse_item(line: bytes, where: str) -> Item:
     Raises:
         DataError: it is not in HellaSwag's schema.
     """
+    def unlike(what: str) -> DataError:
+        return DataError(f"{where}: {what}; mend the line, or leave it out")
+
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise DataError(f"{where}: not a line of JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
+        raise unlike(f"not a line of JSON: {error}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where}: expected an object in HellaSwag's schema, got {type(record).__name__}")
+        raise unlike(f"expected an object in HellaSwag's schema, got {type(record).__name__}")
 
     def text(key: str, default: Any = None) -> str:
         value = record.get(key, default)
-        if not isinstance(value, str):
-            raise DataError(f"{where}: '{key}' must be a text, got {value!r:.60}")
+        if flaw := flaw_of(value):
+            raise unlike(f"{key!r} {flaw}")
         return value
 
     context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}" if "ctx_a" in record else text("ctx")
     endings, label = record.get("endings"), record.get("label")
-    if not isinstance(endings, list) or len(endings) != ENDINGS or not all(isinstance(ending, str) for ending in endings):
-        raise DataError(f"{where}: 'endings' must be {ENDINGS} texts, got {endings!r:.60}")
+    if not isinstance(endings, list) or len(endings) != ENDINGS or any(map(flaw_of, endings)):
+        raise unlike(f"'endings' must be {ENDINGS} texts, got {endings!r:.60}")
     if str(label) not in map(str, range(ENDINGS)):
         raise DataError(f"{where}: 'label' must be 0 to {ENDINGS - 1}, got {label!r:.60}; the test split has no labels, "
                         "use the validation split")
     endings = [cleaned(ending) for ending in endings]
     if not all(endings):
-        raise DataError(f"{where}: ending {endings.index('')} is empty")
+        raise unlike(f"ending {endings.index('')} is empty")
     return Item(where, cleaned(f"{text('activity_label')}: {context}"), endings, int(label))
 
 

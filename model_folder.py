@@ -9,7 +9,7 @@ from torch import Tensor
 import checkpoints
 from adapter_files import refuse_adapters
 from config import ModelConfig
-from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json
+from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json, vocabulary_rows
 from model import Transformer, padded
 from tokenizer import load_tokenizer
 
@@ -17,9 +17,10 @@ from tokenizer import load_tokenizer
 def transformer_of(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
                    dtype: torch.dtype = torch.float32) -> Transformer:
     """A model around the tensors of a Hugging Face Llama, which keep their own dtype, that computes in the given one."""
+    state = from_huggingface(tensors, config, padded(vocab_size))
     with torch.device("meta"):
         model = Transformer(config, vocab_size, dtype)
-    model.load_state_dict(from_huggingface(tensors, config, padded(vocab_size)), assign=True)
+    model.load_state_dict(state, assign=True)
     return model
 
 
@@ -35,7 +36,7 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
         checkpoints.verify(folder)
     config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
     tensors = load_model_weights(folder)
-    vocab_size = len(tensors["model.embed_tokens.weight"])
+    vocab_size = vocabulary_rows(tensors)
     on_gpu = torch.cuda.is_available()
     model = transformer_of(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
     return model.float().to("cuda" if on_gpu else "cpu"), load_tokenizer(str(folder))

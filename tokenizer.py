@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 
@@ -146,7 +147,7 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"TOKENIZER_PATH={name}: the tokenizers library cannot read {file}: {error}") from error
+            raise DataError(f"TOKENIZER_PATH={name}: the tokenizers library cannot read {file}: {error}; get it anew") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # else a literal <|eot_id|> in text becomes the control token
@@ -156,11 +157,8 @@ class HuggingFaceTokenizer:
         for other in ("tokenizer_config.json", "special_tokens_map.json"):
             if (file.parent / other).is_file():
                 beside = {**_read_json(file.parent / other, name), **beside}
-        self.control_tokens = self._control_tokens(beside)
-        template = file.parent / "chat_template.jinja"
-        self.chat_template = template.read_text(encoding="utf-8") if template.is_file() else beside.get("chat_template")
-        if isinstance(self.chat_template, list):  # several by name
-            self.chat_template = {entry["name"]: entry["template"] for entry in self.chat_template}.get("default")
+        self.control_tokens = self._control_tokens(beside, name)
+        self.chat_template = _chat_template(file.parent / "chat_template.jinja", beside.get("chat_template"), name)
 
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}
         if "eos_token" not in ids:
@@ -175,15 +173,18 @@ class HuggingFaceTokenizer:
         self.pad_id = ids.get("pad_token")
         self.document_start_id = self.eos_id if self.bos_id is None else self.bos_id
 
-    def _control_tokens(self, beside: dict) -> dict[str, str]:
+    def _control_tokens(self, beside: dict, name: str) -> dict[str, str]:
         """The token of each role that has one, as the configuration says or, where it is silent, by a known name."""
         found = {}
         for role, known in KNOWN_NAMES.items():
             token = beside.get(role)
-            names = known if token is None else (token["content"] if isinstance(token, dict) else token,)
+            names = known if token is None else (token.get("content") if isinstance(token, dict) else token,)
+            if not all(isinstance(text, str) for text in names):
+                raise DataError(f"TOKENIZER_PATH={name}: {role} is {token!r:.60} in its configuration, expected a text; mend it")
             if token is None and role == "bos_token" and "eos_token" in beside:
                 continue  # a configuration without a bos means that there is none
-            found.update({role: name for name in names[::-1] if self._tokenizer.token_to_id(name) is not None})
+            if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
+                found[role] = here[0]
         return found
 
     @cached_property
@@ -251,19 +252,21 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
         DataError: there is no such tokenizer, or it cannot be used.
     """
     file = Path(path).expanduser()
-    on_hub = not file.exists() and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
+    on_hub = not os.path.exists(file) and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
     if backend == "auto":
-        is_huggingface = on_hub or file.suffix == ".json" or (file / "tokenizer.json").is_file()
-        backend = "huggingface" if is_huggingface else "tiktoken"
+        backend = "huggingface" if on_hub or file.suffix == ".json" or os.path.isfile(file / "tokenizer.json") else "tiktoken"
     if backend == "huggingface" and on_hub:
         file = _hub_folder(path)
-    if backend == "huggingface" and file.is_dir():
+    if backend == "huggingface" and os.path.isdir(file):
         file = file / "tokenizer.json"
-    if not file.is_file():
-        what = "is a folder without a tokenizer.json" if file.is_dir() else f"there is no file {file}"
+    if not os.path.isfile(file):
+        what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
         raise DataError(f"TOKENIZER_PATH={path}: {what}; give a BPE file in tiktoken's format (such as Llama 3's "
                         "tokenizer.model), a tokenizer.json, or train one with scripts/train_tokenizer.py")
-    return HuggingFaceTokenizer(file, path) if backend == "huggingface" else Tokenizer(read_tiktoken(file))
+    try:
+        return HuggingFaceTokenizer(file, path) if backend == "huggingface" else Tokenizer(read_tiktoken(file))
+    except OSError as error:
+        raise DataError(f"TOKENIZER_PATH={path}: {error.filename} cannot be read: {error.strerror}; see who may") from error
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:
@@ -412,11 +415,23 @@ BYTE_TO_CHAR = _byte_alphabet()
 def _read_json(file: Path, name: str) -> dict:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"TOKENIZER_PATH={name}: {file} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"TOKENIZER_PATH={name}: {file} is not JSON: {error}; get it anew") from error
     if not isinstance(content, dict):
-        raise DataError(f"TOKENIZER_PATH={name}: {file} holds a {type(content).__name__}, expected a JSON object")
+        raise DataError(f"TOKENIZER_PATH={name}: {file} holds a {type(content).__name__}, expected a JSON object; get it anew")
     return content
+
+
+def _chat_template(file: Path, beside: Any, name: str) -> str | None:
+    try:
+        template = file.read_text(encoding="utf-8") if file.is_file() else beside
+    except UnicodeDecodeError as error:
+        raise DataError(f"TOKENIZER_PATH={name}: {file} is no text: {error}; get it anew") from error
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    if not isinstance(template, str | None):
+        raise DataError(f"TOKENIZER_PATH={name}: the chat_template in its tokenizer_config.json is no text; mend it there")
+    return template
 
 
 def _pieces_join(document: dict) -> bool:

@@ -28,6 +28,7 @@ from convert import (
     model_settings_from_huggingface,
     read_json,
     save_model_folder,
+    vocabulary_rows,
 )
 from errors import CheckpointError, run_script
 from tokenizer import load_tokenizer
@@ -36,10 +37,12 @@ from tokenizer import load_tokenizer
 def read_huggingface(source: Path) -> tuple[dict[str, Tensor], ModelConfig, int]:
     """Weights under our names, the model's settings, and the length that it was made for."""
     content = read_json(source / "config.json")
-    config = checked(model_settings_from_huggingface(content), source)
+    config = ModelConfig(**model_settings_from_huggingface(content))
     tensors = load_model_weights(source)
-    rows = len(tensors.get("model.embed_tokens.weight", ()))
-    return from_huggingface(tensors, config, rows), config, content.get("max_position_embeddings", 2048)
+    longest = content.get("max_position_embeddings", 2048)
+    if not isinstance(longest, int):
+        raise CheckpointError(f"{source / 'config.json'}: max_position_embeddings={longest!r:.40} must be a whole number")
+    return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, longest
 
 
 def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[str, Tensor], ModelConfig, int]:

@@ -31,14 +31,15 @@ def main(argv: list[str]) -> None:
     source = source_of(flags["source"], split=flags["split"], revision=flags["revision"], column="")
     output = Path(flags.get("output", f"data/hellaswag/{flags['split']}.jsonl"))
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
+    records = read_records(source, Reading(way_out="mend the line, or leave it out"))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        count = write_items(tqdm(read_records(source, Reading()), desc="Checking items", unit=" items"), unfinished)
+        count = write_items(tqdm(records, desc="Checking items", unit=" items"), unfinished)
         if not count:
-            raise DataError(f"{flags['source']}: holds no items")
+            raise DataError(f"{flags['source']}: holds no items; give another --source")
         unfinished.replace(output)
     except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error.strerror}") from error
+        raise DataError(f"{output}: cannot be written: {error.strerror}; choose another --output") from error
     finally:
         unfinished.unlink(missing_ok=True)
     print(f"{count:,} items, every one checked. The line for .env:")

@@ -24,6 +24,7 @@ from convert import (
     model_settings_from_huggingface,
     read_json,
     save_model_folder,
+    vocabulary_rows,
     weights_sha256,
 )
 from errors import CheckpointError, run_script
@@ -64,7 +65,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
             verify(folder)
     content, tensors = read_json(base / "config.json"), load_model_weights(base)
     config = ModelConfig(**model_settings_from_huggingface(content))
-    rows = len(tensors.get("model.embed_tokens.weight", ()))
+    rows = vocabulary_rows(tensors)
     adapter = adapter_files.load_adapter_folder(adapter_folder, config, padded(rows))
     adapter.check_base(weights_sha256(tensors), base)
     if adapter.base_sha256 is None:

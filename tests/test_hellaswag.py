@@ -117,8 +117,8 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
     ({**GOOD, "endings": ["a", "b", "c", None]}, "'endings' must be 4 texts"),
     ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
-    ({**GOOD, "ctx": None}, "'ctx' must be a text, got None"),
-    ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' must be a text"),
+    ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
+    ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' is null, expected text"),
 ])
 def test_a_bad_line_is_named(tmp_path, line, word):
     path = tmp_path / "bad.jsonl"

@@ -472,7 +472,7 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     factors = convert.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
     adapter_files.save_file(factors, adapter / "adapter_model.safetensors")
-    refused("nothing is written", output)
+    refused("lora_A.weight holds numbers that are not finite", output)
 
 
 # ------------------------------------------------------------------------------------------------------------------ few bits
