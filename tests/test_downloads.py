@@ -225,3 +225,12 @@ def test_what_is_given_comes_back_and_a_bug_is_raised_at_once(capfd):
     with pytest.raises(ZeroDivisionError):
         try_again("x", lambda: calls.append(1) or 1 / 0)
     assert calls == [1] and capfd.readouterr().err == ""
+
+
+def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path):
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(DataError, match="evil"):
+        list(read_texts(Source(name=str(folder)), Reading()))
+    assert not (tmp_path / "ran").exists()
