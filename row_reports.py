@@ -184,7 +184,7 @@ def excerpt(tokenizer, ids: Sequence[int], marked: int) -> str:
     """The text around one token, which stands between >> and <<."""
     first, last = max(0, marked - CONTEXT_TOKENS), marked + 1 + CONTEXT_TOKENS
     parts = [tokenizer.decode(part) for part in (ids[first:marked], ids[marked:marked + 1], ids[marked + 1:last])]
-    text = f"{parts[0]}>>{parts[1]}<<{parts[2]}"
+    text = f"{parts[0].lstrip(' ')}>>{parts[1]}<<{parts[2]}"
     return printable(f"{'... ' if first else ''}{text}{' ...' if last < len(ids) else ''}")
 
 
@@ -214,7 +214,7 @@ def describe_row(run: Run, bare: Rows, report: RowReport, count: int) -> list[st
     ids = [*batch.tokens_BT[0].tolist(), int(batch.targets_BT[0, -1])]
     own_loss = float(loss_T[within].nanmean())
     lines = [f"Row {report.row}: loss {report.loss:.4f}, norm of its part in the gradient {report.grad_norm:.4f}",
-             f"  document: {place}, {within.stop - within.start} tokens in this row, {own_loss:.4f} a token"]
+             f"  document: {place}", f"  {within.stop - within.start} of its tokens are in this row, at {own_loss:.4f} each"]
     if report.is_bad:
         if report.bad_module:
             lines.append(f"  first bad output: {report.bad_module}")

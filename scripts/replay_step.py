@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import SettingsError, run_script  # noqa: E402
+from errors import PaddockError, SettingsError, run_script  # noqa: E402
 from settings import read_flags  # noqa: E402
 
 
@@ -30,10 +30,18 @@ def main() -> None:
     if flags.env_file or flags.config_files or flags.check:
         raise SettingsError("command line: the run's own config.json has its settings; name those that are to differ, one by one")
 
-    from replay import read_settings, replay  # takes seconds, as it brings torch
+    # These take seconds, as they bring torch.
+    from ranks import explain
+    from replay import read_settings, replay
 
     config, world_size = read_settings(args.run, flags.layer)
-    replay(args.run, args.step, config, world_size, args.rows, args.at_checkpoint)
+    try:
+        replay(args.run, args.step, config, world_size, args.rows, args.at_checkpoint)
+    except (MemoryError, RuntimeError) as error:
+        ending = explain(error)
+        if ending is None:
+            raise
+        raise PaddockError(ending.sentence) from error
 
 
 if __name__ == "__main__":

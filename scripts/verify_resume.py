@@ -153,12 +153,13 @@ def started(run: Place) -> Iterator[subprocess.Popen]:
             process.wait()
 
 
-def follow(process: subprocess.Popen, run: Place, what: str, until: Callable[[], bool] = lambda: False) -> list[float]:
+def follow(process: subprocess.Popen, run: Place, what: str, steps: int,
+           until: Callable[[], bool] = lambda: False) -> list[float]:
     """Show the steps as they come, until something holds or the run ends; returns when each step was seen."""
     from tqdm import tqdm
 
     seen: list[float] = []
-    with tqdm(desc=what, unit=" step", leave=False, disable=None) as bar:
+    with tqdm(desc=what, total=steps, unit="step", leave=False, disable=None) as bar:
         while process.poll() is None and not until():
             new = len(run.steps) - len(seen)
             seen += [time.monotonic()] * new
@@ -167,14 +168,14 @@ def follow(process: subprocess.Popen, run: Place, what: str, until: Callable[[],
     return seen
 
 
-def finish(run: Place, what: str) -> list[float]:
+def finish(run: Place, what: str, steps: int) -> list[float]:
     """Run to the end.
 
     Raises:
         PaddockError: it ends otherwise.
     """
     with started(run) as process:
-        seen = follow(process, run, what)
+        seen = follow(process, run, what, steps)
     if process.returncode:
         said = [line for line in run.output.read_text(errors="replace").splitlines() if line.strip()]
         cause = next((line for line in reversed(said) if line.startswith("error: ")), said[-1] if said else "it said nothing")
@@ -196,16 +197,15 @@ def kill_in_the_middle(run: Place, first: int, steps: int, often: int, seconds: 
     for attempt in range(KILLS_TRIED):
         wanted, delay = dice.choice(saves), seconds * dice.random() / 2**attempt
         with started(run) as process:
-            follow(process, run, "killed", until=lambda step=wanted: bool(run.saved) and run.saved[-1] >= step)
-            follow(process, run, "killed", until=lambda due=time.monotonic() + delay: time.monotonic() >= due)
+            follow(process, run, "killed", steps, until=lambda step=wanted: bool(run.saved) and run.saved[-1] >= step)
+            follow(process, run, "killed", steps, until=lambda due=time.monotonic() + delay: time.monotonic() >= due)
             holder = re.match(r"process (\d+) ", (run.folder / "run.lock").read_text()) if run.saved else None
             if holder and process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.kill(int(holder[1]), signal.SIGKILL)
-            if holder or not run.saved:
-                process.wait(STOPPING_SECONDS)
+            process.wait()
         if process.returncode and not run.saved:
-            finish(run, "killed")  # it failed by itself, and will again: that tells why
+            finish(run, "killed", steps)  # it failed by itself, and will again: that tells why
         if process.returncode and len(run.steps) < steps:
             saving = " and in the middle of a save" if any((run.folder / "checkpoints").glob("tmp-*")) else ""
             return f"kill -9 of rank 0 after step {first + len(run.steps)}{saving}; step {run.saved[-1]} was saved"
@@ -288,19 +288,19 @@ def check_resume(flags: list[str], config: Config, folder: Path, steps: int, say
     settings = {**begins, **few_steps(config, first, steps)}
     straight, killed = (place(flags, folder / name, config.world_size, settings) for name in ("straight", "killed"))
     begun = time.monotonic()
-    seen = finish(straight, "straight")
+    seen = finish(straight, "straight", steps)
     say("straight", f"{steps} steps in {time.monotonic() - begun:.0f} s")
     often = settings["SAVE_EVERY"]
     a_step = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 0.0
     say("killed", kill_in_the_middle(killed, first, steps, often, often * a_step, random.Random(config.seed)))
-    finish(killed, "resumed")
+    finish(killed, "resumed", steps)
     went_on = re.findall(r"going on after step (\d+)", killed.output.read_text(errors="replace"))
     resumed = Verdict("resumed", bool(went_on) and int(went_on[-1]) > first,
                       f"on from step {went_on[-1]} to {first + steps}" if went_on else "it began anew")
     verdicts = [resumed, *compare_runs(straight, killed, first + steps)]
     if not all(verdict.alike for verdict in verdicts):
         again = place(flags, folder / "straight-again", config.world_size, settings)
-        finish(again, "straight again")
+        finish(again, "straight again", steps)
         same = all(verdict.alike for verdict in compare_runs(straight, again, first + steps))
         verdicts.append(Verdict("straight again", same, "two straight runs are alike: it is the resume that is not" if same else
                                 "two straight runs are not alike either: with these settings this machine gives other bits each "
@@ -351,7 +351,7 @@ def check_layouts(flags: list[str], config: Config, folder: Path, layouts: list[
     runs = []
     for ranks, rows in layouts:
         runs.append(place(flags, folder / f"layout-{ranks}x{rows}", ranks, {**settings, "MICRO_BATCH_SIZE": rows}))
-        finish(runs[-1], f"layout {ranks}x{rows}")
+        finish(runs[-1], f"layout {ranks}x{rows}", 1)
         moments, reference = (tensor_files(run.folder / "checkpoints" / f"step-{first + 1:08d}", optimizer=True)
                               for run in (runs[-1], runs[0]))
         name = f"layout {ranks}x{rows}"

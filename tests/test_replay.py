@@ -75,7 +75,10 @@ def stages(prepared, tmp_path_factory) -> Stages:
     return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
-@pytest.mark.parametrize("mode", MODES)
+SHORT = ("sft", "dpo-stored", "orpo", "distilled-stored", "lora-dpo")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode in SHORT else pytest.mark.slow) for mode in MODES])
 def test_every_stage_is_replayed(mode, stages, tmp_path):
     run = stages.run(mode, tmp_path, **UNMEASURED)
     assert run.train() == 0
@@ -85,9 +88,8 @@ def test_every_stage_is_replayed(mode, stages, tmp_path):
         assert "finite" in text.splitlines()[-1] and ("example" in text or mode in ("distilled", "distilled-stored"))
 
 
-@pytest.mark.parametrize("mode", ["lora-sft"])
-def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(mode, stages, tmp_path):
-    run = stages.run(mode, tmp_path, **UNMEASURED)
+def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(stages, tmp_path):
+    run = stages.run("lora-sft", tmp_path, **UNMEASURED)
     assert run.start(2).wait() == [0, 0]
     text = replayed(run, 4)
     assert NOTHING in text and "ANOTHER" not in text and "BUT" not in text
@@ -136,7 +138,7 @@ def place_of(prepared: Prepared, token: int) -> str:
     for file in tokens_of(prepared)[1]:
         tokens = (file.stat().st_size - 1024) // 2
         if token < tokens:
-            return f"{file}, token {token:,},"
+            return f"{file}, token {token:,}\n"
         token -= tokens
     raise AssertionError(token)
 
@@ -145,6 +147,13 @@ def seed_for(row: int, tokens: int, steps: range) -> tuple[int, int]:
     """A seed with which the row is read in one of these steps (from 1), and in which."""
     rows = (tokens - 1) // ROW_TOKENS
     return next((seed, step) for seed in range(1000) for step in steps if row in rows_of_step(step - 1, 8, rows, seed))
+
+
+def noise_row(prepared: Prepared) -> tuple[int, np.ndarray]:
+    """The row that is full of noise, and all tokens."""
+    tokens, _ = tokens_of(prepared)
+    noise = load_tokenizer(str(prepared.tokenizer)).encode(NOISE)
+    return int(np.flatnonzero(np.isin(tokens, noise))[0]) // ROW_TOKENS + 1, tokens
 
 
 @pytest.fixture
@@ -202,10 +211,7 @@ def test_a_gradient_that_turns_nan_is_traced_to_its_operation(strange_run):
 
 
 def test_a_document_of_noise_among_easy_ones_is_named(poisoned, tmp_path):
-    tokens, files = tokens_of(poisoned)
-    noise = load_tokenizer(str(poisoned.tokenizer)).encode(NOISE)
-    first = int(np.flatnonzero(np.isin(tokens, noise))[0])
-    row = first // ROW_TOKENS + 1
+    row, tokens = noise_row(poisoned)
     seed, step = seed_for(row, len(tokens), range(24, 28))
     run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=30, SAVE_EVERY=10, **UNMEASURED)
     assert run.train() == 0
@@ -215,6 +221,23 @@ def test_a_document_of_noise_among_easy_ones_is_named(poisoned, tmp_path):
     assert f"document: {place_of(poisoned, row * ROW_TOKENS)}" in text
     assert all(letter in NOISE for letter in re.search(r"hardest targets: '(.)'", text)[1])
     assert f"row {row} stands out" in text.splitlines()[-1]
+
+
+def test_a_step_that_was_left_out_for_its_loss_is_left_out_again(poisoned, tmp_path):
+    """By a run that has learned all that it will, so that its losses are level; it began with another's weights."""
+    row, tokens = noise_row(poisoned)
+    seed, step = seed_for(row, len(tokens), range(20, 23))
+    base = TinyRun(poisoned, tmp_path, MAX_STEPS=30, RUN_NAME="base", **UNMEASURED)
+    assert base.train() == 0
+    run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=step + 1, SAVE_EVERY=0, PRETRAIN_CHECKPOINT=base.checkpoint(30),
+                  RESET_OPTIMIZER="true", LEARNING_RATE=1e-5, LOSS_SPIKE_POLICY="skip", LOSS_SPIKE_WINDOW=16,
+                  LOSS_SPIKE_THRESHOLD=3, **UNMEASURED)
+    assert run.train() == 0
+    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in ledger if not line["updated"]] == [step]
+    text = replayed(run, step + 1)
+    check_same(text)
+    assert f"Weights: those of {base.checkpoint(30)}, and steps 1 to {step} again; each gave the loss of the ledger" in text
 
 
 def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
-from helpers import PATIENCE, TinyRun, main_with, start
+from helpers import PATIENCE, UNMEASURED, TinyRun, main_with, start
 
 import checkpoints
 import dataloaders
@@ -151,7 +151,8 @@ def roll_dice() -> None:
 
 @pytest.mark.parametrize(("plant", "differing", "words"), [
     (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike"),
-    (shift_rows, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike"),
+    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike",
+                 marks=pytest.mark.slow),
     (begin_anew, {"resumed"}, "two straight runs are alike"),
     pytest.param(forget_progress, {"metrics", "progress"}, "two straight runs are alike", marks=pytest.mark.slow),
     (roll_dice, {"weights", "straight again"}, "two straight runs are not alike either")])
@@ -190,15 +191,16 @@ def test_a_layout_with_another_gradient_is_found(verify):
     assert lines["layout 2x4"].startswith("DIFFERS") and "most in layers.1.attention.wo.weight" in lines["layout 2x4"]
 
 
-def test_it_goes_on_from_the_checkpoint_that_the_settings_name(verify, prepared, tmp_path):
-    """Of another run, by the name of a step in the folder of this one, and by RESUME."""
-    base = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2)
+@pytest.mark.parametrize(("settings", "first"), [
+    ({"RESUME": "step-00000002"}, 2),
+    pytest.param({"PRETRAIN_CHECKPOINT": "step-00000002", "RESET_OPTIMIZER": "true"}, 0, marks=pytest.mark.slow)])
+def test_it_goes_on_from_the_checkpoint_that_the_settings_name(settings, first, verify, prepared, tmp_path):
+    """By the name of a step in the folder of the user's own run."""
+    base = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, **UNMEASURED)
     assert base.train() == 0
-    for settings in ({"RESUME": base.checkpoint(2)}, {"PRETRAIN_CHECKPOINT": "step-00000002", "RESET_OPTIMIZER": "true"}):
-        code, text, _ = verify("--steps", "12", **settings)
-        first = 2 if "RESUME" in settings else 0
-        assert code == 0, text
-        assert int(table(text)["resumed"].split()[-1]) == 12 + first
+    code, text, left = verify("--steps", "12", **settings)
+    assert code == 0 and left == [base.folder], text
+    assert int(table(text)["resumed"].split()[-1]) == 12 + first
 
 
 @pytest.mark.parametrize(("flags", "settings", "words"), [
