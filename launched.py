@@ -40,7 +40,8 @@ def end_with_launcher() -> None:
 def tell_joined() -> None:
     """Let the launcher know that this process now has something to save."""
     if os.environ.get(ERROR_FILE):
-        Path(os.environ[ERROR_FILE]).with_name(JOINED).touch()
+        with suppress(OSError):  # a disk that is full is told when something is saved
+            Path(os.environ[ERROR_FILE]).with_name(JOINED).touch()
 
 
 def tell_end(code: int, sentence: str = "", trace: str = "", victim: bool = False) -> bool:

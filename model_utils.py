@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from config import Config, RunConfig
 from errors import SettingsError
 from model import CPU_MULTIPLIES_BF16, Transformer, logprob_and_gradient
+from pulse import PULSE
 from ranks import Ranks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,6 +104,7 @@ class GradientWatch:
 
     def hook(self, process_group, bucket):
         """DDP's all-reduce, after a look at the bucket."""
+        PULSE.waits = True  # until the micro-batch is done
         self.sums += bucket.buffer().sum() * 0
         return allreduce_hook(process_group, bucket)
 

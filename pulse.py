@@ -30,20 +30,20 @@ class Pulse:
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
         """Note that a phase begins, at a step that stays until another is given."""
-        self.phase, self.moved = phase, time.monotonic()
+        self.phase, self.waits, self.moved = phase, False, time.monotonic()
         if step is not None:
             self.step = step
 
     def move(self) -> None:
-        """Note that something was done since the last note."""
-        self.moved = time.monotonic()
+        """Note that something is done, and the next begun."""
+        self.waits, self.moved = False, time.monotonic()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A `with` block in which this process waits for the others."""
         self.waits, self.moved = True, time.monotonic()
         yield
-        self.waits, self.moved = False, time.monotonic()
+        self.move()
 
     def told(self) -> dict[str, Any]:
         """The same as a JSON-like value; `still` is the seconds since it moved."""
