@@ -112,9 +112,12 @@ def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
     return len(embedding)
 
 
-def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int) -> dict[str, Tensor]:
+def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int,
+                     finite: bool = True) -> dict[str, Tensor]:
     """A Hugging Face Llama's tensors under our names, the vocabulary padded to `padded_vocab` rows with zeros.
 
+    Args:
+        finite: refuse numbers that are not.
     Raises:
         CheckpointError: a tensor is missing, unknown, or not of the shape that the settings give.
     """
@@ -134,7 +137,8 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
     state = {}
     for name, shape in shapes.items():
         weight = tensors[huggingface_name(name)]
-        _check_numbers(huggingface_name(name), weight)
+        if finite:
+            _check_numbers(huggingface_name(name), weight)
         if name in VOCABULARY and weight.ndim == 2 and len(weight) < padded_vocab:
             weight = torch.cat([weight, weight.new_zeros(padded_vocab - len(weight), weight.shape[1])])
         if weight.shape != shape:

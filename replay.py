@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import checkpoints
+import convert
 from config import Config, rules
 from dataloaders import Batch
 from diagnostics import spike_height
 from errors import NonFiniteError, SettingsError
+from model import padded
 from model_utils import (
     build_model,
     choose_device,
@@ -143,7 +145,11 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
     start = start_at(*find_weights(run_dir, step, config), config, inputs, run_dir, ranks)
     for message in (*start.warnings, *start.notes):
         say(f"Note: {message}")
-    place_weights(config, start, model, dtype, ranks)
+    if start.own and not config.lora_enabled:  # as they are, which may not be finite
+        tensors = convert.load_model_weights(start.folder)
+        model.load_state_dict(convert.from_huggingface(tensors, model.config, padded(model.vocab_size), finite=False))
+    else:
+        place_weights(config, start, model, dtype, ranks)
     optimizer = Optimizer(model, config)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = resume(config, start, model, optimizer, scaler)
