@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from errors import without_passwords
+
 LARGEST = 2**53  # a number above it is a slip, and would not survive JSON
 
 
@@ -249,8 +251,9 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return self.rows_per_step // (self.micro_batch_size * self.world_size)
 
     def public(self) -> dict[str, Any]:
-        """Every setting by its name, without secrets, as JSON-like values."""
-        return {name.upper(): value for name, value in self.model_dump(exclude=set(SECRETS)).items()}
+        """Every setting by its name, without secrets and passwords in URLs, as JSON-like values."""
+        return {name.upper(): without_passwords(value) if isinstance(value, str) else value
+                for name, value in self.model_dump(exclude=set(SECRETS)).items()}
 
 
 SECTIONS = Config.__bases__
@@ -271,10 +274,12 @@ def rules(config: Config) -> Iterator[Problem]:
     need = micro * c.world_size
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
+        fits = not c.total_batch_size % (c.max_seq_len * c.world_size)
+        smaller = ", or MICRO_BATCH_SIZE=0, which takes as many rows as there are" if fits else ""
         yield Problem(("total_batch_size", "micro_batch_size", "max_seq_len", "world_size"),
                       f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * world size "
                       f"= {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; try "
-                      f"{' or '.join(str(size) for size in (below, above) if size)}")
+                      f"{' or '.join(str(size) for size in (below, above) if size)}{smaller}")
     if c.dim % c.n_heads or c.head_dim % 2:
         yield Problem(("dim", "n_heads"), f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                                           f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")

@@ -10,7 +10,9 @@ from typing import Optional, TextIO
 
 def without_passwords(text: str) -> str:
     """The same without what URLs in it may keep secret: user and password, and what follows a question mark."""
-    return re.sub(r"(://[^\s?'\"]*\?)[^\s'\"]+", r"\1***", re.sub(r"://[^\s/?#'\"]*@", "://***@", text))
+    # With one slash too, as a path has it that was no URL for whoever took it.
+    text = re.sub(r"(:/{1,2})[^\s/?#'\"]*@", r"\1***@", text)
+    return re.sub(r"(:/{1,2}[^\s?'\"]*\?)[^\s'\"]+", r"\1***", text)
 
 
 class PaddockError(Exception):

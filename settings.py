@@ -193,7 +193,8 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
         flag, has_value, value = argument.partition("=")
         name = flag.lstrip("-").lower().replace("-", "_")
         if not flag.startswith("-"):
-            problems.append(f"command line: {shown(argument)} has no name; write --name value")
+            # What follows the sign is not repeated: it may be a secret.
+            problems.append(f"command line: {shown(flag + has_value)} has no name; write --name value")
             continue
         # What follows is the value, unless it is a flag, or the flag needs none.
         if not has_value and arguments and not arguments[0].startswith("--") and name != "check":

@@ -1,5 +1,6 @@
 """A failure that may pass is met with patience, any other at once; a file behind a URL arrives whole whatever the line does."""
 
+import contextlib
 import gzip
 import json
 import socket
@@ -80,15 +81,22 @@ class Answer(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-@pytest.fixture(params=[True, False], ids=["ranges", "no ranges"])
-def server(request):
-    server = Server({"/x.jsonl": CONTENT, "/x.jsonl.gz": gzip.compress(CONTENT)}, request.param)
+@contextlib.contextmanager
+def serving(server: Server):
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(params=[True, False], ids=["ranges", "no ranges"])
+def server(request):
+    with serving(Server({"/x.jsonl": CONTENT, "/x.jsonl.gz": gzip.compress(CONTENT)}, request.param)) as server:
+        yield server
 
 
 def texts(url: str) -> list[str]:
