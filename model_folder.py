@@ -10,6 +10,7 @@ import checkpoints
 from adapter_files import refuse_adapters
 from config import ModelConfig
 from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json, vocabulary_rows
+from errors import CheckpointError
 from model import Transformer, padded
 from tokenizer import load_tokenizer
 
@@ -37,6 +38,31 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
     config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
     tensors = load_model_weights(folder)
     vocab_size = vocabulary_rows(tensors)
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model {vocab_size:,}; put the "
+                              "model's own tokenizer there")
     on_gpu = torch.cuda.is_available()
     model = transformer_of(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
-    return model.float().to("cuda" if on_gpu else "cpu"), load_tokenizer(str(folder))
+    return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
+
+
+def check_model(folder: Path, config: ModelConfig) -> list[str]:
+    """Hold the settings against the model in a folder; returns what to warn of.
+
+    Raises:
+        CheckpointError: it holds a model of another shape, only adapters, or none.
+    """
+    refuse_adapters(folder)
+    theirs = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
+
+    def differing(*names: str) -> str:
+        return "; ".join(f"{name.upper()} is {getattr(theirs, name)} there and {getattr(config, name)} here"
+                         for name in names if getattr(theirs, name) != getattr(config, name))
+
+    if another := differing("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "tie_embeddings"):
+        raise CheckpointError(f"{folder} holds another model: {another}. Set these as they are there")
+    # The same weights compute something else with these, which is done on purpose to learn longer contexts.
+    scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len") if theirs.rope_scaling_factor else ()
+    other = differing("norm_eps", "rope_theta", "rope_scaling_factor", *scaling)
+    return [f"the model in {folder} was made with other settings: {other}"] if other else []

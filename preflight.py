@@ -10,14 +10,13 @@ from typing import Any, Optional, TypeVar
 import numpy as np
 import torch
 
-import adapter_files
 import checkpoints
-import convert
 from attention_kernels import attention_taken
-from config import PREPARED_BY, Config, ModelConfig
+from config import PREPARED_BY, Config
 from errors import CheckpointError, PaddockError
 from hellaswag_utils import prepare_tasks, read_items
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
+from model_folder import check_model
 from model_utils import choose_device, choose_dtype, why_not_compile
 from ranks import Ranks
 from resume_rules import check_changes
@@ -218,8 +217,7 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
         state = checkpoints.read_state(folder)
         goes_on = continues(state, own, config)
         whole = Path(state["progress"]["base"]) if goes_on and config.lora_enabled else folder
-        adapter_files.refuse_adapters(whole)
-        refuse_another_shape(config, whole)
+        warnings += check_model(whole, config)
         if goes_on:
             if inputs:
                 notes, more = check_changes(state, config, inputs.identity(config), config.world_size, folder)
@@ -234,16 +232,6 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
     for warning in warnings:
         report.tell("warn", "start", warning)
     return folder, text
-
-
-def refuse_another_shape(config: Config, folder: Path) -> None:
-    """Raises CheckpointError where a checkpoint holds a model of another shape than the settings describe."""
-    theirs = ModelConfig(**convert.model_settings_from_huggingface(convert.read_json(folder / "config.json")))
-    differing = [f"{name.upper()} is {getattr(theirs, name)} there and {getattr(config, name)} here"
-                 for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "tie_embeddings")
-                 if getattr(theirs, name) != getattr(config, name)]
-    if differing:
-        raise CheckpointError(f"{folder} holds another model: {'; '.join(differing)}. Set these as they are there")
 
 
 def tell_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype, report: Report) -> None:

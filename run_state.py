@@ -21,6 +21,7 @@ from errors import CheckpointError, DataError
 from example_rows import ExampleRows, open_example_set
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
+from model_folder import check_model
 from objectives import Objective
 from optim import Optimizer
 from pulse import PULSE
@@ -309,6 +310,7 @@ def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Con
         warnings += more
     else:
         refuse_own_weights(state, folder, run_dir, config)
+        warnings += ranks.together(lambda: check_model(folder, config))
         warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
         state, own = {}, False
     remembered = state["progress"].get("base") if state else None

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from checkpoints import publish
+from checkpoints import MANIFEST, publish, verify
 from config import ModelConfig
 from convert import (
     MAX_SHARD_BYTES,
@@ -80,6 +80,8 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     if output.exists():
         raise CheckpointError(f"{output} exists; name a new folder")
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
+    if (source / MANIFEST).exists():
+        verify(source)
     if (source / "config.json").is_file():
         state, config, max_seq_len = read_huggingface(source)
         tokenizer = load_tokenizer(tokenizer_path or str(source))
