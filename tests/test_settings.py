@@ -111,6 +111,15 @@ def test_every_preset_is_valid_once_the_data_is_named(name):
     assert "preset" not in read_env_file(PRESETS_DIR / f"{name}.env").values
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("sample")])
+def test_the_sample_trains_on_any_number_of_gpus(name, ranks):
+    """run.sh takes all that there are."""
+    presets = "sample" if name == "sample" else f"sample,{name}"
+    config = load("--preset", presets, "--pretrain-checkpoint", "x", "--world-size", str(ranks), "--check").config
+    assert config.accumulation_steps == 1
+
+
 def test_sections_of_json_may_have_any_name():
     content = {"model": {"dim": 1536}, "training": {"steps": {"MAX_STEPS": 3}}, "max-seq-len": 512,
                "lr": {"learning_rate": "1e-3"}}
@@ -297,6 +306,7 @@ def test_a_script_can_do_without_what_training_needs():
     (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
                                        "world size = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
     (("--total-batch-size", "5"), "try 8192"),
+    (("--total-batch-size", "4096"), "try 8192, or MICRO_BATCH_SIZE=0"),
     (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576"),
     (("--dim", "100"), "DIM=100 must be an even multiple of N_HEADS=12; try DIM=96"),
     (("--dim", "36"), "even multiple"),
