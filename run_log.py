@@ -178,6 +178,9 @@ class TensorBoard:
     def __init__(self, run_dir: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
+        # Its thread dies of a full disk with a traceback, and what comes next raises the same error once more, to be told.
+        show = threading.excepthook
+        threading.excepthook = lambda death: type(death.thread).__module__.startswith("tensorboard.") or show(death)
         self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Optional
@@ -23,7 +24,9 @@ import checkpoints
 import data_preparation_utils
 import run_state
 import train
+from config import Config
 from errors import DataError
+from run_log import RunLog
 
 ROOT = Path(__file__).parent.parent
 WORLD = 2
@@ -186,6 +189,22 @@ def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
     assert (run.folder / "ledger.jsonl").read_text() == (whole.folder / "ledger.jsonl").read_text()
     told = (run.folder / "log" / "rank-0.txt").read_text().splitlines()
     assert sum("Step [" in line for line in told) == 50 and all(line.startswith("[CPU0] ") for line in told)
+
+
+@needs_mounts
+def test_tensorboard_on_a_full_disk_costs_one_warning(mount, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    folder = mount(tmp_path / "run", 100_000)
+    log = RunLog(Config(tensorboard_enabled=True), 0, "cpu", folder)
+    while not list(folder.glob("tensorboard/*")):
+        time.sleep(0.01)
+    fill(folder)
+    for step in range(1, 100):
+        log.step({"step": step, "train_loss": 1.0})
+    log.close()
+    told = capsys.readouterr().err
+    assert told.count("TensorBoard is off for the rest of this run") == 1 and "Traceback" not in told, told
 
 
 def bad_gradient_on_a_full_disk() -> None:

@@ -145,8 +145,8 @@ def refusal(command: str, argv: list, monkeypatch, capfd) -> str:
 
 
 SPELLINGS = [["--hf-token", "canary"], ["--hf-token=canary"], ["--HF_TOKEN=canary"], ["--hf_token", "canary"],
-             ["-hf-token", "canary"], ["HF_TOKEN=canary"], ["--hf-tokn=canary"], ["--token", "canary"], ["--wandb-api-key", "canary"],
-             ["--openai-api-key=canary"], ["--wandb_api-key=canary", "--max-steps", "1"]]
+             ["-hf-token", "canary"], ["HF_TOKEN=canary"], ["--hf-tokn=canary"], ["--token", "canary"],
+             ["--wandb-api-key", "canary"], ["--openai-api-key=canary"], ["--wandb_api-key=canary", "--max-steps", "1"]]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
