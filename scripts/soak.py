@@ -44,7 +44,7 @@ from random import Random
 from typing import Any, NamedTuple, Optional
 
 import faults
-from helpers import UNMEASURED, Job, Prepared, TinyRun, prepare, without_clocks
+from helpers import PATIENCE, UNMEASURED, Job, Prepared, TinyRun, prepare, without_clocks
 from tqdm import tqdm
 
 import checkpoints
@@ -91,7 +91,7 @@ class Reference(NamedTuple):
 class Ground:
     """What all trials start from: data, runs to be held against, and a run that was killed when it began its third save."""
 
-    def __init__(self, folder: Path, seed: int):
+    def __init__(self, folder: Path, seed: int, kills: bool):
         self.folder = folder
         self.prepared: Prepared = prepare(folder / "data")
         # Beside the ports that the system hands out, so that no connection of another run takes it first.
@@ -104,7 +104,7 @@ class Ground:
         self.calls = (folder / "calls.txt").read_text().split()
         self.files = sorted(path.name for path in self.template.checkpoint(2).iterdir())
         self.shards = sorted(path.name for path in self.prepared.shards.glob("*.bin"))
-        self.long = {world_size: self.reference(LONG, world_size) for world_size in (1, 2)}
+        self.long = {world_size: self.reference(LONG, world_size) for world_size in (1, 2)} if kills else {}
 
     def run(self, folder: Path, settings: dict[str, Any], **changes) -> TinyRun:
         """A run that is still to be started, in a folder of its own."""
@@ -118,15 +118,10 @@ class Ground:
     def reference(self, settings: dict[str, Any], world_size: int) -> Reference:
         """What becomes of a run that nothing touches."""
         run = self.run(self.folder / f"reference-{settings['MAX_STEPS']}-{world_size}", settings)
-        marks = run.output_dir / "marks"
+        marks, started = run.output_dir / "marks", time.monotonic()
         self.start(run, world_size, partial(faults.mark_saves, marks), [0] * world_size)
-        started = time.monotonic()
-        again = self.run(self.folder / f"timed-{settings['MAX_STEPS']}-{world_size}", settings)
-        self.start(again, world_size, None, [0] * world_size)
         seconds, instants = time.monotonic() - started, faults.saves_marked(marks)
-        reference = Reference(evidence(run), seconds, max(end - begin for begin, end in zip(instants[::2], instants[1::2])))
-        reference.compare(again)
-        return reference
+        return Reference(evidence(run), seconds, max(end - begin for begin, end in zip(instants[::2], instants[1::2])))
 
     def port(self) -> str:
         """One that nobody listens at."""
@@ -140,31 +135,39 @@ class Ground:
     @contextlib.contextmanager
     def started(self, run: TinyRun, world_size: int, plant: Optional[Callable], **changes) -> Iterator[Job]:
         """A job, of which nothing is left afterwards."""
-        job = run.start(world_size, plant, {"MASTER_PORT": self.port()}, **changes)
+        port = self.port()
+        with PROCESSES:
+            job = run.start(world_size, plant, {"MASTER_PORT": port}, **changes)
         try:
             yield job
         finally:
-            for process in job.processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+            codes_of(job, patience=0)
 
     def start(self, run: TinyRun, world_size: int, plant: Optional[Callable], codes: list[int], **changes) -> str:
         """Start a run, and see it end with these exit codes; what it said."""
         with self.started(run, world_size, plant, **changes) as job:
-            found = job.wait()
+            found = codes_of(job, PATIENCE)
             assert found == codes, f"exit codes {found}, expected {codes}:\n{job.text()}"
             return job.text()
 
 
-def wait_until_gone(job: Job) -> list[int]:
-    """The exit codes of a job of which somebody died; who does not leave by itself is killed."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in job.processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+# Each start of a process looks after all others of this one, and what two threads find out at once only one of them is told.
+PROCESSES = threading.Lock()
+
+
+def is_alive(process) -> bool:
+    with PROCESSES:
+        return process.is_alive()
+
+
+def codes_of(job: Job, patience: float) -> list[int]:
+    """The exit codes of a job; whoever is still there after so many seconds is killed."""
+    deadline = time.monotonic() + patience
+    while any(is_alive(process) for process in job.processes):
+        if time.monotonic() >= deadline:
+            for process in job.processes:
+                send(process, signal.SIGKILL)
+        time.sleep(0.005)
     return [process.exitcode for process in job.processes]
 
 
@@ -177,7 +180,7 @@ def wait_for_a_save(process, marks: Path, rank: int, save_seconds: float, dice: 
     """Stop a process at a random instant inside one of its saves; return, too, when it has ended."""
     for save in count(dice.randrange(3)):
         while len(faults.saves_marked(marks, rank)) <= 2 * save:
-            if not process.is_alive():
+            if not is_alive(process):
                 return
             time.sleep(0.001)
         time.sleep(dice.uniform(0, save_seconds))
@@ -198,7 +201,7 @@ def kill_once(ground: Ground, run: TinyRun, world_size: int, aimed: bool, marks:
             time.sleep(dice.uniform(0, 1.2 * reference.seconds))
         for victim in victims:
             send(job.processes[victim], signal.SIGKILL)
-        codes = wait_until_gone(job)
+        codes = codes_of(job, GRACE_SECONDS)
         if KILLED not in [codes[victim] for victim in victims]:
             assert codes == [0] * world_size, f"exit codes {codes}:\n{job.text()}"
             return None
@@ -334,7 +337,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     """Try everything; 0 only if all held."""
     args, started = parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:
-        ground = Ground(Path(folder), args.seed)
+        ground = Ground(Path(folder), args.seed, args.kills > 0)
         trials = plan(ground, args)
         held, failed = try_all(trials, args, Path(folder))
     total = sum((trial.worth for trial in trials), Counter())

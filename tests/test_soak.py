@@ -1,10 +1,14 @@
-"""The soak in small, and that it notices what does not hold."""
+"""The soak in small, and that it notices what does not hold; a stop at every step of an epoch."""
 
 import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from helpers import prepare_stages, stop_at, without_clocks
+
+import train
+from example_rows import ExampleRows, open_example_set
 
 ROOT = Path(__file__).parent.parent
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
@@ -50,3 +54,27 @@ def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
     kills, of, inside, of_two_ranks, points, all_points, *others = last_line(capsys)
     assert (kills, of) == (20, 20) and inside >= 6 and of_two_ranks >= 6
     assert points == all_points >= 20 and others == [20, 20, 24, 24, 1]
+
+
+@pytest.mark.slow
+def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(prepared, tmp_path):
+    """With dropout, whose random numbers nobody saves."""
+    stages = prepare_stages(prepared, tmp_path)
+    rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", vocab_size=512), 96))
+    last = -(-rows // 8) + 2
+    settings = {"MAX_STEPS": last, "LORA_DROPOUT": 0.3}
+    whole = stages.run("lora-sft", tmp_path / "whole", **settings)
+    assert whole.train() == 0
+    assert last * 8 > rows and list(whole.column("train_loss")) == [*range(1, last + 1)]
+    print(f"{last} steps, {rows} rows, 8 a step")
+    dry = stages.run("lora-sft", tmp_path / "dry", **settings | {"LORA_DROPOUT": 0})
+    assert dry.train() == 0 and dry.hashes(last) != whole.hashes(last), "dropout is to matter"
+    for step in range(1, last + 1):
+        stopped = stages.run("lora-sft", tmp_path / f"stopped-{step}", **settings)
+        with stop_at(step):
+            assert stopped.train() == train.EXIT_PREEMPTED
+        assert stopped.steps_saved()[-1] == step and stopped.train() == 0
+        assert stopped.hashes(last) == whole.hashes(last), step
+        assert without_clocks(stopped.metrics()) == without_clocks(whole.metrics()), step
+        for name in ("ledger.jsonl", "samples.jsonl"):
+            assert (stopped.folder / name).read_text() == (whole.folder / name).read_text(), step
