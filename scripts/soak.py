@@ -56,6 +56,8 @@ LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 3, **UNMEASURED}
 GRACE_SECONDS = 3.0  # that the others have to leave by themselves before they are killed, as a launcher does
 KILLED = -signal.SIGKILL
+# To start a process is to look after all that were started before, and an exit code that two threads read at once one misses.
+PROCESSES = threading.Lock()
 
 
 def evidence(run: TinyRun) -> dict[str, Any]:
@@ -91,12 +93,11 @@ class Reference(NamedTuple):
 class Ground:
     """What all trials start from: data, runs to be held against, and a run that was killed when it began its third save."""
 
-    def __init__(self, folder: Path, seed: int, kills: bool):
+    def __init__(self, folder: Path, kills: bool):
         self.folder = folder
         self.prepared: Prepared = prepare(folder / "data")
         # Beside the ports that the system hands out, so that no connection of another run takes it first.
-        self.ports = count(10_000 + Random(seed).randrange(10_000))
-        self.lock = threading.Lock()
+        self.ports = count(10_000 + os.getpid() % 10_000)
         self.short = self.reference(SHORT, 1)
         self.template = self.run(folder / "template", SHORT)
         self.start(self.template, 1, partial(faults.die_in_save, 3, 1), [KILLED])
@@ -125,19 +126,16 @@ class Ground:
 
     def port(self) -> str:
         """One that nobody listens at."""
-        with self.lock:
-            for port in self.ports:
-                with socket.socket() as probe:
-                    with contextlib.suppress(OSError):
-                        probe.bind(("127.0.0.1", port))
-                        return str(port)
+        for port in self.ports:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return str(port)
 
     @contextlib.contextmanager
     def started(self, run: TinyRun, world_size: int, plant: Optional[Callable], **changes) -> Iterator[Job]:
         """A job, of which nothing is left afterwards."""
-        port = self.port()
         with PROCESSES:
-            job = run.start(world_size, plant, {"MASTER_PORT": port}, **changes)
+            job = run.start(world_size, plant, {"MASTER_PORT": self.port()}, **changes)
         try:
             yield job
         finally:
@@ -149,10 +147,6 @@ class Ground:
             found = codes_of(job, PATIENCE)
             assert found == codes, f"exit codes {found}, expected {codes}:\n{job.text()}"
             return job.text()
-
-
-# Each start of a process looks after all others of this one, and what two threads find out at once only one of them is told.
-PROCESSES = threading.Lock()
 
 
 def is_alive(process) -> bool:
@@ -337,7 +331,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     """Try everything; 0 only if all held."""
     args, started = parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:
-        ground = Ground(Path(folder), args.seed, args.kills > 0)
+        ground = Ground(Path(folder), args.kills > 0)
         trials = plan(ground, args)
         held, failed = try_all(trials, args, Path(folder))
     total = sum((trial.worth for trial in trials), Counter())
