@@ -179,8 +179,8 @@ def difference(value: float, then: Optional[float]) -> float:
     return abs(value - then) / max(abs(then), 1e-12)
 
 
-def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, Any]]) -> str:
-    """Take the steps before a step again; returns in words how they went.
+def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
+    """Take the steps before a step again; returns in words how they went, and whether they went as they did then.
 
     Raises:
         NonFiniteError: one of them was not finite.
@@ -188,7 +188,7 @@ def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, A
     first, furthest, astray = run.progress.step + 1, 0.0, ""
     begun = f"those of {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
-        return begun
+        return begun, True
     with run.inputs.training_batches(run.config, run.ranks, run.progress.step) as loader:
         what = f"Steps {first} to {step - 1} again"
         for now in tqdm(range(first, step), desc=what, unit="step", delay=2, leave=False, disable=None):
@@ -204,7 +204,7 @@ def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, A
     if astray:
         how = f"BUT {astray}: settings, data or machine are not what they were"
     again = f"step {first}" if first == step - 1 else f"steps {first} to {step - 1}"
-    return f"{begun}, and {again} again; {how}"
+    return f"{begun}, and {again} again; {how}", not astray
 
 
 # ------------------------------------------------------------------------------------------------------------------ the replay
@@ -217,25 +217,34 @@ def compare(name: str, now: float, then: Optional[float]) -> str:
     return f"{name:<14} {now:<12.6g} then {'not finite' if then is None else f'{then:.6g}':<12} {verdict}"
 
 
-def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool) -> str:
-    """What it comes to, in one sentence."""
+def named(reports: list[RowReport]) -> str:
+    """The numbers of the first rows."""
+    return ", ".join(str(report.row) for report in reports[:8])
+
+
+def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool, alike: bool) -> str:
+    """What it comes to, in a sentence or two.
+
+    Args:
+        alike: rows and weights are those of the step.
+    """
     bad = [report for report in reports if report.is_bad]
     losses = [report.loss for report in reports if math.isfinite(report.loss)]
     then_finite = then["loss"] is not None and then["grad_norm"] is not None
     if bad_parameters:
-        return "The weights were not finite before this step: replay an earlier one" + (
-            f", or look at what row {bad[0].row} has to do with it." if bad else ".")
+        met = f", and row{'s' if len(bad) > 1 else ''} {named(bad)} met what is bad" if bad else ""
+        return f"The weights were not finite before this step{met}: replay an earlier one to see what made them so."
     if bad:
-        return f"It is not finite by row {', '.join(str(report.row) for report in bad[:8])}."
+        return f"Row{'s' if len(bad) > 1 else ''} {named(bad)} make{'' if len(bad) > 1 else 's'} it not finite."
     if not result.finite:
         return "The step is not finite, and none of its rows is to blame alone: lower LEARNING_RATE, or set PRECISION=bf16."
     if not then_finite:
-        return ("It is finite now and was not then: neither data nor weights are to blame. Suspect the machine that it ran on, "
-                "or its kernels.")
+        blame = ("neither data nor weights are to blame. Suspect the machine that it ran on, or its kernels" if alike else
+                 "but it has other rows or weights than then")
+        return f"It is finite now and was not then: {blame}."
     out = [report for report in reports if spike_height(report.loss, losses, 0) > STANDS_OUT]
     if out:
-        named = ", ".join(str(report.row) for report in out[:8])
-        return (f"All is finite; {f'rows {named} stand' if len(out) > 1 else f'row {named} stands'} out: a loss of "
+        return (f"All is finite; {f'rows {named(out)} stand' if len(out) > 1 else f'row {named(out)} stands'} out: a loss of "
                 f"{out[0].loss:.4f} beside {float(np.median(losses)):.4f} of the median row.")
     return "Nothing is wrong with this step: all is finite, and no row stands out."
 
@@ -268,9 +277,10 @@ def replay(run_dir: Path, step: int, config: Config, world_size: int, rows_shown
     say(f"Rows: {len(rows)}, " + ("those of the ledger" if own_rows else "NOT those of the ledger: settings or data have changed "
                                   "since, and what follows is about other rows"))
     if at_checkpoint and run.progress.step < step - 1:
-        say(f"Weights: those after step {run.progress.step}, which are older than the step's")
+        weights, own_weights = f"those after step {run.progress.step}, which are older than the step's", False
     else:
-        say(f"Weights: {catch_up(run, step, world_size, ledger)}")
+        weights, own_weights = catch_up(run, step, world_size, ledger)
+    say(f"Weights: {weights}")
     batches = [run.inputs.rows(micro_batch).to(run.ranks.device) for micro_batch in order.micro_batches(step - 1)]
     count = sum(int(run.objective.count(batch)) for batch in batches)
     parameters, bare = describe_parameters(run), numbered(run.inputs.rows)
@@ -284,4 +294,4 @@ def replay(run_dir: Path, step: int, config: Config, world_size: int, rows_shown
     say(compare("Gradient norm", result.grad_norm, then["grad_norm"]))
     for line in (*parameters, *(line for lines in details for line in lines)):
         say(line)
-    say(conclude(result, then, reports, bool(parameters)))
+    say(conclude(result, then, reports, bool(parameters), own_rows and own_weights))

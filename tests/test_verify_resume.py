@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 import pytest
-from helpers import PATIENCE, UNMEASURED, TinyRun, main_with, start
+from helpers import PATIENCE, UNMEASURED, TinyRun, main_with, prepare_stages, start
 
 import checkpoints
 import dataloaders
@@ -115,6 +115,15 @@ def test_a_run_that_survives_is_told_so_and_nothing_is_left(ranks, settings, ver
     assert "bit for bit" in lines["weights"] and "12 lines" in lines["rows"] and "13 lines" in lines["metrics"]
     assert "kill -9 of rank 0 after step" in lines["killed"] and lines["straight"].startswith("12 steps")
     assert text.splitlines()[-1] == "All is alike." and left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-sft"])
+def test_every_stage_is_verified(mode, verify, prepared, tmp_path):
+    stages = prepare_stages(prepared, tmp_path)
+    settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
+    code, text, left = verify("--steps", "8", "--layouts", "1x4,1x2,2x2", **settings)
+    assert code == 0 and text.splitlines()[-1] == "All is alike." and left == [], text
 
 
 def forget_optimizer() -> None:
