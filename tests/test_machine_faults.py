@@ -17,11 +17,12 @@ from typing import Optional
 
 import pytest
 import torch
-from commands import Command
+from commands import Command, launch
 from helpers import UNMEASURED, TinyRun, do_in_step, without_clocks
 
 import checkpoints
 import data_preparation_utils
+import optim
 import run_state
 import train
 from config import Config
@@ -236,6 +237,21 @@ def test_a_console_on_the_full_disk_changes_no_exit_code(tiny_run, mount):
     job = run.start(plant=console_on_the_full_disk, env={"SMALL_DISK": str(run.folder)})
     assert job.wait() == [5]
     assert run.steps_saved() == [2] and "Step [2/6]" in (run.folder / "console.txt").read_text()
+
+
+def fill_the_disk_of_a_command() -> None:
+    do_in_step(3, lambda: fill(Path(os.environ["SMALL_DISK"])), optim)
+
+
+@pytest.mark.slow
+@needs_mounts
+def test_the_launcher_whose_own_files_are_on_the_full_disk_hands_on_the_exit_code(tiny_run, mount):
+    run = tiny_run()
+    mount(run.output_dir, 10_000_000)
+    with launch(run, plant="test_machine_faults:fill_the_disk_of_a_command", planted_in=0,
+                env={"SMALL_DISK": str(run.folder)}) as command:
+        assert command.wait() == 5
+    assert run.steps_saved() == [2] and checkpoints.verify(run.checkpoint(2))
 
 
 def console_that_nobody_reads() -> None:
