@@ -85,9 +85,8 @@ class Reference(NamedTuple):
 
     def compare(self, run: TinyRun) -> None:
         """Raises AssertionError with the name of what differs."""
-        found = evidence(run)
-        differing = {name: (expected, found[name]) for name, expected in self.evidence.items() if found[name] != expected}
-        assert not differing, f"the end differs in {differing}"
+        for name, found in evidence(run).items():
+            assert found == self.evidence[name], f"the end differs in {name}:\n{found}\n{self.evidence[name]} was expected"
 
 
 class Ground:
