@@ -271,7 +271,7 @@ def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
 
 
 @needs_mounts
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goes_on_where_there_is_room(
         workers, prepared, mount, tmp_path, monkeypatch):
     monkeypatch.setattr(data_preparation_utils, "CHUNK_CHARACTERS", 20_000)
@@ -390,7 +390,7 @@ def little_memory_in_step_3() -> None:
         do_in_step(3, limit)
 
 
-@pytest.mark.parametrize("world_size", [1, WORLD])
+@pytest.mark.parametrize("world_size", [1, pytest.param(WORLD, marks=pytest.mark.slow)])
 def test_out_of_memory_is_told_with_the_settings_to_change(world_size, tiny_run):
     run = tiny_run(DIM=512, MAX_SEQ_LEN=128, TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=4, **UNMEASURED)
     job = run.start(world_size, little_memory_in_step_3)
