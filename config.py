@@ -313,6 +313,10 @@ def rules(config: Config) -> Iterator[Problem]:
     if len(checkpoints) > 1:
         yield Problem(tuple(checkpoints), f"{' and '.join(n.upper() for n in checkpoints)} are both set; "
                                           "start from one checkpoint")
+    layers = {name.strip() for name in c.lora_target_modules.split(",")}
+    if c.lora_enabled and not layers <= (known := set(LoraConfig().lora_target_modules.split(","))):
+        yield Problem(("lora_target_modules",), f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of "
+                                                f"{', '.join(sorted(known))}, with commas")
     if c.lora_enabled and not checkpoints and c.resume in ("auto", "never"):
         yield Problem(("lora_enabled",), "LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, "
                                          "INSTRUCT_CHECKPOINT or DPO_CHECKPOINT")
