@@ -312,7 +312,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
         CheckpointError: there is none.
     """
     for place in (Path(run_dir) / "checkpoints" / name, Path(run_dir) / name, Path(name).expanduser()):
-        if not place.is_dir():
+        if not os.path.isdir(place):
             continue
         for checkpoints_dir in (place, place / "checkpoints"):
             if checkpoints_dir.is_dir() and _folders(checkpoints_dir):
