@@ -226,7 +226,6 @@ def _load_foreign(folder: Path, described: Mapping[str, Any], config: Config, vo
     kind, longest = described.get("model_type"), described.get("max_position_embeddings", described.get("n_positions"))
     try:
         import transformers
-        from safetensors import SafetensorError
     except ImportError as error:
         raise SettingsError(f"{name} is a {kind!r} model, which only the package transformers can run; install it with "
                             "pip install transformers, or choose a Llama") from error
@@ -239,8 +238,9 @@ def _load_foreign(folder: Path, described: Mapping[str, Any], config: Config, vo
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, use_safetensors=True, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise CheckpointError(f"{name}: {folder} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:  # whatever transformers' many parts raise
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name}: {folder} cannot be loaded: {what}; get it anew, or choose another teacher") from error
     if loaded["missing_keys"] or loaded["mismatched_keys"]:
         lacking = sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]]))
         raise CheckpointError(f"{name}: {folder} lacks weights of a causal language model, such as {lacking[0]}; choose another "
