@@ -81,7 +81,7 @@ def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor])
                           lora_train_embeddings="tok_embeddings.weight" in state_dict)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}; get it anew") from error
 
 
 def save_adapter_folder(folder: Path, state_dict: Mapping[str, Tensor], config: LoraConfig, model_config: ModelConfig,
@@ -113,6 +113,8 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     check_plain_lora(content)
     own = read_json(folder / BASE_FILE) if (folder / BASE_FILE).exists() else {}
     state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"])
+    if not state:
+        raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
     return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"), own.get("base_sha256"))
 
 

@@ -207,7 +207,8 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         heads = _rotated_heads(name, model_config) if name.endswith(".lora_B") else 0
         state[name] = _halves_to_pairs(tensor, heads) if heads else tensor
     if left:
-        raise CheckpointError(f"the adapters hold {min(left)}, which this model has not ({len(left)} such tensors)")
+        raise CheckpointError(f"the adapters hold {min(left)}, which this model has not ({len(left)} such tensors); take the "
+                              "base that the adapters were made for")
     return state
 
 
@@ -220,6 +221,8 @@ def from_meta(tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple
         CheckpointError: the file or the parameters are not a Llama 3's.
     """
     state = {name: tensor for name, tensor in tensors.items() if name != "rope.freqs"}
+    for name, tensor in state.items():
+        _check_numbers(name, tensor)
     wanted = ("dim", "n_layers", "n_heads", "norm_eps")
     lacking = [key for key in wanted if key not in params] + [
         name for name in ("tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w1.weight") if name not in state]
@@ -228,17 +231,18 @@ def from_meta(tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple
     tied = torch.equal(state["tok_embeddings.weight"], state["output.weight"])
     if tied:
         del state["output.weight"]
+    rows, ffn_dim = (state[name].shape[:1].numel() for name in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"))
     settings = {key: params[key] for key in wanted} | {
-        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": len(state["layers.0.feed_forward.w1.weight"]),
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": ffn_dim,
         "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
     if params.get("use_scaled_rope"):
         settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
         settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
-    expected = parameter_shapes(ModelConfig(**settings), len(state["tok_embeddings.weight"]))
-    wrong = [name for name in sorted(expected.keys() | state.keys())
+    expected = parameter_shapes(checked_settings(settings, "params.json"), rows)
+    wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or tuple(state[name].shape) != expected.get(name)]
     if wrong:
-        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors)")
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); take both from one download")
     return state, settings
 
 
@@ -276,6 +280,20 @@ def generation_config(tokenizer) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
+def checked_settings(settings: Mapping[str, Any], file_name: str) -> ModelConfig:
+    """Model settings that came from a file.
+
+    Raises:
+        CheckpointError: no model can have them.
+    """
+    try:
+        return ModelConfig(**settings)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise CheckpointError(f"{file_name} gives {'.'.join(map(str, fault['loc'])).upper()}={str(fault['input']):.40}: "
+                              f"{fault['msg'][0].lower() + fault['msg'][1:]}; get it anew") from error
+
+
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ModelConfig that describe the model of a config.json.
 
@@ -303,12 +321,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
                      "rope_low_freq_factor": scaling.get("low_freq_factor", "missing"),
                      "rope_high_freq_factor": scaling.get("high_freq_factor", "missing"),
                      "rope_original_max_len": scaling.get("original_max_position_embeddings", "missing")}
-    try:
-        checked = ModelConfig(**settings)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        raise CheckpointError(f"config.json gives {'.'.join(map(str, fault['loc'])).upper()}={str(fault['input']):.40}: "
-                              f"{fault['msg'][0].lower() + fault['msg'][1:]}; get it anew") from error
+    checked = checked_settings(settings, "config.json")
     fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": checked.head_dim, "pretraining_tp": 1}
     unlike = [f"{key}={config[key]!r}" for key, value in fixed.items() if config.get(key) not in (value, None)]
     if rope_type not in ("default", "llama3"):

@@ -25,6 +25,19 @@ def transformer_of(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: 
     return model
 
 
+def model_config_of(folder: Path) -> ModelConfig:
+    """The settings of the Llama in a folder.
+
+    Raises:
+        CheckpointError: it has no config.json that describes one.
+    """
+    content = read_json(folder / "config.json")
+    try:
+        return ModelConfig(**model_settings_from_huggingface(content))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
 def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
     """The folder's model, on the GPU in bf16 where there is one and otherwise in fp32, and its tokenizer.
 
@@ -35,7 +48,7 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
     refuse_adapters(folder)
     if (folder / checkpoints.MANIFEST).exists():
         checkpoints.verify(folder)
-    config = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
+    config = model_config_of(folder)
     tensors = load_model_weights(folder)
     vocab_size = vocabulary_rows(tensors)
     tokenizer = load_tokenizer(str(folder))
@@ -54,7 +67,7 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
         CheckpointError: it holds a model of another shape, only adapters, or none.
     """
     refuse_adapters(folder)
-    theirs = ModelConfig(**model_settings_from_huggingface(read_json(folder / "config.json")))
+    theirs = model_config_of(folder)
 
     def differing(*names: str) -> str:
         return "; ".join(f"{name.upper()} is {getattr(theirs, name)} there and {getattr(config, name)} here"

@@ -308,11 +308,14 @@ def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    ordered = sorted(ranks, key=ranks.__getitem__)
+    content = b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in sorted(ranks, key=ranks.__getitem__))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % ranks[token] for token in ordered))
-        os.replace(unfinished, path)
+        try:
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error.strerror}; choose another place") from error
 
@@ -329,8 +332,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainable
 
-    if vocab_size < 256:
-        raise SettingsError(f"--vocab-size {vocab_size} must be at least 256, one rank for each byte")
+    if not 256 <= vocab_size <= 10_000_000:
+        raise SettingsError(f"--vocab-size {vocab_size} must be at least 256, one rank for each byte, and at most 10,000,000")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Trainable(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])

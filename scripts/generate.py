@@ -53,8 +53,11 @@ def parse_args() -> argparse.Namespace:
                         help="nucleus of the distribution that is sampled from (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
     args = parser.parse_args()
-    if args.max_new_tokens < 0 or args.temperature < 0 or not 0 < args.top_p <= 1:
-        parser.error("--max-new-tokens and --temperature must be 0 or more, --top-p above 0 and at most 1")
+    if not 0 <= args.max_new_tokens <= 1_000_000 or not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
+        parser.error("--max-new-tokens and --temperature must be 0 or more (a million tokens at most), --top-p above 0 and at "
+                     "most 1")
+    if not 0 <= args.seed < 2**32:
+        parser.error("--seed must be at least 0 and below 2^32")
     if args.system and not args.chat:
         parser.error("--system goes with --chat")
     if args.chat and not all(prompt.strip() for prompt in args.prompt):

@@ -7,21 +7,22 @@ Of a Hugging Face folder only safetensors are read. Meta's consolidated.00.pth i
 """
 
 import argparse
+import os
 import pickle
 import sys
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoints import MANIFEST, publish, verify
 from config import ModelConfig
 from convert import (
     MAX_SHARD_BYTES,
+    checked_settings,
     from_huggingface,
     from_meta,
     load_model_weights,
@@ -41,7 +42,8 @@ def read_huggingface(source: Path) -> tuple[dict[str, Tensor], ModelConfig, int]
     tensors = load_model_weights(source)
     longest = content.get("max_position_embeddings", 2048)
     if not isinstance(longest, int):
-        raise CheckpointError(f"{source / 'config.json'}: max_position_embeddings={longest!r:.40} must be a whole number")
+        raise CheckpointError(f"{source / 'config.json'}: max_position_embeddings={longest!r:.40} must be a whole number; get it "
+                              "anew")
     return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, longest
 
 
@@ -53,21 +55,14 @@ def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[st
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} holds no plain weights, or is damaged: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{file} holds no plain weights, or is damaged ({str(error).splitlines()[0]:.60} ...); download it "
+                              "again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{file} is no dictionary of tensors")
+        raise CheckpointError(f"{file} is no dictionary of tensors; download it again")
     state, settings = from_meta(tensors, params)
     if rope_scaling_factor is not None:
         settings["rope_scaling_factor"] = rope_scaling_factor
-    return state, checked(settings, file.parent), 8192
-
-
-def checked(settings: dict[str, Any], source: Path) -> ModelConfig:
-    try:
-        return ModelConfig(**settings)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise CheckpointError(f"{source}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from error
+    return state, checked_settings(settings, "--rope-scaling-factor"), 8192
 
 
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
@@ -77,7 +72,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     Raises:
         CheckpointError: the source is no Llama that can be read, or the output is there already.
     """
-    if output.exists():
+    if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
     if (source / MANIFEST).exists():

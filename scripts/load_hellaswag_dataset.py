@@ -34,14 +34,16 @@ def main(argv: list[str]) -> None:
     records = read_records(source, Reading(way_out="mend the line, or leave it out"))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        count = write_items(tqdm(records, desc="Checking items", unit=" items"), unfinished)
-        if not count:
-            raise DataError(f"{flags['source']}: holds no items; give another --source")
-        unfinished.replace(output)
+        try:
+            with tqdm(records, desc="Checking items", unit=" items") as bar:
+                count = write_items(bar, unfinished)
+            if not count:
+                raise DataError(f"{flags['source']}: holds no items; give another --source")
+            unfinished.replace(output)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}; choose another --output") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     print(f"{count:,} items, every one checked. The line for .env:")
     print(f"HELLASWAG_PATH={output}")
 

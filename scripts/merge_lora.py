@@ -7,6 +7,7 @@ The adapters may be ours or PEFT's. What is written is read again and compared b
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Optional
@@ -44,11 +45,11 @@ def base_of(adapter: Path, base: Optional[Path]) -> Path:
         CheckpointError: it is not here.
     """
     named = base or read_json(adapter / adapter_files.CONFIG_FILE).get("base_model_name_or_path")
-    if not named or not (Path(named) / "config.json").is_file():
+    if not named or not os.path.isfile(f"{named}/config.json"):
         what = f"{named} is no model folder here" if named else "the adapters do not name their base"
         raise CheckpointError(f"{what}; name the base's folder with --base (one on the hub is fetched with: "
                               "hf download NAME --local-dir FOLDER)")
-    return Path(named)
+    return Path(str(named))
 
 
 def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype: torch.dtype = torch.float32) -> float:
@@ -57,7 +58,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     Raises:
         CheckpointError: the output is there already, the adapters or the base cannot be used, or they do not belong together.
     """
-    if output.exists():
+    if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
     base = base_of(adapter_folder, base)
     for folder in (adapter_folder, base):

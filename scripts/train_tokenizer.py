@@ -24,7 +24,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
                         help="what to do with a record that cannot be used (default: fail)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.output:
+        parser.error("--output must name a file")
+    return args
 
 
 def main() -> None:
