@@ -86,7 +86,7 @@ class Watch:
 
     def stop(self) -> None:
         """End both threads; but where the alarm was given already, wait for the end that they make of this process."""
-        while self.alarm:
+        while self.alarm and self.threads[1].is_alive():
             time.sleep(URGENT_SECONDS)
         self.stopped = True
         self.woken.set()
@@ -146,7 +146,7 @@ class Watch:
             silent = [rank for rank, state in enumerate(self.states) if not state["ready"] and rank != self.rank]
             speaker = min({*range(len(self.states))} - {*silent})
         else:  # nothing is known of the others but who hosts the store
-            silent = [0] if self.hosted_by_main else []
+            silent = [0] if self.hosted_by_main and self.rank > 0 else []
             speaker = min(rank for rank, state in enumerate(self.states)
                           if state["host"] == self.place["host"] and rank not in silent)
         self.states[self.rank] |= self.pulse.told()

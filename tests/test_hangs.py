@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from commands import during
-from helpers import do_in_step
+from helpers import do_in_step, run_ranks
 
 import evaluation
 import pulse
@@ -57,7 +57,8 @@ FORWARD = "forward and backward (step 3)"
 
 
 @pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
-    (stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not answer, rank 0 waits in {FORWARD}, and nothing moved", {0}),
+    pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not answer, rank 0 waits in {FORWARD}, and nothing "
+                                           "moved", {0}, marks=pytest.mark.slow),
     (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not answer, rank 1 waits in {HELLASWAG} as far as is known "
                                   "(the store through which ranks speak, in rank 0, does not answer)", {1}),
     (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and nothing moved", {0, 1})])
@@ -80,6 +81,7 @@ def pause() -> None:
     do_in_step(3, lambda: (print("here", flush=True), time.sleep(0.5)))
 
 
+@pytest.mark.slow
 def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
     job = tiny_run().start(WORLD, pause, DISTRIBUTED_TIMEOUT=TIMEOUT)
     job.wait_for("here")
@@ -98,6 +100,7 @@ def leave_the_group_to_notice() -> None:
         do_in_step(3, lambda: time.sleep(TIMEOUT + 3))
 
 
+@pytest.mark.slow
 def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
     """The group's own time-out, which comes later than the watch."""
     job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
@@ -110,6 +113,20 @@ def test_ranks_are_named_in_ranges():
     assert clause([0, 2, 3, 4, 7], True, True, "save", 5) == "ranks 0, 2-4, 7 wait in save (step 5)"
     assert clause([1, 2], False, False, "HellaSwag", 5) == "ranks 1-2 are in HellaSwag (step 5) and do not answer"
     assert clause([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
+
+
+def leave_early() -> None:
+    def run() -> int:
+        with ranks.joined_ranks("cpu", 60) as joined:
+            return joined.world_size  # as at a signal before the first step
+
+    before = threading.active_count()
+    assert run() == WORLD
+    assert not torch.distributed.is_initialized() and ranks.watch is None and threading.active_count() == before
+
+
+def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
+    run_ranks(leave_early, world_size=WORLD, folder=tmp_path)
 
 
 class Store:

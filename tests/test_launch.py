@@ -69,16 +69,6 @@ def told_seconds(run: TinyRun) -> float:
 # --------------------------------------------------------------------------------------------------------- how it is started
 
 
-def test_without_a_fault_it_trains_and_exits_with_0(tiny_run):
-    run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
-    with launch(run, "--") as command:
-        assert command.wait() == 0, command.text()
-    lines = command.text().splitlines()
-    assert all(line.startswith("[CPU0] ") for line in lines), "a line that is no rank's"
-    assert "Finished 6 steps" in command.text() and run.steps_saved()[-1] == 6
-    assert {path.name for path in (run.output_dir / "launch").rglob("*.*")} == {"stdout.log", "stderr.log", "error.json"}
-
-
 def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
     run = tiny_run()
     with launch(run, LERNING_RATE=3) as command:
@@ -236,8 +226,10 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole, tiny_run)
     assert "Traceback" not in command.text() and "error" not in command.text()
     if moment != "import":
         assert run.steps_saved()[-1] == MOMENTS[moment][3] and "steps are saved" in command.text()
-    job = run.start(WORLD)
-    assert job.wait() == [0, 0], job.text()
+    with launch(run, "--") as command:
+        assert command.wait() == 0, command.text()
+    assert all(line.startswith("[CPU0] ") for line in command.text().splitlines()), "a line that is no rank's"
+    assert {path.name for path in (run.output_dir / "launch").rglob("*.*")} == {"stdout.log", "stderr.log", "error.json"}
     assert run.hashes(6) == whole.hashes(6)
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
 
@@ -271,6 +263,7 @@ def test_a_rank_that_does_not_save_in_time_is_killed_and_told(tiny_run):
 # ------------------------------------------------------------------------------------------------------------------ torchrun
 
 
+@pytest.mark.slow
 def test_torchrun_hands_the_signal_on_and_every_rank_leaves(tiny_run):
     run = tiny_run(**ENDLESS)
     with torchrun(run) as command:
