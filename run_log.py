@@ -92,7 +92,7 @@ def naming_refusals(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        there = next(place for place in (path, *path.absolute().parents) if place.exists())
+        there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
         raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror}, {shutil.disk_usage(there).free:,} "
                               "bytes are free; make room, or set OUTPUT_DIR to a folder that can be written") from error
 
