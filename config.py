@@ -87,7 +87,7 @@ class PreparationConfig(Section):
 class ModelConfig(Section):
     """The shape of the model, and the kernels that compute it."""
 
-    dim: int = fixed(768, "width of the residual stream", ge=1)
+    dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
     n_layers: int = fixed(12, "transformer blocks", ge=1, le=65_536)
     n_heads: int = fixed(12, "query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "key/value heads (grouped-query attention)", ge=1)
@@ -307,8 +307,9 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.tokenizer_path is None:
         yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
                                            "or train one with scripts/train_tokenizer.py")
-    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]+", c.run_name) or c.run_name.startswith(".")):
-        yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'")
+    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]{1,200}", c.run_name) or c.run_name.startswith(".")):
+        yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', "
+                                     "'-', 200 at most")
     checkpoints = [name for name in START_FROM if getattr(c, name)]
     if len(checkpoints) > 1:
         yield Problem(tuple(checkpoints), f"{' and '.join(n.upper() for n in checkpoints)} are both set; "

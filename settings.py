@@ -318,6 +318,8 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     # JSON's true is no number, although Python counts with it.
     invalid |= {name: "expected a number or text" for name, value in values.items()
                 if isinstance(value, bool) and name not in SWITCHES}
+    invalid |= {name: "holds a NUL or half a character" for name, value in values.items()
+                if isinstance(value, str) and not is_sound(value)}
     try:
         Config(**values)
     except ValidationError as error:
@@ -326,6 +328,15 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     messages = {name: f"{merged[name][1]}: {name.upper()}={'***' if name in SECRETS else shown(str(merged[name][0]))}: {message}"
                 for name, message in invalid.items()}
     return Config(**{name: value for name, value in values.items() if name not in invalid}), messages
+
+
+def is_sound(text: str) -> bool:
+    """Whether a text could be a file's name: without a NUL, and nothing but characters and a system's undecodable bytes."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
 
 
 def help_text(usage: str) -> str:
