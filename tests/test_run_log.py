@@ -15,7 +15,7 @@ from helpers import UNMEASURED
 
 import run_log
 from config import Config
-from run_log import RunLog, console_line, duration, keep_lines_up_to
+from run_log import LineFile, RunLog, console_line, duration, keep_lines_up_to
 
 ROOT = Path(__file__).parent.parent
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
@@ -125,6 +125,23 @@ def test_a_line_that_a_crash_has_torn_is_dropped(tmp_path, torn):
 def test_a_run_that_begins_has_nothing_to_drop(tmp_path):
     keep_lines_up_to(tmp_path / "metrics.jsonl", 0)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
+    warnings = []
+    (tmp_path / "lines.txt").symlink_to("/dev/full")
+    lines = LineFile(tmp_path / "lines.txt", warnings.append)
+    lines.write("one")
+    lines.write("zwei \u00e9")
+    (warning,) = warnings
+    assert "lines.txt cannot be written: No space left on device" in warning
+    lines.file.close()
+    lines.file = open(tmp_path / "other.txt", "ab", buffering=0)  # stands for room on the disk
+    lines.write("three")
+    lines.close()
+    lines.write("after the end")
+    assert (tmp_path / "other.txt").read_text(encoding="utf-8") == "one\nzwei \u00e9\nthree\n" and len(warnings) == 1
 
 
 # wandb and TensorBoard
