@@ -92,7 +92,7 @@ def test_no_file_that_a_run_reads_is_unpickled(mode, stages, tmp_path, bomb, cap
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file() and path.parent.name != "log"]
     refused = set()
     for file in files:
-        for content in bombs(bomb):
+        for content in bombs(bomb)[:2 if file.suffix in (".safetensors", ".bin") else 1]:
             shutil.rmtree(place)
             shutil.copytree(whole, place)
             file.write_bytes(content)
