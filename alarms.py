@@ -29,10 +29,8 @@ def enter_in_ledger(run: Run, result: StepResult) -> None:
 
 def keep_evidence(run: Run, batches: list[Batch], result: StepResult,
                   first_bad: Optional[diagnostics.FirstBadModule]) -> tuple[Path, list[dict]]:
-    """Save the state before the step, and all that is known of the step; returns where, and the reports of all ranks.
-
-    Collective: every rank must call it.
-    """
+    """Save the state before the step, if it is good, and all that is known of the step; returns where, and the reports of all
+    ranks. Collective: every rank must call it."""
     step = run.progress.step + 1
     own = {"step": step, "rank": run.ranks.rank, "finite": result.own_finite, "loss": str(result.loss),
            "grad_norm": str(result.grad_norm),
@@ -48,15 +46,22 @@ def keep_evidence(run: Run, batches: list[Batch], result: StepResult,
     except (OSError, SafetensorError) as error:
         run.log.warn(f"{folder} cannot be written: {error}")
     try:
-        if run.saved is None:
+        if run.saved is None and not bad_weights(everyone):
             save_checkpoint(run)
     except CheckpointError as error:  # on every rank
         run.log.warn(str(error))
     return folder, everyone
 
 
-def kept(run: Run) -> str:
+def bad_weights(reports: list[dict]) -> bool:
+    """Whether some rank's parameters were no numbers before the step: that is no state to go on from."""
+    return any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"])
+
+
+def kept(run: Run, reports: list[dict]) -> str:
     """What became of the state before the step, in words."""
+    if bad_weights(reports):
+        return "the weights were not finite before it and are not saved"
     return "the state before it is saved" if run.saved else "the state before it could not be saved"
 
 
@@ -76,7 +81,7 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
     run.log.say("\n" + diagnostics.banner(everyone))
     culprits = ", ".join(map(str, diagnostics.bad_ranks(everyone)))
     error = NonFiniteError(f"step {run.progress.step + 1} was not finite on rank {culprits}; nothing was updated, "
-                           f"{kept(run)}, and {folder} holds its rows and tensors. Look at it with "
+                           f"{kept(run, everyone)}, and {folder} holds its rows and tensors. Look at it with "
                            f"{how_to_look(run)}, or try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the "
                            "first bad module")
     error.told_by_main = not run.ranks.is_main
@@ -98,8 +103,8 @@ def heed_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
         skipped = "; its update is left out" if config.loss_spike_policy == "skip" else ""
         run.log.warn(f"{what}{skipped}. Look at it with {how_to_look(run)}")
         return
-    folder, _ = keep_evidence(run, batches, result, None)
-    error = LossSpikeError(f"{what}. Nothing was updated, {kept(run)}, and {folder} holds its rows. Look at it "
+    folder, everyone = keep_evidence(run, batches, result, None)
+    error = LossSpikeError(f"{what}. Nothing was updated, {kept(run, everyone)}, and {folder} holds its rows. Look at it "
                            f"with {how_to_look(run)}; to go on past it, LOSS_SPIKE_POLICY=skip or warn")
     error.told_by_main = not run.ranks.is_main
     raise error
