@@ -152,7 +152,7 @@ def tracked_files() -> list[Path]:
 def test_nothing_names_the_machine_that_it_was_made_on():
     slash = "/"
     local = re.compile("|".join((rf"(?<![\w.~:/]){slash}(work|tmp|home|root|Users|mnt){slash}\w", r"[A-Z]:\\\\Users",
-                                 "(extra-)?index-" + "url", r"https?://(?:[\w.-]+@)?([\w.-]+)")))
+                                 "(extra-)?index-" + "url", r"https?://(?:[\w.:-]+@)?([\w.-]+)")))
     found = []
     for path in tracked_files():
         if path.suffix in (".png", ".bin", ".gz"):
