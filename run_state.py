@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -206,7 +207,7 @@ class Run:
         self.saved = None
 
 
-def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
+def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack, warn: Callable[[str], None]) -> Path:
     """The run's folder, locked against a second job until the stack unwinds. Collective: every rank must call it."""
     name = ranks.broadcast(config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
     run_dir = Path(config.output_dir) / name
@@ -214,7 +215,7 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
     @naming_refusals(run_dir)
     def start() -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(checkpoints.lock_run(run_dir))
+        stack.enter_context(checkpoints.lock_run(run_dir, warn))
         if config.resume == "never" and (run_dir / "checkpoints").exists():
             aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
             aside.mkdir()
@@ -222,7 +223,7 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack) -> Path:
                           "tensorboard"):
                 if (run_dir / entry).exists():
                     (run_dir / entry).rename(aside / entry)
-        checkpoints.sweep(run_dir / "checkpoints")
+        checkpoints.sweep(run_dir / "checkpoints", warn)
         (run_dir / "config.json").write_text(json.dumps(config.public(), indent=2) + "\n")
 
     ranks.main_first(start)

@@ -87,7 +87,7 @@ def train(loaded: Loaded) -> int:
         signals = stack.enter_context(StopSignals())
         ranks = stack.enter_context(joined_ranks(device_type, config.distributed_timeout))
         inputs = open_inputs(config, ranks)
-        folder = start_run_dir(config, ranks, stack)
+        folder = start_run_dir(config, ranks, stack, loaded.warnings.append)
         PULSE.folder = folder / "log"
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         start = find_start(config, inputs, folder, ranks)

@@ -573,3 +573,24 @@ def test_a_failure_of_rank_0_is_raised_on_every_rank(tmp_path):
     assert all("step-00000002 could not be written" in told[rank] for rank in range(2))
     assert names(tmp_path) == ["step-00000001"]
     assert checkpoints.verify(tmp_path / "step-00000001")["world_size"] == 2
+
+
+def test_what_stands_in_the_way_at_the_start_of_a_run_comes_into_its_log(tiny_run, monkeypatch, capsys):
+    """A file system without locks, and a left-over that cannot be deleted."""
+    run, fcntl, rmtree = tiny_run(MAX_STEPS=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), checkpoints.fcntl, shutil.rmtree
+
+    def unsupported(*args):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    def busy(path, *args, **kwargs):
+        if "trash-" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", busy)
+    (run.folder / "checkpoints" / "tmp-00000001-1").mkdir(parents=True)
+    assert run.train() == 0
+    log = (run.folder / "log" / "rank-0.txt").read_text()
+    assert "warning: " in log and "cannot be locked on this file system" in log and "tmp-00000001-1 could not be deleted" in log
+    assert "UserWarning" not in capsys.readouterr().err
