@@ -59,6 +59,11 @@ def planted(run: TinyRun, what: str, moment: str, rank: int = 1, **changes) -> C
                   env={"PLANTED": f"{what}:{moment}", "PLANTED_AT": str(run.output_dir / "planted-at")})
 
 
+def busy() -> float:
+    """How much longer everything takes than on a machine that has nothing else to do."""
+    return max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
 def told_seconds(run: TinyRun) -> float:
     """Since the fault; -rP shows them."""
     seconds = time.time() - float((run.output_dir / "planted-at").read_text())
@@ -141,7 +146,7 @@ def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, ra
     run = tiny_run()
     with planted(run, what, moment, rank) as command:
         assert command.wait() == 1, command.text()
-    assert told_seconds(run) < 10
+    assert told_seconds(run) < 10 * busy()
     text, cause = command.text(), command.last_line()
     if what == "exception":
         assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. What each rank printed is in ")
@@ -190,7 +195,7 @@ def test_when_the_launcher_is_killed_its_ranks_save_and_leave(tiny_run):
         assert command.wait() == -signal.SIGKILL
     seconds = time.monotonic() - killed_at
     print(f"gone after {seconds:.1f} s")
-    assert seconds < 5
+    assert seconds < 5 * busy()
     assert run.steps_saved() == [run.metrics()[-1]["step"]]
 
 
