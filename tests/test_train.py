@@ -461,7 +461,7 @@ def test_compiled_losses_are_the_eager_ones(tiny_run):
 
 
 def test_everything_wrong_with_the_settings_is_told_at_once(tiny_run, capsys, monkeypatch):
-    monkeypatch.setattr(train, "start_ranks", lambda *_: pytest.fail("a process group before the settings are known to be good"))
+    monkeypatch.setattr(train, "joined_ranks", lambda *_: pytest.fail("a process group before the settings are known to be good"))
     assert tiny_run().train(MAX_STEPS="many", DIM=33, LERNING_RATE=1) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in ("MAX_STEPS", "DIM=33", "--learning-rate"))
