@@ -227,7 +227,8 @@ def from_meta(tensors: Mapping[str, Tensor], params: Mapping[str, Any]) -> tuple
     lacking = [key for key in wanted if key not in params] + [
         name for name in ("tok_embeddings.weight", "output.weight", "layers.0.feed_forward.w1.weight") if name not in state]
     if lacking:
-        raise CheckpointError(f"not a Llama 3 checkpoint of Meta's: no {', '.join(lacking)} in params.json and the weights")
+        raise CheckpointError(f"not a Llama 3 checkpoint of Meta's: no {', '.join(lacking)} in params.json and the weights; "
+                              "take another")
     tied = torch.equal(state["tok_embeddings.weight"], state["output.weight"])
     if tied:
         del state["output.weight"]
@@ -329,7 +330,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if checked.dim % checked.n_heads or checked.n_heads % checked.n_kv_heads:
         unlike.append(f"{checked.n_heads} heads and {checked.n_kv_heads} of keys in a width of {checked.dim}")
     if unlike:
-        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model cannot represent")
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model cannot represent; take another")
     return settings
 
 
@@ -374,7 +375,7 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     tensors = {}
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"{folder / INDEX_FILE} points outside its folder: {name!r}")
+            raise CheckpointError(f"{folder / INDEX_FILE} points outside its folder: {name!r}; get it anew")
         tensors |= read_tensors(folder / name)
     return tensors
 

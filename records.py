@@ -152,10 +152,10 @@ def list_files(path: str) -> list[StoredFile]:
     with naming(path):
         files = try_again(path, lambda: _look_for(path))
     if not files:
-        raise DataError(f"{path}: no such file or folder, or nothing that matches")
+        raise DataError(f"{path}: no such file or folder, or nothing that matches; check the path")
     readable = [file for file in files if file.kind]
     if not readable:
-        raise DataError(f"{path}: no file of a kind that can be read ({READABLE})")
+        raise DataError(f"{path}: no file of a kind that can be read; give {READABLE}")
     return readable
 
 

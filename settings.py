@@ -318,7 +318,7 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     # JSON's true is no number, although Python counts with it.
     invalid |= {name: "expected a number or text" for name, value in values.items()
                 if isinstance(value, bool) and name not in SWITCHES}
-    invalid |= {name: "holds a NUL or half a character" for name, value in values.items()
+    invalid |= {name: "holds a NUL or half a character; take it out" for name, value in values.items()
                 if isinstance(value, str) and not is_sound(value)}
     try:
         Config(**values)
