@@ -134,7 +134,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Pa
     newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ",".join(number.name for number in stop_signals())}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
-        print("warning: this torch kills ranks that have not saved 30 s after a signal; it has no --shutdown-timeout", file=sys.stderr)
+        print("warning: this torch kills ranks that have not saved 30 s after a signal", file=sys.stderr)
     config = LaunchConfig(
         min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock", max_restarts=0, **where,
         logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL if all_on_console else {0: Std.ALL}),
