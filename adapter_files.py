@@ -1,5 +1,6 @@
 """Adapters on disk, in PEFT's format: a folder that PEFT loads onto the base, with the base's hash in a file of ours beside."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -107,11 +108,11 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
         CheckpointError: there are none, a file is damaged, or they do not fit this model.
     """
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).exists():
-        raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}")
+    if not os.path.exists(folder / CONFIG_FILE):
+        raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")
     content = read_json(folder / CONFIG_FILE)
     check_plain_lora(content)
-    own = read_json(folder / BASE_FILE) if (folder / BASE_FILE).exists() else {}
+    own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"])
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
@@ -120,6 +121,6 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
 
 def refuse_adapters(folder: Path) -> None:
     """Raises CheckpointError where a folder holds no whole model."""
-    if (folder / CONFIG_FILE).exists():
+    if os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: python scripts/merge_lora.py "
                               f"{folder} --output FOLDER")

@@ -364,8 +364,8 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     """
     folder = Path(folder)
     names = [WEIGHTS_FILE]
-    if not (folder / WEIGHTS_FILE).exists():
-        if not (folder / INDEX_FILE).exists():
+    if not os.path.exists(folder / WEIGHTS_FILE):
+        if not os.path.exists(folder / INDEX_FILE):
             raise CheckpointError(f"{folder} holds no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not read: "
                                   "save the model as safetensors first")
         weight_map = read_json(folder / INDEX_FILE).get("weight_map")

@@ -1,5 +1,6 @@
 """A model and its tokenizer from a folder, ready to be asked: a checkpoint of a run, or a Llama of Hugging Face's."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
         DataError: its tokenizer cannot be used.
     """
     refuse_adapters(folder)
-    if (folder / checkpoints.MANIFEST).exists():
+    if os.path.exists(folder / checkpoints.MANIFEST):
         checkpoints.verify(folder)
     config = model_config_of(folder)
     tensors = load_model_weights(folder)

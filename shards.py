@@ -276,6 +276,8 @@ def _size_and_head(path: Path) -> tuple[int, bytes]:
             size, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy or prepare the data again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or see who may read it") from error
     if not size:
         raise DataError(f"{path}: is empty; copy or prepare it again")
     return size, head

@@ -75,12 +75,12 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
-    if (source / MANIFEST).exists():
+    if os.path.exists(source / MANIFEST):
         verify(source)
-    if (source / "config.json").is_file():
+    if os.path.isfile(source / "config.json"):
         state, config, max_seq_len = read_huggingface(source)
         tokenizer = load_tokenizer(tokenizer_path or str(source))
-    elif meta_file.is_file():
+    elif os.path.isfile(meta_file):
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:

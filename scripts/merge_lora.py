@@ -62,7 +62,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
         raise CheckpointError(f"{output} exists; name a new folder")
     base = base_of(adapter_folder, base)
     for folder in (adapter_folder, base):
-        if (folder / MANIFEST).exists():
+        if os.path.exists(folder / MANIFEST):
             verify(folder)
     content, tensors = read_json(base / "config.json"), load_model_weights(base)
     config = ModelConfig(**model_settings_from_huggingface(content))

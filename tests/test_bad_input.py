@@ -5,11 +5,13 @@ there, in this process: what would be a traceback is an exception here.
 """
 
 import contextlib
+import os
 import re
 import runpy
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 from bad_input_cases import CASES, IMPORT, MERGE, META
-from bad_inputs import PREPARE, Case, make_farm
+from bad_inputs import PREPARE, Case, env, make_farm
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60  # until a command is taken to hang
@@ -114,3 +116,47 @@ def test_bad_input_ends_in_one_line_that_says_what_and_where(case: Case, place, 
 def test_the_folder_that_is_spoilt_was_sound(command, place, capsys):
     """Else the other tests would say nothing."""
     assert run_here(command, capsys).code == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read a file")
+@pytest.mark.parametrize("command, code, secret", [
+    ("train.py", 3, "set/train-00001.bin"), ("train.py", 3, "set/manifest.json"), ("train.py", 3, "set"),
+    ("train.py", 3, "tokenizer.model"), ("train.py", 3, "items.jsonl"), ("train.py", 2, ".env"),
+    ("train.py --training-stage sft --pretrain-checkpoint model", 3, "chats/train-segments-00000.bin"),
+    ("train.py --pretrain-checkpoint model", 5, "model/config.json"), ("train.py --pretrain-checkpoint model", 5, "model"),
+    ("scripts/generate.py model --max-new-tokens 1", 5, "model"),
+    ("scripts/generate.py model --max-new-tokens 1", 5, "model/config.json"),
+    (f"scripts/load_instruct_dataset.py --source x.jsonl {PREPARE}", 3, "x.jsonl")])
+def test_what_may_not_be_read_is_named(command, code, secret, place, capsys):
+    assert run_here(command, capsys).code == 0, "and everything is imported that somebody else may not read"
+    shutil.rmtree("runs", ignore_errors=True)
+    shutil.rmtree("out", ignore_errors=True)
+    nobody = 65534
+    for path in (place, *place.rglob("*")):
+        os.chown(path, nobody, nobody)
+    os.chown(secret, 0, 0)
+    os.chmod(secret, 0)
+    os.seteuid(nobody)
+    try:
+        outcome = run_here(command, capsys)
+    finally:
+        os.seteuid(0)
+    assert outcome.code == code and secret in outcome.errors and "ermission" in outcome.errors, outcome
+
+
+@pytest.mark.parametrize("command, code", [
+    (["-X", "importtime", "train.py"], 2), (["scripts/launch.py", "--nproc-per-node", "2", "--"], 2),
+    (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"], 1)])
+def test_all_that_is_wrong_with_the_settings_is_told_at_once_and_once(command, code, place):
+    """Whoever starts the run, before it is anything that takes time: torch is not even imported."""
+    env(MAX_STEPS="five", LERNING_RATE=1, N_HEADS=5, RUN_NAME="../x")()
+    done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
+                           "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == code, done.stderr
+    told = ["6 things to mend in the settings:", "MAX_STEPS=five: input should be a valid integer", "did you mean LEARNING_RATE?",
+            "N_KV_HEADS=2 must divide N_HEADS=5", "RUN_NAME='../x' must be", "unknown flag --chekc; did you mean --check?"]
+    assert [done.stderr.count(words) for words in told] == [1] * len(told), done.stderr
+    if "importtime" in command:
+        assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+    else:
+        assert "Traceback" not in done.stderr or "torch.distributed.run" in command

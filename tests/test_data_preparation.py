@@ -77,6 +77,19 @@ def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_
     assert {path.name for path in folder.glob("[!.]*")} == {MANIFEST, *shards_of(folder)}
 
 
+def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path, tokenizer_path):
+    texts = ["👩‍👩‍👧‍👦 \u200d", "e\u0301 is no \u00e9", "<|eot_id|><|begin_of_text|>", "\u200b", "a\r\nb\x85 \ufeff",
+             "日本語\U0010ffff"]
+    folder = prepare(write_jsonl(tmp_path / "x.jsonl", [*texts, "", " \n"]), tokenizer_path, tmp_path / "out",
+                     validation_fraction=0)
+    tokenizer = load_tokenizer(tokenizer_path, "tiktoken")
+    ids = np.array(tokens_of(folder, "train", tokenizer))
+    documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])
+    assert [tokenizer.decode(document[1:-1]) for document in documents] == texts
+    assert np.isin(ids, list(tokenizer.special_ids.values())).sum() == 2 * len(texts)
+    assert json.loads((folder / MANIFEST).read_text())["skipped"]["empty"] == 2
+
+
 def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, tokenizer_path, monkeypatch):
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
     source = write_jsonl(tmp_path / "x.jsonl", stories(300))
