@@ -104,7 +104,7 @@ def farewell(run: Run, folder: Path, seconds: float, baseline: dict, reached: di
         chat = "" if config.training_stage == "pretrain" else ' --chat --prompt "..."'
         say(f"{talk} with it:   python scripts/generate.py {folder}{chat}")
     say(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
-    say("On more GPUs:    torchrun --standalone --nproc_per_node N train.py")
+    say("On more GPUs:    python scripts/launch.py --nproc-per-node N")
 
 
 class Report:

@@ -301,8 +301,8 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     """What is wrong between WORLD_SIZE and the launcher that started this process."""
     if "RANK" not in environ:
         if config.world_size > 1 and not check:
-            yield (f"WORLD_SIZE={config.world_size}, but this process was not started by torchrun; start it with "
-                   f"torchrun --standalone --nproc_per_node {config.world_size} train.py, or leave WORLD_SIZE out")
+            yield (f"WORLD_SIZE={config.world_size}, but this process was not started by a launcher; start it with "
+                   f"python scripts/launch.py --nproc-per-node {config.world_size} (or torchrun), or leave WORLD_SIZE out")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():

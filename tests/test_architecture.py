@@ -185,3 +185,12 @@ def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
     assert loaded.config == Config()
     assert len(re.findall(r"^[A-Z0-9_]+=", text, re.MULTILINE)) == len(Config.model_fields)
     assert json.dumps(loaded.config.public())
+
+
+def test_every_promise_has_its_test():
+    """docs/reliability.md names tests that are there."""
+    named = set(re.findall(r"`(test_\w+)(?:::(test_\w+))?`", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")))
+    assert len(named) > 60
+    for file, test in named:
+        code = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in code, f"{file}::{test}"

@@ -176,7 +176,7 @@ def strange_run(poisoned, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(train, "build_model", build)
             assert run.train(MAX_STEPS=30) == 4
-        assert run.steps_saved()[-1] == step - 1
+        assert run.steps_saved()[-1] < step
         return run, token, place, step
 
     return make
