@@ -296,7 +296,7 @@ SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, chang
     ("layers", dict(LORA_ENABLED="true", PRETRAIN_CHECKPOINT="model", LORA_TARGET_MODULES="wz"), "LORA_TARGET_MODULES=wz must"),
     ("teacher", dict(DISTILLATION_ENABLED="true"), "needs TEACHER_MODEL"),
     ("two", dict(PRETRAIN_CHECKPOINT="a", DPO_CHECKPOINT="b"), "both set"), ("name", dict(RUN_NAME="../x"), "plain folder name"),
-    ("long_name", dict(RUN_NAME="a" * 300), "200 at most"), ("ranks", dict(WORLD_SIZE=4), "not started by torchrun"),
+    ("long_name", dict(RUN_NAME="a" * 300), "200 at most"), ("ranks", dict(WORLD_SIZE=4), "not started by a launcher"),
     ("preset", dict(PRESET="nope"), "unknown preset nope"), ("rate", dict(MIN_LEARNING_RATE=5), "exceeds"),
     ("early", dict(EARLY_STOPPING_PATIENCE=3, VALIDATE_EVERY=0), "set VALIDATE_EVERY"),
     ("data", dict(PRETRAIN_DATA_PATH=""), "PRETRAIN_DATA_PATH is not set"), ("device", dict(DEVICE="cuda:7"), "DEVICE=cuda:7"),

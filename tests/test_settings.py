@@ -328,7 +328,7 @@ def test_a_script_can_do_without_what_training_needs():
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
-    (("--world-size", "2"), "torchrun --standalone --nproc_per_node 2"),
+    (("--world-size", "2"), "launch.py --nproc-per-node 2"),
 ])
 def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
