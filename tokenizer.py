@@ -72,8 +72,7 @@ class Tokenizer:
         self.eot_id = self.special_ids["<|eot_id|>"]
         self.pad_id = self.special_ids["<|finetune_right_pad_id|>"]
         self.document_start_id = self.bos_id
-        self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks,
-                                           special_tokens=self.special_ids)
+        self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special_ids)
 
     @cached_property
     def sha256(self) -> str:
@@ -101,8 +100,7 @@ class Tokenizer:
 
         As with Meta's own folders a plain call there puts the bos in front, `add_special_tokens=False` does not.
         """
-        names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
-                 "pad_token": "<|finetune_right_pad_id|>"}
+        names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": "<|finetune_right_pad_id|>"}
         write_huggingface(folder, self._tokenizer_json, names, CHAT_TEMPLATE)
 
     @cached_property
@@ -228,8 +226,7 @@ class HuggingFaceTokenizer:
     def save_huggingface(self, folder: str | Path) -> None:
         """Write what `transformers.AutoTokenizer.from_pretrained(folder)` needs to give our ids.
 
-        Whether a plain call there adds a bos follows from the tokenizer.json that was loaded;
-        `add_special_tokens=False` never does.
+        Whether a plain call there adds a bos follows from the tokenizer.json; `add_special_tokens=False` never does.
         """
         names = {role: token for role, token in self.control_tokens.items()
                  if role != "eot_token" or token not in KNOWN_NAMES[role]}
