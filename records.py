@@ -168,7 +168,8 @@ def _look_for(path: str) -> list[StoredFile]:
             raise
         there = None
     if there == "directory" or (there is None and fs.isdir(root)):  # some stores have no entry for a folder
-        names = [name for name in sorted(fs.find(root)) if not os.path.basename(name).startswith((".", "_"))]
+        names = [name for name, info in sorted(fs.find(root, detail=True).items())
+                 if info["type"] == "file" and not os.path.basename(name).startswith((".", "_"))]
     elif there is None:
         names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if any(sign in root for sign in "*?[") else []
     else:

@@ -27,6 +27,7 @@ MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 
 VERIFIED = ".verified.json"
 SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
+PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as shard_writer names them
 RAW_NAMES = {"train", "val", "validation"}
 NPY_MAGIC = b"\x93NUMPY"
 SCAN_BYTES = 1 << 22
@@ -233,6 +234,9 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
         files = sorted(file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     else:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
+        if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
+            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}, without which nothing can be "
+                            "verified; bring it back, or prepare again (files of another trainer: give them other names)")
     if not files:
         what = f"holds neither {MANIFEST} nor token files (.bin, .npy)" if path.is_dir() else "no such file or folder"
         raise DataError(f"{path}: {what}; prepare data with scripts/load_pretrain_dataset.py")

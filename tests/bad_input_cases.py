@@ -95,6 +95,7 @@ SHARDS = group(
     npy_huge=(npy(b"\x01\x00\x76\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117) + b"\n"),
               "is cut short")) + group(
     "manifest", TRAIN, 3,
+    gone=(gone(MANIFEST), "looks like a prepared set's, but there is no manifest.json"),
     empty=(put(MANIFEST), "invalid JSON: EOF"), torn=(cut(MANIFEST, 200), "invalid JSON"),
     list=(put(MANIFEST, "[]"), "an object"),
     null=(put(MANIFEST, "null"), "an object"), binary=(put(MANIFEST, b"\xff\xfe\0"), "invalid JSON"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from itertools import islice
 
 import pytest
@@ -81,6 +82,7 @@ def test_every_kind_of_file_in_a_folder_or_glob_is_read_in_the_order_of_names(tm
     (tmp_path / "deep" / "c.txt").write_text("five")
     (tmp_path / "README.md").write_text("no data")
     (tmp_path / ".hidden.txt").write_text("no data")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # which would be waited for
     assert texts_of(tmp_path)[0] == ["one", "two", "three", "four", "five"]
     assert texts_of(f"{tmp_path}/*.parquet")[0] == ["three", "four"]
     reading = Reading()
