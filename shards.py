@@ -235,8 +235,8 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     else:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
         if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
-            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}, without which nothing can be "
-                            "verified; bring it back, or prepare again (files of another trainer: give them other names)")
+            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}, without which nothing "
+                            "can be verified; bring it back, or prepare again (files of another trainer: give them other names)")
     if not files:
         what = f"holds neither {MANIFEST} nor token files (.bin, .npy)" if path.is_dir() else "no such file or folder"
         raise DataError(f"{path}: {what}; prepare data with scripts/load_pretrain_dataset.py")
