@@ -88,6 +88,21 @@ def probe() -> None:
                 print(f"attention B{rows} T{length} H{width} {name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}")
 
 
+def peer_of(model, config, vocab: int, seq_len: int):
+    """transformers' Llama with the weights of ours, ready to be trained."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from convert import huggingface_config, to_huggingface
+    from model import padded
+
+    assert padded(vocab) == vocab, "the peers have no padding"
+    peer = LlamaForCausalLM(LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32")))
+    missing = peer.load_state_dict(to_huggingface(model.state_dict(), config, vocab), strict=False).missing_keys
+    assert set(missing) <= {"lm_head.weight"}, missing
+    peer.tie_weights()
+    return peer.train()
+
+
 def run_contender(name: str, shape: dict, threads: int) -> dict:
     """Train one contender for its steps and return its figures."""
     began = time.perf_counter()
@@ -95,8 +110,6 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
 
     import diagnostics
     from config import Config
-    from convert import huggingface_config, to_huggingface
-    from model import padded
     from model_utils import bf16_is_fast, build_model, clip_gradients, compile_model, gradient_norm
     from optim import Optimizer
     from ranks import Ranks
@@ -114,23 +127,13 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
 
+    if name == "paddock":
+        compile_model(model)
     if name.startswith("paddock"):
-        if name == "paddock":
-            compile_model(model)
-
         def loss_of(ids):
             return -model(ids[:, :-1], ids[:, 1:], reduction="sum") / (rows * seq_len)
     else:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        assert padded(vocab) == vocab, "the peers have no padding"
-        weights = to_huggingface(model.state_dict(), config, vocab)
-        peer_config = LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32"))
-        model = LlamaForCausalLM(peer_config).to(device)
-        missing = model.load_state_dict(weights, strict=False).missing_keys
-        assert set(missing) <= {"lm_head.weight"}, missing
-        model.tie_weights()
-        model.train()
+        model = peer_of(model, config, vocab, seq_len).to(device)
         forward = torch.compile(model) if name == "hf-compile" else model
 
         def loss_of(ids):
@@ -154,17 +157,17 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
     first_step_seconds = time.perf_counter() - began
     for number in range(1, shape["warmup"]):
         loss, _ = step(number)
-    last = loss.item()
+    loss.item()  # the GPU is done with the warm-up
     wall, cpu = time.perf_counter(), time.process_time()
     for number in range(shape["steps"]):
         loss, norm = step(number)
         norm.item()  # the loop looks at each step's norm before the update is trusted
-    last = loss.item()
+    last_loss = loss.item()
     if device.type == "cuda":
         torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     tokens = shape["steps"] * rows * seq_len
-    figures = {"contender": name, "first_loss": first_loss, "last_loss": last, "tokens_per_second": tokens / wall,
+    figures = {"contender": name, "first_loss": first_loss, "last_loss": last_loss, "tokens_per_second": tokens / wall,
                "cpu_seconds_per_million_tokens": cpu / tokens * 1e6, "first_step_seconds": first_step_seconds,
                "peak_memory_gib": diagnostics.peak_memory_bytes(device) / 2**30, "dtype": str(dtype),
                "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"}
