@@ -2,8 +2,8 @@
 
     python scripts/benchmark_reliability.py --preset sample [settings as for train.py]
 
-Takes a few steps with a save and a comparison after each, in a temporary folder in OUTPUT_DIR, and puts the medians in relation to the
-intervals of the settings (SAVE_EVERY, DRIFT_CHECK_EVERY).
+Takes a few steps with a save and a comparison after each, in a temporary folder in OUTPUT_DIR, and puts the medians in
+relation to the intervals of the settings (SAVE_EVERY, DRIFT_CHECK_EVERY).
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that goes on from it: every setting is safe, changes the curve, or is fixed."""
+"""What may differ between a checkpoint and the run that goes on: every setting is safe, changes the curve, or is fixed."""
 
 from pathlib import Path
 from typing import Literal, get_args, get_origin
