@@ -227,15 +227,16 @@ def parts(stories: int) -> dict[str, Iterable[dict]]:
     """The whole sample: the records of each file, by its name; `held-out` is never trained on.
 
     Args:
-        stories: number of training texts.
+        stories: number of training texts, which the other numbers follow.
     """
+    chats, held_out = stories // 5, min(500, stories // 8)
     return {
         "stories.jsonl": ({"text": text} for text in documents(stories, seed=1)),
-        "items.jsonl": items(500, seed=2),
-        "questions.jsonl": (record for pair in zip(questions(8000, 3, held_out=False), epilogues(8000, 4)) for record in pair),
-        "questions-held-out.jsonl": questions(500, 5, held_out=True),
-        "preferences.jsonl": preferences(4000, 6, held_out=False),
-        "preferences-held-out.jsonl": preferences(500, 7, held_out=True),
+        "items.jsonl": items(held_out, seed=2),
+        "questions.jsonl": (record for pair in zip(questions(chats, 3, held_out=False), epilogues(chats, 4)) for record in pair),
+        "questions-held-out.jsonl": questions(held_out, 5, held_out=True),
+        "preferences.jsonl": preferences(chats // 2, 6, held_out=False),
+        "preferences-held-out.jsonl": preferences(held_out, 7, held_out=True),
     }
 
 

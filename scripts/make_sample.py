@@ -1,9 +1,11 @@
 """Make the embedded sample under data/sample: stories, items, questions, preferences, their tokenizer, and what is
 prepared of them for each stage.
 
-Needs no network and less than a minute; a second call finds everything there and returns at once.
+Needs no network and less than a minute; a second call finds everything there and returns at once. --stories and --folder make a
+smaller one elsewhere.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -28,48 +30,53 @@ SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_pr
            "chats.py", "chat_formats.py", "example_preparation.py")
 
 
-def made_from() -> dict[str, str]:
+def made_from(stories: int) -> dict[str, str | int]:
     """The content of the stamp that an up-to-date sample carries."""
-    return {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}
+    return {"stories": stories, **{name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}}
 
 
-def is_up_to_date(folder: Path) -> bool:
+def is_up_to_date(folder: Path, stories: int) -> bool:
     """Whether the sample is there and was made by this very code."""
     stamp = folder / STAMP
-    return stamp.is_file() and json.loads(stamp.read_text()) == made_from()
+    return stamp.is_file() and json.loads(stamp.read_text()) == made_from(stories)
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, stories: int) -> None:
     """Write the whole sample into an empty folder."""
     from data_preparation_utils import prepare_pretrain
     from example_preparation import prepare_examples
     from sample_world import parts, texts, write_jsonl
     from tokenizer import train_bpe, write_tiktoken
 
-    for name, records in parts(STORIES).items():
+    for name, records in parts(stories).items():
         print(f"  {name}: {write_jsonl(folder / name, records):,} records", flush=True)
     tokenizer = folder / "tokenizer.model"
-    write_tiktoken(train_bpe(islice(texts(), 10_000), RANKS), tokenizer)
+    write_tiktoken(train_bpe(islice(texts(), stories // 4), RANKS), tokenizer)
     prepare_pretrain(str(folder / "stories.jsonl"), str(tokenizer), "tiktoken", folder / "pretrain",
                      shard_tokens=100_000_000, validation_fraction=VALIDATION_FRACTION)
     for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT), ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
         prepare_examples(kind, str(folder / f"{name}.jsonl"), str(tokenizer), "tiktoken", folder / output, system_prompt="",
                          shard_tokens=100_000_000, validation_fraction=held_out)
-    (folder / STAMP).write_text(json.dumps(made_from(), indent=1))
+    (folder / STAMP).write_text(json.dumps(made_from(stories), indent=1))
 
 
 def main() -> None:
-    os.chdir(ROOT)
-    if is_up_to_date(FOLDER):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stories", type=int, default=STORIES, help="training texts; all else follows (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"where to (default: {FOLDER})")
+    arguments = parser.parse_args()
+    folder, stories = arguments.folder.absolute(), arguments.stories
+    if is_up_to_date(folder, stories):
         return
-    print(f"Making the embedded sample in {FOLDER} (once, less than a minute) ...", flush=True)
-    unfinished = FOLDER.with_name(f".sample-{os.getpid()}")
+    os.chdir(ROOT)
+    print(f"Making the embedded sample in {folder} (once, less than a minute) ...", flush=True)
+    unfinished = folder.with_name(f".sample-{os.getpid()}")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    make(unfinished)
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    unfinished.rename(FOLDER)
+    make(unfinished, stories)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
 
 
 if __name__ == "__main__":
