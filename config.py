@@ -104,7 +104,10 @@ class ModelConfig(Section):
     init_std: float = safe(0.02, "standard deviation of initial weights; residual projections get / sqrt(2 N_LAYERS)", gt=0)
     attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
         "auto", "kernel of attention; a named one that is missing is an error, auto takes the fastest")
-    activation_checkpointing: Literal["none", "block"] = safe("none", "recompute each block's activations in the backward")
+    activation_checkpointing: Literal["none", "selective", "block"] = safe(
+        "none", "what the backward computes again: each block, or what ACTIVATION_MEMORY_BUDGET says")
+    activation_memory_budget: float = safe(
+        0.9, "selective: share of the activations that may be kept; what is cheapest to recompute goes first", ge=0, le=1)
     head_chunk_tokens: int = safe(0, "tokens whose logits exist at a time; 0 = by the vocabulary", ge=0)
 
     @property
@@ -296,6 +299,10 @@ def rules(config: Config) -> Iterator[Problem]:
                       f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}")
     if c.precision == "fp16" and c.device == "cpu":
         yield Problem(("precision", "device"), "PRECISION=fp16 has no fast kernels on a CPU; use fp32, or bf16")
+    if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
+        off = "DEBUG=true" if c.debug else "COMPILE=false"
+        yield Problem(("activation_checkpointing", "debug" if c.debug else "compile"),
+                      f"ACTIVATION_CHECKPOINTING=selective is done by the compiler, which {off} turns off; use block, or none")
     if c.early_stopping_patience and not c.validate_every:
         yield Problem(("early_stopping_patience", "validate_every"),
                       "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0")

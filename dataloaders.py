@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from model import IGNORE_INDEX
+from chunked_head import IGNORE_INDEX
 from shards import TokenSet
 
 FEISTEL_ROUNDS = 6

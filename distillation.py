@@ -10,8 +10,8 @@ from typing import NamedTuple, Optional, Protocol
 import torch
 from torch import Tensor, nn
 
+from chunked_head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
 from config import DistillationConfig
-from model import IGNORE_INDEX, LOWEST_LOGPROB, slices
 from objectives import LossSum
 
 CACHE_BYTES = 2**19  # of logits that are worked on at a time on a CPU, where memory is slower than arithmetic
@@ -112,7 +112,8 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
     cross_entropy_M = (sum_M1.log() + highest_M1 - logits_MV.gather(1, index_M1))[:, 0]
     share_M1 = ((1 - weight) * counted_M)[:, None]
-    gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1).scatter_add_(1, index_M1, -share_M1)
+    gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1)
+    gradient_MV = add_at(gradient_MV, index_M1, -share_M1)
     return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
 
 

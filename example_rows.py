@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from chunked_head import IGNORE_INDEX
 from dataloaders import Batch, permutation
 from errors import DataError
-from model import IGNORE_INDEX
 from packing import Packing, pack
 from shards import TokenSet, open_segments, open_token_set
 

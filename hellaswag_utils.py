@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from chunked_head import IGNORE_INDEX
 from errors import DataError
-from model import IGNORE_INDEX, SHARED_PREFIX, Transformer
+from model import SHARED_PREFIX, Transformer
 from records import flaw_of
 
 ENDINGS = 4

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from config import LoraConfig
 from errors import CheckpointError, SettingsError
-from model import Linear, Transformer, linear, multipliable
+from model import Linear, Transformer
+from numerics import linear, multipliable
 
 NF4_BLOCK = 64  # numbers that share a scale
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from config import Config
 
 FLOAT32 = 4
-HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # as in model.py, which this room does without
+HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # as in chunked_head.py, which this room does without
 
 
 class MemoryEstimate(NamedTuple):

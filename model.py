@@ -17,28 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention_kernels import VARLEN_ATTENTION, attention_kernels
+from attention_kernels import VARLEN, attend, choose_kernel
+from chunked_head import HeadFunctions, LogitsLoss, LogprobOfTargets, SummedOverLogits, chunk_tokens
 from config import ModelConfig
+from numerics import linear, multipliable
 
-IGNORE_INDEX = -100  # a target that is not predicted
-LOWEST_LOGPROB = -1e4  # stands for the logarithm of 0: no arithmetic makes NaN of it, and float16 holds it
 SHARED_PREFIX = 0  # the document that every later one in its row sees
-HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of float32 logits that exist at a time
-
-
-# A CPU without bf16 arithmetic is ten times faster in float32.
-CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)()
-                          for feature in ("avx512_bf16", "amx_tile"))
-
-
-def multipliable(x: Tensor) -> Tensor:
-    """The same numbers, widened to float32 where the hardware could multiply them only slowly."""
-    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16 else x
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of numbers rounded to the dtype of x, in that dtype."""
-    return F.linear(multipliable(x), multipliable(weight.to(x.dtype))).to(x.dtype)
 
 
 def padded(vocab_size: int) -> int:
@@ -49,6 +33,7 @@ def padded(vocab_size: int) -> int:
 class Layout(NamedTuple):
     """Who sees whom in a batch, and where each token stands. Made once per forward, used by every block."""
 
+    kernel: str  # that computes the attention
     cos_BT1H: Tensor  # of each pair's angle, twice; the first axis is 1 where all rows are alike
     sin_BT1H: Tensor  # the same with the signs - and + of a rotation
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
@@ -173,14 +158,9 @@ class Attention(nn.Module):
         k_BTKH = rotate(k_BTKH, layout.cos_BT1H, layout.sin_BT1H)
         if store is not None:
             k_BTKH, v_BTKH = store(k_BTKH, v_BTKH)
-        if layout.cu_seqlens is not None:
-            flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BTKH, v_BTKH))
-            attended = VARLEN_ATTENTION(*flat, layout.cu_seqlens, x_BTD.shape[1])
-            return self.wo(attended.reshape_as(q_BTNH).flatten(-2))
-        attended = F.scaled_dot_product_attention(
-            *(multipliable(heads.transpose(1, 2)) for heads in (q_BTNH, k_BTKH, v_BTKH)),
-            attn_mask=layout.mask_B1TS, is_causal=layout.mask_B1TS is None, enable_gqa=q_BTNH.shape[2] != k_BTKH.shape[2])
-        return self.wo(attended.transpose(1, 2).flatten(-2).to(x_BTD.dtype))
+        heads = (multipliable(heads) for heads in (q_BTNH, k_BTKH, v_BTKH))
+        attended_BTNH = attend(layout.kernel, *heads, layout.mask_B1TS, layout.cu_seqlens)
+        return self.wo(attended_BTNH.flatten(-2).to(x_BTD.dtype))
 
 
 class FeedForward(nn.Module):
@@ -215,80 +195,6 @@ class Block(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
-def logits_of(hidden_MD: Tensor, weight_VD: Tensor, vocab_size: int) -> Tensor:
-    """Logits in the dtype of the hidden states; padded ids get minus infinity, so they are never predicted."""
-    logits_MV = linear(hidden_MD, weight_VD)
-    if vocab_size < weight_VD.shape[0]:
-        logits_MV = logits_MV.masked_fill(torch.arange(weight_VD.shape[0], device=logits_MV.device) >= vocab_size, -torch.inf)
-    return logits_MV
-
-
-def logprob_of(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> Tensor:
-    """(M,) float32 log-probabilities of the targets, 0 where the target is IGNORE_INDEX."""
-    return -F.cross_entropy(logits_of(hidden_MD, weight_VD, vocab_size).float(), targets_M, ignore_index=IGNORE_INDEX,
-                            reduction="none")
-
-
-def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The summed log-probability, and its gradient to the logits (M, V) in the dtype of the hidden states.
-
-    In place from the logits to their gradient: on a CPU new memory costs more than the arithmetic.
-    """
-    logits_MV = logits_of(hidden_MD, weight_VD, vocab_size).float()
-    counted_M1 = (targets_M != IGNORE_INDEX)[:, None].float()
-    index_M1 = targets_M.clamp(min=0)[:, None]
-    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
-    target_M1 = logits_MV.gather(1, index_M1) - highest_M1
-    exp_MV = logits_MV.sub_(highest_M1).exp_()
-    sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
-    total = ((target_M1 - sum_M1.log()) * counted_M1).sum()
-    gradient_MV = exp_MV.mul_(-counted_M1 / sum_M1).scatter_add_(1, index_M1, counted_M1)
-    return total, gradient_MV.to(hidden_MD.dtype)
-
-
-class SummedOverLogits(torch.autograd.Function):
-    """A sum over positions of a function of their logits, whose gradients are made in the forward, a chunk of logits at a time.
-
-    The gradient to each position's part is one number, known to be a factor: so no logits are kept or made twice.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, chunk, total_and_gradient):
-        weight = weight_VD.to(hidden_MD.dtype)
-        total = torch.zeros((), device=hidden_MD.device)
-        hidden_gradient_MD = torch.empty_like(hidden_MD)
-        trains_head = ctx.needs_input_grad[1]
-        weight_gradient_VD = None
-        for part in slices(len(hidden_MD), chunk):
-            part_total, gradient_MV = total_and_gradient(hidden_MD[part], weight, part)
-            total += part_total
-            gradient_MV = multipliable(gradient_MV)
-            hidden_gradient_MD[part] = gradient_MV @ multipliable(weight)
-            if trains_head:
-                part_gradient_VD = gradient_MV.T @ multipliable(hidden_MD[part])
-                weight_gradient_VD = (part_gradient_VD.to(weight_VD.dtype) if weight_gradient_VD is None
-                                      else weight_gradient_VD.add_(part_gradient_VD))
-        if trains_head and weight_gradient_VD is None:  # no position at all
-            weight_gradient_VD = torch.zeros_like(weight_VD)
-        ctx.save_for_backward(hidden_gradient_MD, weight_gradient_VD)
-        return total
-
-    @staticmethod
-    def backward(ctx, factor):
-        hidden_gradient_MD, weight_gradient_VD = ctx.saved_tensors
-        return (hidden_gradient_MD * factor.to(hidden_gradient_MD.dtype),
-                None if weight_gradient_VD is None else weight_gradient_VD * factor, None, None)
-
-
-def slices(length: int, size: int) -> list[slice]:
-    """Consecutive slices of a size, the last one shorter, that cover a length."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-# What is summed of some positions' logits, and its gradient to them; the slice says which of all positions they are.
-LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
-
-
 class Transformer(nn.Module):
     """Llama 3.
 
@@ -306,7 +212,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.output = None if config.tie_embeddings else Linear(config.dim, padded(vocab_size))
-        self.logprob_and_gradient = logprob_and_gradient  # replaced by its compiled form
+        self.head = HeadFunctions()  # replaced by their compiled forms
 
     @property
     def head_weight(self) -> Tensor:
@@ -329,36 +235,38 @@ class Transformer(nn.Module):
     def layout(self, tokens: Tensor, documents: Optional[Tensor], cache: Optional[KVCache]) -> Layout:
         """Positions and visibility of a batch. Documents may lie on the CPU, which spares a synchronisation."""
         device, queries = tokens.device, tokens.shape[1]
-        mask = borders = None
+        purpose, mask, borders = "causal", None, None
         if cache is not None:
             new = 1 if documents is None else documents.to(device)
             cache.documents_BS[:, cache.used:cache.used + queries] = new
             documents = cache.documents_BS[:, :cache.used + queries]
+        if documents is not None:
+            shared = cache is not None or bool((documents == SHARED_PREFIX).any())
+            purpose = "mask" if shared else "documents"
+        kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
         if documents is None:
             positions = torch.arange(queries, device=device)[None]
         else:
-            varlen = (device.type == "cuda" and cache is None and self.compute_dtype != torch.float32
-                      and self.config.attention_backend in ("auto", "flash") and VARLEN_ATTENTION is not None
-                      and not bool((documents == SHARED_PREFIX).any()))
-            if varlen:
+            if kernel in VARLEN:
                 borders = borders_of(documents).to(device, non_blocking=True)
+                torch._dynamo.maybe_mark_dynamic(borders, 0)  # one compilation for any number of documents
             documents = documents.to(device, non_blocking=True)
             positions = positions_of(documents)[:, -queries:]
-            mask = None if varlen else mask_of(documents, queries)
+            mask = mask_of(documents, queries) if borders is None else None
         angles = positions[:, :, None, None].float() * inverse_frequencies(self.config, device)
         sin = angles.sin()
-        return Layout(angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2), mask, borders)
+        cos, signed_sin = angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+        return Layout(kernel, cos, signed_sin, mask, borders)
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None) -> Tensor:
         """The normalised last hidden states, (B, T, D) in the compute dtype."""
         layout = self.layout(tokens_BT, documents_BT, cache)
         x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
-        with attention_kernels(self.config.attention_backend):
-            for layer, block in enumerate(self.layers):
-                if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
-                    x_BTD = checkpoint(block, x_BTD, layout, use_reentrant=False)
-                else:
-                    x_BTD = block(x_BTD, layout, None if cache is None else partial(cache.store, layer))
+        for layer, block in enumerate(self.layers):
+            if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
+                x_BTD = checkpoint(block, x_BTD, layout, use_reentrant=False)
+            else:
+                x_BTD = block(x_BTD, layout, None if cache is None else partial(cache.store, layer))
         if cache is not None:
             cache.used += tokens_BT.shape[1]
         return self.norm(x_BTD)
@@ -383,16 +291,10 @@ class Transformer(nn.Module):
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
         if positions_M is not None:
             hidden_MD, targets_M = hidden_MD[positions_M], targets_M[positions_M]
-        chunk = self.config.head_chunk_tokens or max(1, HEAD_CHUNK_BYTES[hidden_MD.device.type] // 4 // len(self.head_weight))
+        chunk = self.config.head_chunk_tokens or chunk_tokens(len(self.head_weight), hidden_MD.device.type)
         if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
             return self.sum_over_logits(hidden_MD, targets_M, chunk, reduction)
-        weight = self.head_weight.to(hidden_MD.dtype)
-        parts = [(hidden_MD[part], weight, targets_M[part], self.vocab_size) for part in slices(len(hidden_MD), chunk)]
-        if len(parts) > 1 and torch.is_grad_enabled():
-            logprob_M = torch.cat([checkpoint(logprob_of, *part, use_reentrant=False) for part in parts])
-        else:
-            # With no position at all, of nothing: the graph, and with it the exchange of gradients, is the same.
-            logprob_M = torch.cat([logprob_of(*part) for part in parts or [(hidden_MD, weight, targets_M, self.vocab_size)]])
+        logprob_M = LogprobOfTargets.apply(hidden_MD, self.head_weight, targets_M, self.vocab_size, chunk, self.head)
         if reduction == "sum":
             return logprob_M.sum()
         if positions_M is not None:
@@ -402,7 +304,7 @@ class Transformer(nn.Module):
     def sum_over_logits(self, hidden_MD: Tensor, targets_M: Tensor, chunk: int, loss: str | LogitsLoss) -> Tensor:
         """The sum of the targets' log-probabilities ("sum"), or of a function of the logits."""
         def of_logprobs(hidden: Tensor, weight: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-            return self.logprob_and_gradient(hidden, weight, targets_M[part], self.vocab_size)
+            return self.head.logprob_and_gradient(hidden, weight, targets_M[part], self.vocab_size)
 
         def of_loss(hidden: Tensor, weight: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             total, gradient_MV = loss(linear(hidden, weight)[:, :self.vocab_size].float(), part)

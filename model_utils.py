@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from chunked_head import HeadFunctions
 from config import Config, RunConfig
 from errors import SettingsError
-from model import CPU_MULTIPLIES_BF16, Transformer, logprob_and_gradient
+from model import Transformer
+from numerics import CPU_MULTIPLIES_BF16
 from pulse import PULSE
 from ranks import Ranks
 
@@ -89,11 +91,19 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
 
 
 def compile_model(model: Transformer) -> None:
-    """Compile each block and the head's chunk in place: one compilation serves all blocks, and gradients of a block can be
-    exchanged while earlier ones are computed."""
+    """Compile each block, the final norm and the head's functions in place.
+
+    One compilation serves all blocks, and gradients of a block can be exchanged while earlier ones are computed. With selective
+    activation checkpointing the compiler chooses what a block keeps for its backward.
+    """
+    # A block is compiled once more for each of training and evaluating, with adapters and without, with and without a mask.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    selective = model.config.activation_checkpointing == "selective"
+    torch._functorch.config.activation_memory_budget = model.config.activation_memory_budget if selective else 1.0
     for block in model.layers:
         block.compile(fullgraph=True)
-    model.logprob_and_gradient = torch.compile(logprob_and_gradient)
+    model.norm.compile(fullgraph=True)
+    model.head = HeadFunctions(*map(torch.compile, HeadFunctions()))
 
 
 class GradientWatch:

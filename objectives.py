@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chunked_head import IGNORE_INDEX
 from config import PreferenceConfig
-from model import IGNORE_INDEX
 
 
 class LossSum(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import checkpoints
-from attention_kernels import attention_taken
+from attention_kernels import choose_kernel
 from config import PREPARED_BY, Config
 from errors import CheckpointError, PaddockError
 from hellaswag_utils import prepare_tasks, read_items
@@ -68,7 +68,9 @@ def describe_memory(forecast: MemoryEstimate) -> str:
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
     """What computes, and how, in words. Raises SettingsError where ATTENTION_BACKEND is not to be had."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    kernel = attention_taken(config, device, dtype, config.document_mask)
+    kernel, other = (choose_kernel(purpose, config, device, dtype)
+                     for purpose in ("documents" if config.document_mask else "causal", "mask"))
+    kernel += f" ({other} in evaluation)" if other != kernel else ""
     why_eager = why_not_compile(config, device.type) if config.compile else "COMPILE=false"
     return (f"{name}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
             f"{', documents apart' if config.document_mask else ''}; {f'eager ({why_eager})' if why_eager else 'compiled'}")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from chunked_head import IGNORE_INDEX
 from dataloaders import Batch, TokenRows
 from diagnostics import count_bad, describe_tensors
-from model import IGNORE_INDEX
 from model_utils import gradient_norm
 from run_state import Rows, Run, is_vocabulary
 

@@ -17,10 +17,10 @@ from typing import Any, Optional
 import numpy as np
 import torch
 
+from chunked_head import IGNORE_INDEX, LOWEST_LOGPROB, chunk_tokens, slices
 from config import Config
 from dataloaders import Batch, ReadRows
 from errors import DataError, SettingsError
-from model import HEAD_CHUNK_BYTES, IGNORE_INDEX, LOWEST_LOGPROB, slices
 from pulse import PULSE
 from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
@@ -203,7 +203,7 @@ def likeliest(teacher, batch: Batch, k: int, temperature: float, vocab_size: int
     ids_PK = torch.zeros(positions, k, dtype=torch.long, device=device)
     logprobs_PC = torch.zeros(positions, k + 1, device=device)
     logits_of = teacher.logits(batch)
-    for part in slices(len(positions_M), max(1, HEAD_CHUNK_BYTES[device.type] // 4 // vocab_size)):
+    for part in slices(len(positions_M), chunk_tokens(vocab_size, device.type)):
         scaled_MV = logits_of(part) / temperature
         normaliser_M1 = scaled_MV.logsumexp(dim=-1, keepdim=True)
         kept_MK, ids_MK = scaled_MV.topk(k, sorted=False)

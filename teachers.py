@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import checkpoints
+from chunked_head import IGNORE_INDEX
 from config import Config, ModelConfig
 from convert import (
     INDEX_FILE,
@@ -25,9 +26,10 @@ from convert import (
 from dataloaders import Batch
 from downloads import first_line, hub_folder
 from errors import CheckpointError, SettingsError
-from model import IGNORE_INDEX, Transformer, linear
+from model import Transformer
 from model_folder import transformer_of
 from model_utils import compile_model, why_not_compile
+from numerics import linear
 from tokenizer import HUB_NAME, load_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}

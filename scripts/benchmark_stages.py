@@ -35,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark import bootstrap
 
+from chunked_head import IGNORE_INDEX
 from config import Config
 from convert import huggingface_config, to_huggingface
 from dataloaders import Batch, TokenRows, rows_of_step
 from distillation import Distillation
 from example_rows import ExampleRows, open_example_set
 from lora import add_adapters
-from model import IGNORE_INDEX
 from model_utils import build_model, clip_gradients, gradient_norm
 from objectives import DPO, NextToken, stored_reference
 from optim import Optimizer

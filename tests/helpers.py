@@ -18,11 +18,12 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 import train
+from chunked_head import IGNORE_INDEX
 from config import Config
 from data_preparation_utils import prepare_pretrain
 from dataloaders import Batch
 from example_preparation import prepare_examples
-from model import IGNORE_INDEX, Transformer
+from model import Transformer
 from model_utils import wrap_model
 from objectives import NextToken
 from optim import Optimizer

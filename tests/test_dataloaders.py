@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunked_head import IGNORE_INDEX
 from dataloaders import Batch, RowOrder, StepLoader, TokenRows, number_documents, permutation, rows_of_step, validation_batches
-from model import IGNORE_INDEX
 from shards import HEADER_BYTES, Shard, TokenSet, header_bytes, open_token_set
 
 CPU = torch.device("cpu")

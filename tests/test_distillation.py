@@ -8,10 +8,11 @@ import torch
 from torch.nn import functional as F
 
 import distillation
+from chunked_head import IGNORE_INDEX
 from config import Config
 from dataloaders import Batch
 from distillation import Distillation, divergence, mixed_loss, sparse_divergence
-from model import IGNORE_INDEX, Transformer
+from model import Transformer
 from objectives import NextToken
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")

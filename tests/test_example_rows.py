@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunked_head import IGNORE_INDEX
 from config import ModelConfig
 from dataloaders import TokenRows, validation_batches
 from errors import DataError
 from example_preparation import prepare_examples
 from example_rows import ExampleRows, open_example_set
-from model import IGNORE_INDEX, Transformer
+from model import Transformer
 from shards import MANIFEST, header_bytes, open_token_set
 from tokenizer import Tokenizer, train_bpe, write_tiktoken
 

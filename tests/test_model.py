@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_kernels import attention_taken
+from attention_kernels import choose_kernel
+from chunked_head import IGNORE_INDEX, float_logits
 from config import ModelConfig
 from convert import huggingface_config, to_huggingface
 from errors import SettingsError
 from model import (
-    IGNORE_INDEX,
     SHARED_PREFIX,
     Block,
     KVCache,
@@ -21,11 +21,11 @@ from model import (
     Transformer,
     borders_of,
     linear_together,
-    logits_of,
     mask_of,
     padded,
     positions_of,
 )
+from numerics import linear
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -112,7 +112,7 @@ def test_padded_ids_are_never_predicted_and_never_learn():
     with torch.no_grad():  # as loud as they can be
         model.output.weight[VOCAB:] = 100 * model.output.weight[:256 - VOCAB]
     assert model.logits(tokens).shape == (2, 9, VOCAB)
-    assert (logits_of(model.hidden(tokens), model.head_weight, VOCAB)[..., VOCAB:] == -torch.inf).all()
+    assert (float_logits(linear(model.hidden(tokens), model.head_weight).flatten(0, 1), VOCAB)[:, VOCAB:] == -torch.inf).all()
     expected = model.logits(tokens).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     for reduction in ("none", "sum"):
         logprob = model(tokens, targets, reduction=reduction)
@@ -279,13 +279,13 @@ def test_attention_backends_agree(backend):
         torch.testing.assert_close(make(attention_backend=backend).logits(tokens, numbers), make().logits(tokens, numbers),
                                    atol=1e-4, rtol=0)
     config = make(attention_backend=backend).config
-    assert attention_taken(config, torch.device("cpu"), torch.float32, documents=True) == backend
+    assert choose_kernel("documents", config, torch.device("cpu"), torch.float32) == backend
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
 def test_an_attention_backend_that_is_missing_is_an_error(backend):
     with pytest.raises(SettingsError, match=f"ATTENTION_BACKEND={backend} cannot run here"):
-        attention_taken(make(attention_backend=backend).config, torch.device("cpu"), torch.float32, documents=False)
+        choose_kernel("causal", make(attention_backend=backend).config, torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.slow

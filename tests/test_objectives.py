@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from chunked_head import IGNORE_INDEX
 from config import ModelConfig, PreferenceConfig
 from dataloaders import Batch
-from model import IGNORE_INDEX, Transformer
+from model import Transformer
 from objectives import DPO, ORPO, NextToken, log1mexp, pair_logprobs
 from references import frozen_logprobs
 
@@ -140,19 +141,19 @@ def test_the_head_runs_on_target_positions_only_and_gives_the_same(mode):
     seen = []
     model = model_of(0)
     original = model.head_weight.shape[0]
-    import model as model_module
-    linear = model_module.linear
+    import chunked_head
+    linear = chunked_head.linear
 
     def counting(x, weight):
         if weight.shape[0] == original:
             seen.append(len(x))
         return linear(x, weight)
 
-    model_module.linear = counting
+    chunked_head.linear = counting
     try:
         objective.loss_sum(model, batch)
     finally:
-        model_module.linear = linear
+        chunked_head.linear = linear
     assert set(seen) == {len(batch.positions_M)}
 
 
@@ -247,8 +248,9 @@ def padded_pairs(batch: Batch):
 
 
 def huggingface(model: Transformer):
-    from convert import huggingface_config, to_huggingface
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from convert import huggingface_config, to_huggingface
 
     settings = huggingface_config(CONFIG, VOCAB, 64, 0, 1, torch.float32)
     twin = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager"))

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 import checkpoints
 import convert
 import teacher_store
+from chunked_head import IGNORE_INDEX
 from config import Config
 from dataloaders import Batch, TokenRows
 from distillation import Distillation
 from errors import CheckpointError, DataError, SettingsError
-from model import IGNORE_INDEX, Transformer
+from model import Transformer
 from ranks import Interrupted, Ranks, start_ranks, stop_ranks
 from shards import HEADER_BYTES, Shard, TokenSet, header_bytes
 from teacher_store import StoredTeacherRows, StoreWriter, TeacherStore, likeliest, with_stored_teacher
