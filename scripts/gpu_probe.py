@@ -1,8 +1,10 @@
-"""Parts of scripts/gpu_suite.py that measure what a device can do apart from training: matmul, copy, attention, a checkpoint, HellaSwag."""
+"""Parts of scripts/gpu_suite.py that measure what a device does apart from training: matmul, copy, attention, a checkpoint,
+HellaSwag."""
 
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -48,7 +50,8 @@ def probe(task) -> None:
     if task.cuda:
         for kind in ("pageable", "pinned"):
             host = torch.empty(2**29, dtype=torch.bfloat16, pin_memory=kind == "pinned")
-            task.figure(f"to the host, {kind}, GB/s", round(host.nbytes / seconds_of(task, lambda host=host: host.copy_(big[:2**29])) / 1e9, 1))
+            seconds = seconds_of(task, lambda host=host: host.copy_(big[:2**29]))
+            task.figure(f"to the host, {kind}, GB/s", round(host.nbytes / seconds / 1e9, 1))
     from config import Config
     from model_utils import why_not_compile
 
@@ -59,7 +62,8 @@ def probe(task) -> None:
         with task.attempt("a compiled kernel"):
             compiled = torch.compile(lambda x: (x.float() * 2 + 1).to(x.dtype).sum(-1))
             x = torch.randn(64, 64, device=task.device)
-            task.check("a compiled kernel", torch.allclose(compiled(x), (x * 2 + 1).sum(-1)), round(time.perf_counter() - started, 1))
+            alike = torch.allclose(compiled(x), (x * 2 + 1).sum(-1))
+            task.check("a compiled kernel, s", alike, round(time.perf_counter() - started, 1))
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -88,9 +92,9 @@ def seen(rows: int, length: int, documents: int, device: str) -> Tensor:
         rows, -1, -1, -1).to(device)
 
 
-def outcome(task, make: Callable[[], Tensor], inputs: list[Tensor], flops: float) -> float:
-    """TFLOP/s of forward and backward."""
-    return round(flops / seconds_of(task, lambda: torch.autograd.grad(make().sum(), inputs)) / 1e12, 3)
+def rate_of(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
+    """TFLOP/s of forward and backward of a function of q, k and v."""
+    return round(flops / seconds_of(task, lambda: torch.autograd.grad(attend(*inputs).sum(), inputs)) / 1e12, 3)
 
 
 def attention(task) -> None:
@@ -113,7 +117,7 @@ def attention(task) -> None:
             reason = kernels.trial(kernel, "causal", shape[2:], device, inputs[0].dtype)
             if reason is None and not (kernel in kernels.VARLEN and kernel != "flash-3"):
                 with task.attempt(f"{label} {kernel}"):
-                    found[kernel] = outcome(task, lambda kernel=kernel, inputs=inputs: kernels.attend(kernel, *inputs), inputs, flops)
+                    found[kernel] = rate_of(task, partial(kernels.attend, kernel), inputs, flops)
             elif reason:
                 found[kernel] = reason
             if kernel == "flash-3":
@@ -166,7 +170,7 @@ def documents_rates(task, kernels, shape: Sequence[int], inputs: list[Tensor]) -
             cu = borders(rows, length, count, 63, task.device)
             flops = 3.5 * 4 * n_heads * width * float(cu.diff().double().square().sum()) / 2
             with task.attempt(f"{kernel}, {count} documents"):
-                found[str(count)] = outcome(task, lambda kernel=kernel, cu=cu: kernels.attend(kernel, *inputs, None, cu), inputs, flops)
+                found[str(count)] = rate_of(task, partial(kernels.attend, kernel, cu_seqlens=cu), inputs, flops)
         task.figure(f"documents B{rows} T{length} N{n_heads}/{n_kv_heads} H{width} {kernel}, TFLOP/s by documents a row", found)
         if kernel == "flash-3":
             kernels.activate_flash_3(False)
@@ -246,9 +250,10 @@ def hellaswag(task) -> None:
     """HellaSwag's scoring, on items of random tokens with the lengths that real ones have, the first time and the second."""
     import random
 
+    from chunked_head import IGNORE_INDEX
     from hellaswag_utils import Task as Item
     from hellaswag_utils import evaluate
-    from model import IGNORE_INDEX, SHARED_PREFIX
+    from model import SHARED_PREFIX
 
     model, config, vocab, ranks = model_of(task)
     dice = random.Random(0)
@@ -267,7 +272,8 @@ def hellaswag(task) -> None:
     items = [item() for _ in range(20 if task.tiny else 500)]
     task.figure("items", len(items))
     for name in ("cold", "warm"):
-        counts = clock(task, name, lambda: evaluate(model, items, device=ranks.device, batch_tokens=config.hellaswag_batch_tokens))
+        counts = clock(task, name, partial(evaluate, model, items, device=ranks.device,
+                                           batch_tokens=config.hellaswag_batch_tokens))
     task.check("items scored", counts.n == len(items), counts.n)
     if task.cuda:
         task.figure("peak memory GiB", round(torch.cuda.max_memory_allocated() / 2**30, 2))

@@ -4,8 +4,8 @@
     bash scripts/gpu_suite.sh --device cuda --parts speed             likewise
     bash scripts/gpu_suite.sh --device cpu --tiny                     the code of every part, at toy size
 
-Each part is a process of its own under a time limit (scripts/gpu_suite_parts.py) and adds one line to results.jsonl in --output; one
-that fails stops no other. What it printed lies beside, in PART.txt. `python scripts/write_docs.py --gpu-results
+Each part is a process of its own under a time limit (scripts/gpu_suite_parts.py) and adds one line to results.jsonl in --output;
+one that fails stops no other. What it printed lies beside, in PART.txt. `python scripts/write_docs.py --gpu-results
 gpu_suite/results.jsonl` makes docs/gpu.md of it. The exit code is 1 where a part failed.
 
 This file imports the standard library only, so that it can tell what is missing.
@@ -83,7 +83,7 @@ class Suite:
 
     def __post_init__(self) -> None:
         self.folder: Path = self.options.output
-        self.environment = dict(os.environ)
+        self.environment = os.environ | ({"OMP_NUM_THREADS": "1"} if self.options.tiny else {})
         self.began = time.monotonic()
         groups = {part.group for part in self.parts} & set(GROUPS)
         self.ends = self.began + 60 * (self.options.minutes or sum(MINUTES[group] for group in groups or GROUPS))
@@ -209,6 +209,8 @@ def told(figures: dict[str, Any], width: int = 110) -> str:
     """The first figures, as many as go into a line."""
     text = ""
     for name, value in figures.items():
+        if isinstance(value, dict) and "tokens_per_second" in value:
+            value = f"{value['tokens_per_second']:,.0f} tok/s"
         if isinstance(value, (dict, list)):
             continue
         entry = f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
@@ -249,7 +251,7 @@ def parse(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace, lis
     """The options, and the parts to run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", default="all", help="all, correctness, speed, or names of parts, with commas (default: %(default)s)")
+    parser.add_argument("--parts", default="all", help="all, correctness, speed, or parts' names, with commas (default: all)")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, compiling in one part only")
     parser.add_argument("--output", type=Path, default=ROOT / "gpu_suite", help="folder of results.jsonl (default: gpu_suite)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, which this machine lacks")
@@ -272,7 +274,7 @@ def main() -> int:
     if options.wheels:
         suite.install(options.wheels)
     records = suite.run()
-    print(f"\n{options.output / RESULTS} holds these lines; python scripts/write_docs.py --gpu-results makes docs/gpu.md of them.\n")
+    print(f"\nThese lines are in {options.output / RESULTS}; scripts/write_docs.py --gpu-results makes docs/gpu.md of them.\n")
     print(table(records), flush=True)
     return int(any(record["ok"] is False for record in records))
 

@@ -280,10 +280,12 @@ class Job:
 def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env: Optional[Mapping[str, str]] = None) -> Job:
     """Call a module's function on each rank, in new processes that find what torchrun would tell them in the environment.
 
-    They come from a server that has torch imported, so one takes milliseconds and not seconds.
+    They come from a server that has torch imported, so one takes milliseconds and not seconds. With a GPU they do not: what
+    has been forked after a look at CUDA cannot use it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "pytest", "helpers"])
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["torch._dynamo", "pytest", "helpers"])
     folder.mkdir(parents=True, exist_ok=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     processes, outputs = [], []
