@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # of every part
 RESULTS = "results.jsonl"
 HEADER = "header"  # the part that says on what machine and of which commit the following ones are
 MINUTES = {"correctness": 9.5, "speed": 9.5}  # a command may take ten
@@ -141,7 +142,7 @@ class Suite:
         """Run one part in a process of its own, and read what it has noted, even where it was ended."""
         notes, output = self.folder / f"{part.name}.notes.jsonl", self.folder / f"{part.name}.txt"
         notes.unlink(missing_ok=True)
-        command = [sys.executable, str(ROOT / "scripts" / "gpu_suite_parts.py"), part.name, "--device", self.options.device,
+        command = [sys.executable, str(PROGRAM), part.name, "--device", self.options.device,
                    "--output", str(self.folder), "--seconds", f"{limit:.0f}", *(["--tiny"] if self.options.tiny else [])]
         started = time.monotonic()
         with open(output, "w") as file:

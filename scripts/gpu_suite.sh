@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Try everything on this device: bash scripts/gpu_suite.sh --device cuda --parts correctness, then --parts speed. Installs nothing from
-# a network. Takes the active environment, else .venv, else python3. All flags are those of scripts/gpu_suite.py, which --help lists.
+# a network. Takes the active environment if it has torch, else .venv, else python3. --help lists the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
+has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
+if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && python -c "$has_torch"; then
     python=python
 elif [ -x .venv/bin/python ]; then
     python=.venv/bin/python

@@ -90,6 +90,8 @@ def header(task: Task) -> None:
     changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], cwd=ROOT, capture_output=True, text=True)
     task.figure("commit", (commit.stdout.strip() + (", changed" if changed.stdout.strip() else "")) or "unknown")
     task.figure("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
+    if task.tiny:
+        task.figure("sizes", "toy")
     task.figure("python", platform.python_version())
     task.figure("cores", os.cpu_count())
     import torch

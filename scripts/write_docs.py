@@ -1,14 +1,24 @@
-"""Write what the settings say of themselves into .env.example and the README's table."""
+"""Write what the settings say of themselves into .env.example and the README's table, or a suite's results into docs/gpu.md.
 
+    python scripts/write_docs.py
+    python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl
+"""
+
+import argparse
+import json
 import sys
 from itertools import groupby
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from config import describe_settings
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from gpu_suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402, I001
+
+from config import describe_settings  # noqa: E402
+from errors import DataError, run_script  # noqa: E402
+
 BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 
 
@@ -46,7 +56,105 @@ def with_table(readme: str) -> str:
     return before + settings_table() + after
 
 
-if __name__ == "__main__":
+NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there: the device, the
+versions, the commit, what was right and what was not, and every figure."""
+HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--wheels FOLDER` installs first
+what such a machine lacks; `--parts` also takes names. Each part is a process of its own under a time limit, and one that fails
+stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
+
+
+def gpu_page(records: list[dict[str, Any]]) -> str:
+    """docs/gpu.md: what the suite found last, if it has been run, and how it is run.
+
+    Raises:
+        DataError: the records do not say on what GPU they were found.
+    """
+    lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "", "## How it is run", "", "```",
+             *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),
+             "python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl", "```", "", HOW_IT_RUNS, "",
+             "| part | of | at most | what |", "|---|---|---|---|",
+             *(f"| {part.name} | {part.group} | {part.seconds:.0f} s | {part.what} |" for part in PARTS)]
+    return "\n".join(lines) + "\n"
+
+
+def found(records: list[dict[str, Any]]) -> list[str]:
+    """The last result of each part, of those that were run on the device and commit of the last header."""
+    machine: dict[str, Any] = {}
+    last: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record["part"] == HEADER:
+            now = record["figures"]
+            if any(now.get(name) != machine.get(name) for name in ("device", "commit", "torch")):
+                last.clear()
+            machine = now
+        else:
+            last[record["part"]] = record
+    if "capability" not in machine:
+        raise DataError(f"--gpu-results: these are results of {machine.get('device', 'an unknown device')}, and docs/gpu.md "
+                        "tells of a GPU; give those of bash scripts/gpu_suite.sh --device cuda")
+    shown = [last[part.name] for part in PARTS if part.name in last]
+    lines = ["What `scripts/gpu_suite.sh` found.", "", *table_of(machine, ("", "")), "", "## Parts", "",
+             "| part | | s | what was wrong |", "|---|---|---|---|"]
+    lines += [f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {cell(record['error'] or '')} |"
+              for record in shown]
+    for record in shown:
+        if record["figures"]:
+            lines += ["", f"## {record['part']}", *figures_of(record["figures"])]
+    return lines
+
+
+def figures_of(figures: dict[str, Any]) -> list[str]:
+    """The tables of a part: what has several figures each, side by side; the rest; the profiler's rows."""
+    lines: list[str] = []
+    several = [(name, value) for name, value in figures.items() if isinstance(value, dict)]
+    by_columns: dict[tuple, list[tuple[str, dict]]] = {}
+    for name, value in several:
+        columns = tuple(key for key, entry in value.items() if not isinstance(entry, list))
+        # A row with fewer figures goes where all of them have a column.
+        fitting = next((known for known in by_columns if set(columns) <= set(known)), columns)
+        by_columns.setdefault(fitting, []).append((name, value))
+    for columns, rows in by_columns.items():
+        lines += ["", f"| | {' | '.join(map(cell, columns))} |", "|---|" + "---|" * len(columns)]
+        lines += [f"| {cell(name)} | {' | '.join(written(value.get(column, '')) for column in columns)} |"
+                  for name, value in rows]
+    if single := {name: value for name, value in figures.items() if not isinstance(value, dict)}:
+        lines += ["", *table_of(single, ("figure", "value"))]
+    for name, value in several:
+        for rows in (entry for entry in value.values() if isinstance(entry, list)):
+            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |", "|---|---|---|---|"]
+            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} | `{cell(row['name'])}` |"
+                      for row in rows]
+    return lines
+
+
+def table_of(values: dict[str, Any], heading: tuple[str, str]) -> list[str]:
+    """Names and values, one a line."""
+    rows = (f"| {cell(name)} | {written(value)} |" for name, value in values.items())
+    return [f"| {' | '.join(heading)} |", "|---|---|", *rows]
+
+
+def written(value: Any) -> str:
+    """A figure as a table has it."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else cell(str(value))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu-results", type=Path, metavar="FILE", help="results.jsonl of scripts/gpu_suite.sh")
+    results = parser.parse_args().gpu_results
+    if results:
+        try:
+            records = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise DataError(f"--gpu-results {results} cannot be read: {error}") from error
+        (ROOT / "docs" / "gpu.md").write_text(gpu_page(records), encoding="utf-8")
+        return
     (ROOT / ".env.example").write_text(env_example(), encoding="utf-8")
     readme = ROOT / "README.md"
     readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -34,7 +34,7 @@ CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
 ONLY_GPU = [pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
 on_both = pytest.mark.parametrize("device", CPU_TOO, indirect=True)
 on_gpu = pytest.mark.parametrize("device", ONLY_GPU, indirect=True)  # too slow, or of no use, in every test run
-compiles = pytest.mark.filterwarnings("ignore")  # of torch's compiler, which are many
+pytestmark = pytest.mark.filterwarnings("default")  # kernels that are tried, and compilers, say much that is no fault
 
 VOCAB = 500  # padded to 512 inside
 SHAPE = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 384, "init_std": 0.06, "tf32": False}
@@ -171,7 +171,7 @@ def an_item() -> Task:
 
 
 @on_both
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiles)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_of_every_backend_in_every_use(device, backend, recomputed, compiled):
@@ -218,7 +218,6 @@ def cached_logits(model, device: torch.device) -> torch.Tensor:
 
 
 @on_gpu
-@compiles
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_compiled_is_eager(device, dtype):
     """With documents, and with ever other numbers of them, by few compilations."""
@@ -239,7 +238,6 @@ def test_compiled_is_eager(device, dtype):
 
 
 @on_gpu
-@compiles
 def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
     """A step with documents: one read of the device, after its update is enqueued. What the loop does between counts as well."""
     needs_cuda(device, "there is nothing to wait for")
@@ -247,7 +245,7 @@ def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
     original = train.learning_rate
 
     def counted(finished: int, config) -> float:
-        waits.append(len(caught))
+        waits.append(sum("synchronizing" in str(warning.message) for warning in caught))
         return original(finished, config)
 
     run = tiny_run(**UNMEASURED, DEVICE="cuda", PRECISION="bf16", COMPILE="true", MAX_STEPS=12, SAVE_EVERY=0, LOG_EVERY=0)
@@ -261,12 +259,12 @@ def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
             torch.cuda.set_sync_debug_mode("default")
     steps = [after - before for before, after in zip(waits[4:], waits[5:])]  # the first compile
     print(f"\nmeasured: waits a step, most = {max(steps)}")
-    where = {f"{os.path.basename(warning.filename)}:{warning.lineno}" for warning in caught}
+    where = {f"{os.path.basename(warning.filename)}:{warning.lineno}" for warning in caught
+             if "synchronizing" in str(warning.message)}
     assert max(steps) <= 1, f"{steps}, from {sorted(where)}"
 
 
 @on_gpu
-@compiles
 @pytest.mark.slow
 def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, prepared, tmp_path):
     """The blocks are compiled with adapters on and off, with and without gradients, for rows of many documents."""
@@ -305,7 +303,6 @@ def scale_of(run: TinyRun, step: int) -> float:
 
 
 @on_both
-@pytest.mark.filterwarnings("ignore")
 def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device, tiny_run, monkeypatch):
     """On a CPU, where the settings refuse fp16, the trainer is told that it may."""
     if device.type == "cpu":
@@ -409,18 +406,20 @@ def hanging() -> None:
 
     def learning_rate(finished: int, config) -> float:
         if finished == 2 and os.environ["RANK"] == "1":
-            time.sleep(120)
+            time.sleep(180)
         return original(finished, config)
 
     train.learning_rate = learning_rate
 
 
+TIMEOUT = {"cpu": 5, "cuda": 15}  # seconds; on CUDA the first step is slow
 ONE_GPU = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 @on_gpu
 def test_ranks_that_share_a_device_learn_what_one_does(device, tiny_run):
-    one, two = (tiny_run(**UNMEASURED, DEVICE=device.type, DRIFT_CHECK_EVERY=2, RUN_NAME=name) for name in ("one", "two"))
+    one, two = (tiny_run(**UNMEASURED, DEVICE=device.type, TF32="false", DRIFT_CHECK_EVERY=2, RUN_NAME=name)
+                for name in ("one", "two"))
     assert one.train() == 0
     job = two.start(2, over_gloo, ONE_GPU)
     assert job.wait() == [0, 0], job.text()
@@ -440,8 +439,8 @@ def test_ranks_that_drift_are_found(device, tiny_run):
 
 @on_gpu
 def test_ranks_that_hang_are_told_of(device, tiny_run):
-    job = tiny_run(**UNMEASURED, DEVICE=device.type, DISTRIBUTED_TIMEOUT=8).start(2, hanging, ONE_GPU)
-    codes = job.wait(90)
+    job = tiny_run(**UNMEASURED, DEVICE=device.type, DISTRIBUTED_TIMEOUT=TIMEOUT[device.type]).start(2, hanging, ONE_GPU)
+    codes = job.wait(120)
     assert set(codes) <= {6, 1} and 6 in codes, job.text()
     assert "rank 1 is in data (step 3)" in job.text()
 
@@ -470,6 +469,5 @@ def alone_in_a_group(device_type: str) -> None:
 
 
 @on_gpu
-@compiles
 def test_ranks_of_a_group_of_one_with_its_backend(device, tmp_path):
     run_ranks(alone_in_a_group, device.type, world_size=1, folder=tmp_path)
