@@ -12,9 +12,9 @@ Contenders (bf16 where the hardware is fast at it, sdpa):
     hf, hf-compile   transformers' Llama under autocast
     hf-liger         the same, compiled, with Liger's kernels
     litgpt           litgpt's GPT, compiled
-The peers get the same tokens without documents. A package that is not installed is told, not an error. A figure counts only against
-one of the same run: blocks go A B B A, the result is the median ratio of neighbours and its bootstrap interval of 95 %. A contender
-whose first loss (over whole rows, with the initial weights) differs is refused.
+The peers get the same tokens without documents. A package that is not installed is told, not an error. A figure counts only
+against one of the same run: blocks go A B B A, the result is the median ratio of neighbours and its bootstrap interval of 95 %.
+A contender whose first loss (over whole rows, with the initial weights) differs is refused.
 """
 
 import argparse
@@ -43,14 +43,14 @@ MODELS = {
                  tie_embeddings=True),
     "cpu-4k": dict(rows=8, seq_len=256, vocab=4096, warmup=5, steps=20, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768,
                    tie_embeddings=True),
-    "cpu-128k": dict(rows=4, seq_len=256, vocab=128_256, warmup=2, steps=6, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768,
-                     tie_embeddings=True),
-    "sample": dict(rows=16, seq_len=256, vocab=1280, warmup=3, steps=20, dim=128, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=352,
-                   tie_embeddings=True),
-    "174m": dict(rows=32, seq_len=2048, vocab=128_256, warmup=20, steps=60, dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048,
-                 tie_embeddings=True),
-    "1b": dict(rows=4, seq_len=4096, vocab=128_256, warmup=10, steps=25, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192,
-               tie_embeddings=True),
+    "cpu-128k": dict(rows=4, seq_len=256, vocab=128_256, warmup=2, steps=6, dim=256, n_layers=6, n_heads=8, n_kv_heads=4,
+                     ffn_dim=768, tie_embeddings=True),
+    "sample": dict(rows=16, seq_len=256, vocab=1280, warmup=3, steps=20, dim=128, n_layers=3, n_heads=2, n_kv_heads=2,
+                   ffn_dim=352, tie_embeddings=True),
+    "174m": dict(rows=32, seq_len=2048, vocab=128_256, warmup=20, steps=60, dim=768, n_layers=12, n_heads=12, n_kv_heads=4,
+                 ffn_dim=2048, tie_embeddings=True),
+    "1b": dict(rows=4, seq_len=4096, vocab=128_256, warmup=10, steps=25, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8,
+               ffn_dim=8192, tie_embeddings=True),
 }
 MODELS["1b-8rows"] = MODELS["1b"] | {"rows": 8}
 
@@ -170,7 +170,11 @@ def contender_of(words: set[str], model, config, shape: dict, eager: bool) -> tu
         documents_BT = None if "causal" in words else documents_of(rows, seq_len)
         if not eager:
             compile_model(model)
-        return model, lambda ids, documents=documents_BT: -model(ids[:, :-1], ids[:, 1:], documents, reduction="sum") / (rows * seq_len)
+
+        def our_loss(ids, documents_BT=documents_BT):
+            return -model(ids[:, :-1], ids[:, 1:], documents_BT, reduction="sum") / (rows * seq_len)
+
+        return model, our_loss
     try:
         peer = (litgpt_model(model, config, vocab, seq_len) if "litgpt" in words else
                 peer_of(model, config, vocab, seq_len, "liger" in words)).to(device)
@@ -285,8 +289,8 @@ def profile_of(step: Callable, device, rows: int) -> list[dict[str, Any]]:
     own = (lambda event: event.self_device_time_total) if on_gpu else (lambda event: event.self_cpu_time_total)
     events = sorted(profiler.key_averages(), key=own, reverse=True)
     total = sum(map(own, events)) or 1
-    return [{"name": event.key[:80], "ms": round(own(event) / 2e3, 3), "share": round(own(event) / total, 4), "calls": event.count // 2}
-            for event in events[:rows]]
+    return [{"name": event.key[:80], "ms": round(own(event) / 2e3, 3), "share": round(own(event) / total, 4),
+             "calls": event.count // 2} for event in events[:rows]]
 
 
 def in_process(name: str, arguments: argparse.Namespace, seconds: Optional[float], profile: int) -> dict:
@@ -296,8 +300,9 @@ def in_process(name: str, arguments: argparse.Namespace, seconds: Optional[float
     needed = {package for word in name.split("-") for package in NEEDS.get(word, ())}
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
-    command = [sys.executable, __file__, "--model", arguments.model, "--run", name, "--threads", str(arguments.threads), "--profile",
-               str(profile), *(["--eager"] if arguments.eager else []), *(["--device", arguments.device] if arguments.device else [])]
+    command = [sys.executable, __file__, "--model", arguments.model, "--run", name, "--threads", str(arguments.threads),
+               "--profile", str(profile), *(["--eager"] if arguments.eager else []),
+               *(["--device", arguments.device] if arguments.device else [])]
     environment = os.environ | ({"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
@@ -317,14 +322,15 @@ def bootstrap(ratios: list[float]) -> tuple[float, float, float]:
 
 def compare(results: list[list[dict]], ours: str) -> list[str]:
     """A line a contender: its own figures, and ours over its, block by block."""
-    lines = ["| contender | tok/s (median) | MFU, causal | peak GiB (forecast) | first step s | ours / its tok/s | its / ours CPU s |",
-             "|---|---|---|---|---|---|---|"]
+    lines = ["| contender | tok/s (median) | MFU, causal | peak GiB (forecast) | first step s | ours / its tok/s | "
+             "its / ours CPU s |", "|---|---|---|---|---|---|---|"]
     blocks = [{entry["contender"]: entry for entry in block} for block in results]
     for name in blocks[0]:
         good = [block for block in blocks if "tokens_per_second" in block[name]]
         if not good:
-            why = blocks[0][name]
-            lines.append(f"| {name} | {'failed: ' + why['error'][:100] if 'error' in why else 'skipped: ' + why['skipped']} | | | | | |")
+            entry = blocks[0][name]
+            why = f"failed: {entry['error'][:100]}" if "error" in entry else f"skipped: {entry['skipped']}"
+            lines.append(f"| {name} | {why} | | | | | |")
             continue
 
         def median(key: str) -> float:
@@ -358,7 +364,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = torch's own choice")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="also the profiler's first N rows of our own first run")
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="also the profiler's first N rows of the first")
     parser.add_argument("--seconds", type=float, help="after which no contender is begun, and the last one is ended")
     parser.add_argument("--json", type=Path, help="write all figures here")
     parser.add_argument("--probe", action="store_true", help="only tell what this GPU's matmul, copy and attention reach")

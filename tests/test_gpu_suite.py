@@ -120,8 +120,9 @@ def test_the_driver_needs_the_standard_library_only(tmp_path):
     code = "import sys; sys.path.insert(0, 'scripts'); import gpu_suite, gpu_suite_parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-    done = subprocess.run(["bash", ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--parts", "header", "--wheels", tmp_path,
-                           "--output", tmp_path / "out"], capture_output=True, text=True)
+    command = ["bash", ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--parts", "header", "--wheels", tmp_path,
+               "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"warning: the wheels of {tmp_path} are not installed: there is no *.whl in it" in done.stdout
     assert done.stdout.rstrip().endswith("1 ok, 0 FAILED, 0 skipped") and "| header | ok |" in done.stdout
