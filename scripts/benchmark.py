@@ -302,7 +302,7 @@ def in_process(name: str, arguments: argparse.Namespace, seconds: Optional[float
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
     command = [sys.executable, __file__, "--model", arguments.model, "--run", name, "--threads", str(arguments.threads),
                "--profile", str(profile), *(["--eager"] if arguments.eager else []),
-               *(["--device", arguments.device] if arguments.device else [])]
+               *(["--fast"] if arguments.fast else []), *(["--device", arguments.device] if arguments.device else [])]
     environment = os.environ | ({"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
@@ -363,6 +363,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=3, help="times that each contender runs")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--fast", action="store_true", help="half of the steps, enough for a GPU that nobody shares")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = torch's own choice")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="also the profiler's first N rows of the first")
     parser.add_argument("--seconds", type=float, help="after which no contender is begun, and the last one is ended")
@@ -374,7 +375,10 @@ def main() -> None:
         sys.exit(subprocess.call([sys.executable, str(ROOT / "scripts" / "gpu_suite.py"), "--parts", "probe,attention"]))
     if arguments.run:
         try:
-            figures = run_contender(arguments.run, MODELS[arguments.model], arguments)
+            shape = MODELS[arguments.model]
+            if arguments.fast:
+                shape = shape | {name: max(1, shape[name] // 2) for name in ("warmup", "steps")}
+            figures = run_contender(arguments.run, shape, arguments)
         except NotHere as reason:
             figures = {"contender": arguments.run, "skipped": str(reason)}
         print(json.dumps(figures))

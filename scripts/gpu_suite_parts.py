@@ -133,7 +133,7 @@ def pytest_part(*chosen: str) -> Callable[[Task], None]:
     """A part that is tests of tests/test_gpu.py, with each of them a figure."""
 
     def part(task: Task) -> None:
-        command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-k", " or ".join(chosen), "-vv", "-ra",
+        command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-k", " or ".join(chosen), "-vv", "-raP",
                    "--tb=short", "-p", "no:cacheprovider", "--basetemp", str(task.folder / "runs" / f"tests-{chosen[0]}")]
         environment = os.environ | {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
         (task.folder / "runs").mkdir(exist_ok=True)
@@ -151,7 +151,7 @@ def pytest_part(*chosen: str) -> Callable[[Task], None]:
             elif found := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
                 task.figure(f"skipped: {found[2].strip()}", int(found[1]))
             elif found := re.match(r"measured: (.+) = (.+)", line.strip()):
-                task.figure(found[1], float(found[2]))
+                task.figure(found[1], int(found[2]))
         code = process.wait()
         task.check("pytest's exit code", code == 0, code)
         if not counts["passed"] and counts["skipped"]:
@@ -328,7 +328,7 @@ def speed(model: str, some: Sequence[str]) -> Callable[[Task], None]:
         results = task.folder / f"benchmark-{model}.json"
         contenders = some if task.tiny else CONTENDERS
         command = [sys.executable, "scripts/benchmark.py", "--model", "tiny" if task.tiny else model, "--contenders",
-                   ",".join(contenders), "--blocks", "1", "--device", task.device, "--profile", "25", "--seconds",
+                   ",".join(contenders), "--blocks", "1", "--fast", "--device", task.device, "--profile", "25", "--seconds",
                    f"{task.seconds - 10:.0f}", "--json", str(results), *(["--eager", "--threads", "1"] if task.tiny else [])]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for line in process.stdout:

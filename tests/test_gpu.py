@@ -198,9 +198,8 @@ def test_attention_of_every_backend_in_every_use(device, backend, recomputed, co
         scores, wanted = (ending_logprobs(each, [an_item()] * 2, where)
                           for each, where in ((model, device), (exact, torch.device("cpu"))))
         assert abs(scores - wanted).max() <= APART[dtype] * abs(wanted).max()
-        with torch.no_grad():
-            logits = cached_logits(model, device)
-        assert (logits - cached_logits(exact, torch.device("cpu"))).abs().max() <= APART[dtype] * 20
+        logits, wanted = cached_logits(model, device), cached_logits(exact, torch.device("cpu"))
+        assert (logits - wanted).abs().max() <= APART[dtype] * wanted.abs().max()
         written = generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=4)
         assert [len(ids) for ids in written] == [4, 4]
 
@@ -457,7 +456,8 @@ def alone_in_a_group(device_type: str) -> None:
     assert float(group.add_up(torch.ones(3)).sum()) == 3
     batch = batch_on(device, documents())
     plain, wrapped = model_on(device), model_on(device)
-    parallel, _ = wrap_model(wrapped, group)
+    parallel = wrap_model(wrapped, group)
+    parallel = parallel[0] if isinstance(parallel, tuple) else parallel
     if device_type == "cuda":
         compile_model(wrapped)
     loss, expected = learned(plain, batch)
