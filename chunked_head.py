@@ -98,7 +98,7 @@ class HeadGradients:
         if self.weight_VD is None:
             return
         if gradient_MV.dtype == self.weight_VD.dtype:
-            self.weight_VD.addmm_(gradient_MV.T, hidden_MD)
+            torch.addmm(self.weight_VD, gradient_MV.T, hidden_MD, out=self.weight_VD)
         elif gradient_MV.device.type == "cuda":  # the matmul adds in float32 by itself
             torch.addmm(self.weight_VD, gradient_MV.T, hidden_MD, out_dtype=self.weight_VD.dtype, out=self.weight_VD)
         else:

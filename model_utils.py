@@ -90,6 +90,14 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
     return None
 
 
+def compile_where_possible(model: Transformer, config: RunConfig, device_type: str) -> Optional[str]:
+    """Compile the model if COMPILE asks for it; returns why that was not possible, or None."""
+    reason = why_not_compile(config, device_type) if config.compile else None
+    if config.compile and reason is None:
+        compile_model(model)
+    return reason
+
+
 def compile_model(model: Transformer) -> None:
     """Compile each block, the final norm and the head's functions in place.
 

@@ -13,7 +13,7 @@ import torch
 import checkpoints
 from attention_kernels import choose_kernel
 from config import PREPARED_BY, Config
-from errors import CheckpointError, PaddockError
+from errors import CheckpointError, PaddockError, SettingsError
 from hellaswag_utils import prepare_tasks, read_items
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from model_folder import check_model
@@ -66,12 +66,15 @@ def describe_memory(forecast: MemoryEstimate) -> str:
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
-    """What computes, and how, in words. Raises SettingsError where ATTENTION_BACKEND is not to be had."""
+    """What computes, and how, in words. Raises SettingsError where ATTENTION_BACKEND, or selective
+    checkpointing, is not to be had."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
     why_eager = why_not_compile(config, device.type) if config.compile else "COMPILE=false"
+    if why_eager and config.activation_checkpointing == "selective":
+        raise SettingsError(f"ACTIVATION_CHECKPOINTING=selective is done by the compiler, but {why_eager}; use block, or none")
     return (f"{name}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
             f"{', documents apart' if config.document_mask else ''}; {f'eager ({why_eager})' if why_eager else 'compiled'}")
 
@@ -259,7 +262,8 @@ def memory_advice(config: Config, room: int, *device) -> str:
     """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
-    for recompute in dict.fromkeys((config.activation_checkpointing, "block")):
+    recomputing = (config.activation_checkpointing, *(["selective"] if config.compile and not config.debug else []), "block")
+    for recompute in dict.fromkeys(recomputing):
         for rows in smaller:
             changed = config.model_copy(update={"micro_batch_size": rows, "activation_checkpointing": recompute})
             needed = estimate_memory(changed, *device).total

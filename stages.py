@@ -14,7 +14,7 @@ from config import Config
 from dataloaders import rows_of_step
 from distillation import Distillation
 from model import Transformer
-from model_utils import build_model
+from model_utils import build_model, compile_where_possible
 from objectives import PREFERENCE_OBJECTIVES, NextToken, Objective, Reference, stored_reference
 from ranks import Ranks, StopSignals
 from references import frozen_logprobs, with_stored_reference
@@ -91,6 +91,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
         reference = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         ranks.together(lambda: load_weights(base, reference))
         lora.keep_base_in(reference.requires_grad_(False), dtype)
+        compile_where_possible(reference, config, ranks.device.type)
         return reference.eval()
 
     if config.dpo_reference == "live":

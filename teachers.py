@@ -28,7 +28,7 @@ from downloads import first_line, hub_folder
 from errors import CheckpointError, SettingsError
 from model import Transformer
 from model_folder import transformer_of
-from model_utils import compile_model, why_not_compile
+from model_utils import compile_where_possible
 from numerics import linear
 from tokenizer import HUB_NAME, load_tokenizer
 
@@ -211,8 +211,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, device: torch.de
     tensors = load_model_weights(folder)
     dtype = _dtype(config, next(iter(tensors.values())).dtype, device)
     model = transformer_of(tensors, ModelConfig(**settings), described["vocab_size"], dtype).to(device, dtype)
-    if config.compile and why_not_compile(config, device.type) is None:
-        compile_model(model)
+    compile_where_possible(model, config, device.type)
     return LlamaTeacher(model, vocab_size)
 
 

@@ -32,10 +32,9 @@ from model_utils import (
     choose_device,
     choose_dtype,
     clip_gradients,
-    compile_model,
+    compile_where_possible,
     gradient_norm,
     seed_step,
-    why_not_compile,
     wrap_model,
 )
 from optim import Optimizer, learning_rate
@@ -112,10 +111,8 @@ def train(loaded: Loaded) -> int:
             return EXIT_PREEMPTED
         run = Run(config, ranks, signals, inputs, folder, model, optimizer, scaler, progress, objective, start.folder, log)
         preflight.announce(run, dtype)
-        if config.compile and (reason := why_not_compile(config, device_type)):
+        if reason := compile_where_possible(model, config, device_type):
             log.warn(f"no torch.compile: {reason}")
-        elif config.compile:
-            compile_model(model)
         return take_steps(run)
 
 

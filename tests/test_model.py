@@ -15,7 +15,6 @@ from convert import huggingface_config, to_huggingface
 from errors import SettingsError
 from model import (
     SHARED_PREFIX,
-    Block,
     KVCache,
     Linear,
     Transformer,
@@ -25,7 +24,9 @@ from model import (
     padded,
     positions_of,
 )
+from model_utils import compile_model
 from numerics import linear
+from settings import load_config
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -291,20 +292,34 @@ def test_an_attention_backend_that_is_missing_is_an_error(backend):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("default")
-def test_a_compiled_block_equals_the_eager_one():
-    model = make()
-    layout = model.layout(random_ids(2, 16), torch.tensor([[1] * 10 + [2] * 6] * 2, dtype=torch.int32), None)
-    block: Block = model.layers[0]
-    x = torch.randn(2, 16, model.config.dim, generator=torch.Generator().manual_seed(0))
-    results = []
-    for forward in (block, torch.compile(block)):
-        own_x = x.clone().requires_grad_()
-        out = forward(own_x, layout)
-        out.square().sum().backward()
-        grads = {name: parameter.grad for name, parameter in block.named_parameters()}
-        block.zero_grad(set_to_none=True)
-        results.append({"out": out.detach(), "x": own_x.grad, **grads})
-    assert_all_close(results[1], results[0])
+@pytest.mark.parametrize("settings", [{}, {"attention_backend": "math"}, {"activation_checkpointing": "block"},
+                                      {"activation_checkpointing": "selective", "activation_memory_budget": 0.9},
+                                      {"activation_checkpointing": "selective", "activation_memory_budget": 0.3}])
+def test_a_compiled_model_equals_the_eager_one(settings):
+    """Blocks, norm and the head's functions: summed, and position by position in one chunk and in several."""
+    tokens, targets = random_ids(2, 33), random_ids(2, 33, seed=1)
+    targets[0, 5:9] = IGNORE_INDEX
+    documents = torch.tensor([[1] * 10 + [2] * 23] * 2, dtype=torch.int32)
+    torch._dynamo.reset()
+    try:
+        for chunk, reduction in ((0, "sum"), (0, "none"), (16, "sum"), (16, "none")):
+            results = []
+            for compiled in (False, True):
+                model = make(head_chunk_tokens=chunk, **settings)
+                if compiled:
+                    compile_model(model)
+                logprob = model(tokens, targets, documents, reduction=reduction)
+                (logprob.sum() * -0.25).backward()
+                results.append({"": logprob.detach(), **gradients(model)})
+            assert_all_close(results[1], results[0])
+    finally:
+        torch._functorch.config.activation_memory_budget = 1.0
+
+
+def test_a_compiler_that_is_told_what_to_keep_is_needed(monkeypatch):
+    for settings, words in (({"compile": False}, "COMPILE=false"), ({"debug": True}, "DEBUG=true")):
+        with pytest.raises(SettingsError, match=f"ACTIVATION_CHECKPOINTING=selective.* {words} "):
+            load_config(["--activation-checkpointing=selective", *(f"--{name}={value}" for name, value in settings.items())], {})
 
 
 # --------------------------------------------------------------------------------------------------- numbers and beginnings
