@@ -379,7 +379,7 @@ def main() -> None:
         try:
             shape = MODELS[arguments.model]
             if arguments.fast:
-                shape = shape | {name: max(1, shape[name] // 2) for name in ("warmup", "steps")}
+                shape = shape | {name: max(2, shape[name] // 2) for name in ("warmup", "steps")}
             figures = run_contender(arguments.run, shape, arguments)
         except NotHere as reason:
             figures = {"contender": arguments.run, "skipped": str(reason)}
