@@ -335,7 +335,7 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
             lines.append(f"| {name} | {why} | | | | | |")
             continue
 
-        def median(key: str) -> float:
+        def median(key: str, name: str = name, good: list[dict] = good) -> float:
             return statistics.median(block[name][key] for block in good)
 
         mfu = f"{100 * median('mfu'):.1f} %, {100 * median('mfu_causal'):.1f} %" if "mfu" in good[0][name] else "-"

@@ -26,8 +26,8 @@ RANKS = 1024
 VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # What the sample's bytes follow from: it is made anew when one of them has changed.
-SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py", "shard_writer.py",
-           "chats.py", "chat_formats.py", "example_preparation.py")
+SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py",
+           "shard_writer.py", "chats.py", "chat_formats.py", "example_preparation.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:
@@ -54,7 +54,8 @@ def make(folder: Path, stories: int) -> None:
     write_tiktoken(train_bpe(islice(texts(), stories // 4), RANKS), tokenizer)
     prepare_pretrain(str(folder / "stories.jsonl"), str(tokenizer), "tiktoken", folder / "pretrain",
                      shard_tokens=100_000_000, validation_fraction=VALIDATION_FRACTION)
-    for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT), ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
+    for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT),
+                                         ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
         prepare_examples(kind, str(folder / f"{name}.jsonl"), str(tokenizer), "tiktoken", folder / output, system_prompt="",
                          shard_tokens=100_000_000, validation_fraction=held_out)
