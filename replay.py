@@ -165,11 +165,11 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
 # ------------------------------------------------------------------------------------------------------------ the steps again
 
 
-def take_step(run: Run, batches: list[Batch], world_size: int) -> StepResult:
-    """Take the next step as the run did on so many ranks."""
+def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
+    """Take the next step as the run did on so many ranks, whose micro-batches hold so many units."""
     objective = AsRanks(run.objective, run.config.seed, run.progress.step, len(batches), world_size)
     rate = learning_rate(run.progress.updates, run.config)
-    return train_step(replace(run, objective=objective), run.model, None, batches, rate)
+    return train_step(replace(run, objective=objective), run.model, batches, count, rate)
 
 
 def difference(value: float, then: Optional[float]) -> float:
@@ -189,10 +189,10 @@ def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, A
     begun = f"those of {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
         return begun, True
-    with run.inputs.training_batches(run.config, run.ranks, run.progress.step) as loader:
+    with run.inputs.training_batches(run.config, run.ranks, run.objective, run.progress.step) as loader:
         what = f"Steps {first} to {step - 1} again"
         for now in tqdm(range(first, step), desc=what, unit="step", delay=2, leave=False, disable=None):
-            result = take_step(run, next(loader), world_size)
+            result = take_step(run, *next(loader), world_size)
             if not result.finite:
                 raise NonFiniteError(f"step {now} is not finite already: replay that one, or this one with --at-checkpoint")
             if now in ledger:
@@ -289,7 +289,7 @@ def replay(run_dir: Path, step: int, config: Config, world_size: int, rows_shown
         reports = examine_rows(run, rows.tolist(), count)
         details = [describe_row(run, bare, report, count) for report in reports[:rows_shown]]
     run.progress.step = step - 1
-    result = take_step(run, batches, world_size)
+    result = take_step(run, batches, count, world_size)
     say(compare("Loss", result.loss, then["loss"]))
     say(compare("Gradient norm", result.grad_norm, then["grad_norm"]))
     for line in (*parameters, *(line for lines in details for line in lines)):

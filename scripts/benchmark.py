@@ -110,7 +110,7 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
 
     import diagnostics
     from config import Config
-    from model_utils import bf16_is_fast, build_model, clip_gradients, compile_model, gradient_norm
+    from model_utils import bf16_is_fast, build_model, clip_scale, compile_model, gradient_norm
     from optim import Optimizer
     from ranks import Ranks
 
@@ -149,8 +149,7 @@ def run_contender(name: str, shape: dict, threads: int) -> dict:
         loss = loss_of(ids)
         loss.backward()
         norm = gradient_norm(model)
-        clip_gradients(model, norm, 1.0)
-        optimizer.step(3e-4)
+        optimizer.step(3e-4, clip_scale(norm, 1.0), (~norm.isfinite()).float())
         return loss, norm
 
     first_loss = step(0)[0].item()

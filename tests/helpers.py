@@ -227,8 +227,9 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
                           objective=choose(config), progress=Progress(), signals=SimpleNamespace(received=None))
-    trained, watch = wrap_model(model, ranks)
-    result = train.train_step(run, trained, watch, batches, 0.01)
+    trained = wrap_model(model, ranks, config.gradient_dtype)
+    count = sum(int(run.objective.count(batch)) for batch in batches)
+    result = train.train_step(run, trained, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
 
 
