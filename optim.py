@@ -1,6 +1,7 @@
 """The optimizer: which parameters decay, what they are updated with, and the learning rate of each step."""
 
 import math
+from collections.abc import Iterable
 from typing import Optional
 
 import torch
@@ -70,23 +71,21 @@ class Muon(torch.optim.Optimizer):
                 gradients = [p.grad for p in parameters]
                 if self.grad_scale is not None:
                     torch._foreach_div_(gradients, self.grad_scale)
-                self._assign(buffers, torch._foreach_lerp(buffers, gradients, 1 - group["momentum"]))
+                self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
+                                       for buffer, gradient in zip(buffers, gradients)))
                 updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
                 if updates.device.type == "cuda":
                     updates = updates.bfloat16()
                 updates = orthogonalised(updates).to(parameters[0].dtype).unbind()
-                changed = torch._foreach_mul(parameters, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(changed, updates, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
-                self._assign(parameters, changed)
+                decay, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
+                self._assign(parameters, ((parameter * decay).sub_(update, alpha=rate)
+                                          for parameter, update in zip(parameters, updates)))
 
-    def _assign(self, tensors: list[Tensor], values: list[Tensor]) -> None:
+    def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         """Give the tensors new values, unless the update is left out, which the device knows alone."""
-        if self.found_inf is None:
-            torch._foreach_copy_(tensors, values)
-            return
-        taken = self.found_inf == 0
+        left_out = None if self.found_inf is None else self.found_inf != 0
         for tensor, value in zip(tensors, values):
-            torch.where(taken, value, tensor, out=tensor)
+            tensor.copy_(value) if left_out is None else torch.where(left_out, tensor, value, out=tensor)
 
 
 class Optimizer:

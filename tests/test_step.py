@@ -65,21 +65,32 @@ OBJECTIVES = {"next token": (uneven_batches, lambda config: NextToken()),
               "dpo": (pairs, lambda config: DPO(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2)))}
 
 
-@pytest.mark.parametrize("policy", ["warn", "skip"])
-@pytest.mark.parametrize("rows", [8, 2])
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_a_step_waits_for_the_device_once_when_its_update_is_enqueued(objective, rows, policy, monkeypatch):
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    """What the next step of `a_step` reads and updates, in order."""
     log, step = [], train.train_step
-    batches_of, choose = OBJECTIVES[objective]
 
     def logged(*arguments):
         with Functions(log), Operations(log):
             return step(*arguments)
 
     monkeypatch.setattr(train, "train_step", logged)
+    return log
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+@pytest.mark.parametrize("rows", [8, 2])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_step_waits_for_the_device_once_when_its_update_is_enqueued(objective, rows, policy, log):
+    batches_of, choose = OBJECTIVES[objective]
     result, _, _ = a_step(batches_of(rows), choose=choose, LOSS_SPIKE_POLICY=policy)
-    assert result.updated and log.count("update") == 2, "of what decays, and of what does not"
-    assert log.index("read") == len(log) - 1 and log[-2] == "update", log
+    assert result.updated and log == ["update", "update", "read"], "of what decays, of what does not, and what came of it"
+
+
+@pytest.mark.parametrize(("scale", "read"), [(2.0**16, ["read"]), (2.0**127, ["read", "read"])])
+def test_a_loss_scaler_is_read_only_where_something_overflowed(scale, read, log):
+    result, _, _ = a_step(uneven_batches(2), torch.amp.GradScaler("cpu", init_scale=scale))
+    assert result.finite and result.updated == (len(read) == 1) and log == ["update", "update", *read]
 
 
 # ----------------------------------------------------------------------------------------------------------- the same as before
