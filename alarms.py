@@ -2,6 +2,7 @@
 
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
 
@@ -27,16 +28,16 @@ def enter_in_ledger(run: Run, result: StepResult) -> None:
         run.log.entry(run.progress.step + 1, facts)
 
 
-def keep_evidence(run: Run, batches: list[Batch], result: StepResult,
-                  first_bad: Optional[diagnostics.FirstBadModule]) -> tuple[Path, list[dict]]:
+def keep_evidence(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[diagnostics.FirstBadModule] = None,
+                  is_own_finite: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict]]:
     """Save the state before the step, if it is good, and all that is known of the step; returns where, and the reports of all
     ranks. Collective: every rank must call it."""
     step = run.progress.step + 1
-    own = {"step": step, "rank": run.ranks.rank, "finite": result.own_finite, "loss": str(result.loss),
-           "grad_norm": str(result.grad_norm),
+    own = {"step": step, "rank": run.ranks.rank, "loss": str(result.loss), "grad_norm": str(result.grad_norm),
            "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
            "first_bad_module": first_bad.found if first_bad else None,
            "tensors": diagnostics.describe_tensors(run.model)}
+    own["finite"] = is_own_finite()  # after the gradients are described, which it may compute again
     everyone = run.ranks.gather(own)
     folder = run.folder / "debug" / f"step-{step:08d}"
     inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
@@ -70,20 +71,25 @@ def how_to_look(run: Run) -> str:
     return f"python scripts/replay_step.py {run.folder} --step {run.progress.step + 1}"
 
 
-def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
-                    first_bad: Optional[diagnostics.FirstBadModule]) -> None:
+def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[diagnostics.FirstBadModule],
+                    is_own_finite: Callable[[], bool]) -> None:
     """Keep what is known of a step that went bad, and the last good state. Collective: every rank must call it.
 
+    Args:
+        is_own_finite: computes this rank's part of the step again, without the others: the exchange of gradients has mixed them.
     Raises:
         NonFiniteError: always.
     """
-    folder, everyone = keep_evidence(run, batches, result, first_bad)
+    folder, everyone = keep_evidence(run, batches, result, first_bad, is_own_finite)
     run.log.say("\n" + diagnostics.banner(everyone))
-    culprits = ", ".join(map(str, diagnostics.bad_ranks(everyone)))
-    error = NonFiniteError(f"step {run.progress.step + 1} was not finite on rank {culprits}; nothing was updated, "
-                           f"{kept(run, everyone)}, and {folder} holds its rows and tensors. Look at it with "
-                           f"{how_to_look(run)}, or try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the "
-                           "first bad module")
+    culprits = diagnostics.bad_ranks(everyone)
+    where = (f"was not finite on rank {', '.join(map(str, culprits))}" if culprits else
+             "was not finite, but is on every rank when computed again: that is transient, most likely a fault of hardware or "
+             "of communication")
+    advice = ("try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the first bad module" if culprits else
+              "go on with the same command; where it comes again, look for the machine that it comes from")
+    error = NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {kept(run, everyone)}, and {folder} "
+                           f"holds its rows and tensors. Look at it with {how_to_look(run)}, or {advice}")
     error.told_by_main = not run.ranks.is_main
     raise error
 
@@ -103,7 +109,7 @@ def heed_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
         skipped = "; its update is left out" if config.loss_spike_policy == "skip" else ""
         run.log.warn(f"{what}{skipped}. Look at it with {how_to_look(run)}")
         return
-    folder, everyone = keep_evidence(run, batches, result, None)
+    folder, everyone = keep_evidence(run, batches, result)
     error = LossSpikeError(f"{what}. Nothing was updated, {kept(run, everyone)}, and {folder} holds its rows. Look at it "
                            f"with {how_to_look(run)}; to go on past it, LOSS_SPIKE_POLICY=skip or warn")
     error.told_by_main = not run.ranks.is_main

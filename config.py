@@ -144,6 +144,7 @@ class OptimConfig(Section):
     adam_beta2: float = curve(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     adam_eps: float = curve(1e-8, "AdamW's epsilon", gt=0)
     max_grad_norm: float = curve(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
+    gradient_dtype: Literal["fp32", "bf16"] = curve("fp32", "in which ranks exchange gradients; bf16 = half the bytes, rounded")
     loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
         "warn", "what a loss far above the recent ones leads to; skip = without its update, stop = end before it")
     loss_spike_threshold: float = curve(8.0, "how far that is, in robust standard deviations above the median", gt=0)

@@ -180,14 +180,16 @@ class RowOrder:
 
 
 class StepLoader:
-    """Iterate over the steps from `first_step` on, each as this rank's list of micro-batches on the device.
+    """Iterate over the steps from `first_step` on: each is this rank's list of micro-batches on the device, and what `count`
+    says of them together.
 
-    A thread reads up to `ahead` steps in advance, into pinned memory where the device is a GPU. Leaving the `with`
-    block, or `close`, ends it. What goes wrong in the thread is raised where the next step is asked for.
+    A thread reads up to `ahead` steps in advance, into pinned memory where the device is a GPU, and counts on the CPU. Leaving
+    the `with` block, or `close`, ends it. What goes wrong in the thread is raised where the next step is asked for.
     """
 
-    def __init__(self, read_rows: ReadRows, order: RowOrder, device: torch.device, first_step: int = 0, ahead: int = 2):
-        self._read_rows, self._order, self._device = read_rows, order, device
+    def __init__(self, read_rows: ReadRows, order: RowOrder, device: torch.device, count: Callable[[Batch], torch.Tensor],
+                 first_step: int = 0, ahead: int = 2):
+        self._read_rows, self._order, self._device, self._count = read_rows, order, device, count
         self._ready: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(ahead)
         self._closed = threading.Event()
@@ -202,25 +204,27 @@ class StepLoader:
                 self._room.acquire()
                 if self._closed.is_set():
                     return
-                self._ready.put([self._read(rows) for rows in self._order.micro_batches(step)])
+                self._ready.put(self._read_step(step))
         except BaseException as error:  # whatever it is: the main thread must not wait for a step that never comes
             self._ready.put(error)
 
-    def _read(self, rows: np.ndarray) -> Batch:
-        batch = self._read_rows(rows)
-        return batch.pin_memory() if self._device.type == "cuda" else batch
+    def _read_step(self, step: int) -> tuple[list[Batch], int]:
+        batches = [self._read_rows(rows) for rows in self._order.micro_batches(step)]
+        count = sum(int(self._count(batch)) for batch in batches)
+        return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches, count
 
-    def __iter__(self) -> Iterator[list[Batch]]:
+    def __iter__(self) -> Iterator[tuple[list[Batch], int]]:
         return self
 
-    def __next__(self) -> list[Batch]:
+    def __next__(self) -> tuple[list[Batch], int]:
         assert not self._closed.is_set(), "the loader is closed"
         item = self._ready.get()
         if isinstance(item, BaseException):
             self._ready.put(item)
             raise item
         self._room.release()
-        return [batch.to(self._device) for batch in item]
+        batches, count = item
+        return [batch.to(self._device) for batch in batches], count
 
     def close(self) -> None:
         """End the thread; one that is stuck in a dead file system is left behind, so that the process can still end."""

@@ -1,6 +1,7 @@
 """What a run does to the machine, and what went wrong: FLOPs and MFU, throughput, non-finite dumps."""
 
 import json
+import math
 import re
 import statistics
 import sys
@@ -82,18 +83,32 @@ class Throughput:
 
 
 def spike_height(loss: float, recent: Sequence[float], window: int) -> float:
-    """How far a loss lies above the median of the recent ones, in robust standard deviations.
-
-    0 while the window is not half full. The standard deviation is taken to be no less than 1 % of the median, so that a curve
-    which is flat by design raises no alarm at its first ripple.
-
-    Source: Rousseeuw and Croux 1993: 1.4826 times the median absolute deviation, which outliers cannot stretch.
-    """
+    """How far a loss lies above the median of the recent ones, in robust standard deviations; 0 while the window is not half
+    full."""
     if 2 * len(recent) < window:
         return 0.0
-    middle = statistics.median(recent)
-    deviation = 1.4826 * statistics.median(abs(value - middle) for value in recent)
-    return (loss - middle) / max(deviation, 0.01 * abs(middle), 1e-12)
+    middle, deviation = median_and_deviation(recent)
+    return (loss - middle) / deviation
+
+
+def spike_limit(recent: Sequence[float], window: int, threshold: float) -> float:
+    """The loss whose `spike_height` is the threshold; infinite while the window is not half full."""
+    if 2 * len(recent) < window:
+        return math.inf
+    middle, deviation = median_and_deviation(recent)
+    return middle + threshold * deviation
+
+
+def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and a standard deviation that outliers cannot stretch.
+
+    It is taken to be no less than 1 % of the median, so that a curve which is flat by design raises no alarm at its first ripple.
+
+    Source: Rousseeuw and Croux 1993: 1.4826 times the median absolute deviation.
+    """
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    return middle, max(deviation, 0.01 * abs(middle), 1e-12)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
@@ -154,16 +169,17 @@ def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
 
 
 def bad_ranks(reports: list[dict]) -> list[int]:
-    """The ranks whose own loss or gradients were bad, before the exchange; all, where none is known to be."""
-    return [report["rank"] for report in reports if not report["finite"]] or [report["rank"] for report in reports]
+    """The ranks whose own loss or gradients are bad, also when they are computed again."""
+    return [report["rank"] for report in reports if not report["finite"]]
 
 
 def banner(reports: list[dict]) -> str:
     """The words on the screen when a step was not finite, from the reports of all ranks."""
     culprits = bad_ranks(reports)
-    first = reports[culprits[0]]
+    first = reports[culprits[0] if culprits else 0]
+    source = f"from rank {', '.join(map(str, culprits))}" if culprits else "and finite when computed again"
     lines = ["=" * 100,
-             f"NON-FINITE in step {first['step']}, from rank {', '.join(map(str, culprits))}: the update was not made.",
+             f"NON-FINITE in step {first['step']}, {source}: the update was not made.",
              f"loss {first['loss']}, gradient norm {first['grad_norm']}, rows of rank {first['rank']}: {first['rows']}"]
     if first["first_bad_module"]:
         lines.append(f"first module with a bad output: {first['first_bad_module']}")

@@ -8,7 +8,7 @@ from typing import Optional
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from chunked_head import HeadFunctions
@@ -114,34 +114,30 @@ def compile_model(model: Transformer) -> None:
     model.head = HeadFunctions(*map(torch.compile, HeadFunctions()))
 
 
-class GradientWatch:
-    """Notes whether this rank's own gradients were finite, before data parallelism mixes them with the others'."""
+def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> nn.Module:
+    """The model as the objective calls it: data parallel where there are several ranks, which exchange gradients in this dtype.
 
-    def __init__(self, device: torch.device):
-        self.sums = torch.zeros((), device=device)
-
-    def hook(self, process_group, bucket):
-        """DDP's all-reduce, after a look at the bucket."""
-        PULSE.waits = True  # until the micro-batch is done
-        self.sums += bucket.buffer().sum() * 0
-        return allreduce_hook(process_group, bucket)
-
-    def read(self) -> bool:
-        """Whether all gradients since the last reading were finite."""
-        finite = bool(self.sums.isfinite())
-        self.sums.zero_()
-        return finite
-
-
-def wrap_model(model: nn.Module, ranks: Ranks) -> tuple[nn.Module, Optional[GradientWatch]]:
-    """The model as the objective calls it: data parallel where there are several ranks."""
+    Without `device_ids` nothing is moved to the GPU that a batch has on the CPU.
+    """
     if ranks.world_size == 1:
-        return model, None
-    parallel = DistributedDataParallel(model, device_ids=[ranks.local_rank] if ranks.device.type == "cuda" else None,
-                                       gradient_as_bucket_view=True)
-    watch = GradientWatch(ranks.device)
-    parallel.register_comm_hook(None, watch.hook)
-    return parallel, watch
+        return model
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if gradient_dtype == "bf16":
+        parallel.register_comm_hook(None, exchange_in_bf16)
+    # A backward ends with the first of the parameters, or nearly so: then it waits for the other ranks' gradients.
+    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    first.register_post_accumulate_grad_hook(note_wait)
+    return parallel
+
+
+def note_wait(parameter) -> None:
+    """Say that this rank has its own gradients, until it moves on."""
+    PULSE.waits = True
+
+
+def exchange_in_bf16(process_group, bucket):
+    """torch's hook, which DDP refuses by its name where ranks speak gloo, although it works there."""
+    return bf16_compress_hook(process_group, bucket)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
@@ -149,10 +145,11 @@ def gradient_norm(model: nn.Module) -> Tensor:
     return nn.utils.get_total_norm([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
 
 
-def clip_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients, whose norm is given, down to `max_norm` where it is above; 0 = never.
+def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
+    """What gradients of this norm are to be divided by, so that it is `max_norm` at most; None where that is 0 = never.
 
-    Only for finite gradients: one that is not would spread to all.
+    1 where the norm is not finite: a bad gradient must not spread to all.
     """
-    if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    if max_norm == 0:
+        return None
+    return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)

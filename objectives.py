@@ -28,7 +28,7 @@ class Objective(Protocol):
     """The seam for a new mode: what it averages over, and what it sums."""
 
     def count(self, batch) -> Tensor:
-        """How many units (targets, or pairs) the batch holds; integer, on the batch's device."""
+        """How many units (targets, or pairs) the batch holds; integer, on the batch's device, be it the CPU."""
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         """The loss summed over these units."""
@@ -52,7 +52,7 @@ def sums_by_pair(values_BT: Tensor, documents_BT: Tensor) -> Tensor:
         documents_BT: int32, on the CPU, so that P is known without waiting for a GPU.
     """
     last = int(documents_BT.max())
-    index_BT = documents_BT.to(values_BT.device, torch.int64, non_blocking=True)
+    index_BT = documents_BT.to(values_BT.device, non_blocking=True).long()  # moved first: pinned memory is not waited for
     sums = torch.zeros(len(values_BT), last + 1, device=values_BT.device).scatter_add(1, index_BT, values_BT.float())
     return sums[:, 1:last // 2 * 2 + 1].unflatten(1, (-1, 2))  # padding has the odd number after the last pair
 

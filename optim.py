@@ -1,6 +1,8 @@
 """The optimizer: which parameters decay, what they are updated with, and the learning rate of each step."""
 
 import math
+from collections.abc import Iterable
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +48,12 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised, as large as AdamW's would be, so that one learning rate serves both.
 
     As torch.optim.Muon, which always iterates in bf16, one matrix at a time: here in float32 on a CPU, and matrices of one shape
-    together. Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
+    together. `grad_scale` and `found_inf` mean what they mean to a fused AdamW.
+    Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
     """
+
+    grad_scale: Optional[Tensor] = None
+    found_inf: Optional[Tensor] = None
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -63,13 +69,23 @@ class Muon(torch.optim.Optimizer):
             for shape, parameters in alike.items():
                 buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
                 gradients = [p.grad for p in parameters]
-                torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+                if self.grad_scale is not None:
+                    torch._foreach_div_(gradients, self.grad_scale)
+                self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
+                                       for buffer, gradient in zip(buffers, gradients)))
                 updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
                 if updates.device.type == "cuda":
                     updates = updates.bfloat16()
                 updates = orthogonalised(updates).to(parameters[0].dtype).unbind()
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(parameters, updates, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape)))
+                decay, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
+                self._assign(parameters, ((parameter * decay).sub_(update, alpha=rate)
+                                          for parameter, update in zip(parameters, updates)))
+
+    def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
+        """Give the tensors new values, unless the update is left out, which the device knows alone."""
+        left_out = None if self.found_inf is None else self.found_inf != 0
+        for tensor, value in zip(tensors, values):
+            tensor.copy_(value) if left_out is None else torch.where(left_out, tensor, value, out=tensor)
 
 
 class Optimizer:
@@ -95,16 +111,23 @@ class Optimizer:
         if with_muon:
             self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
 
-    def step(self, rate: float) -> None:
-        """Update the parameters at this learning rate."""
+    def step(self, rate: float, grad_scale: Optional[Tensor] = None, found_inf: Optional[Tensor] = None) -> None:
+        """Update the parameters at this learning rate, without waiting for the device.
+
+        Args:
+            grad_scale: float32 (), what the gradients are divided by first; None = 1.
+            found_inf: float32 (), on the device; where it is 1, parameters and state stay as they are, to the bit.
+        """
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate
+            part.grad_scale, part.found_inf = grad_scale, found_inf
             part.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step: drop the gradients, or fill them with zeros where they are."""
         for part in self.parts:
-            part.zero_grad(set_to_none=True)
+            part.zero_grad(set_to_none)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """What resuming needs, as `<parameter>.<state>`; the tensors themselves, not copies."""

@@ -52,6 +52,18 @@ class Ranks:
             dist.all_reduce(total)
             return total.tolist()
 
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor, with the sum of every rank's; waits for no GPU. Collective: every rank must call it."""
+        if self.world_size > 1:
+            with PULSE.waiting():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def read(self, tensor: torch.Tensor) -> list[float]:
+        """What the device computes, when it has done so; after an exchange of a GPU, it is here that one waits for the others."""
+        with PULSE.waiting():
+            return tensor.tolist()
+
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
         if self.world_size == 1:

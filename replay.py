@@ -29,9 +29,8 @@ from model_utils import (
     build_model,
     choose_device,
     choose_dtype,
-    compile_model,
+    compile_where_possible,
     seed_step,
-    why_not_compile,
 )
 from objectives import LossSum, Objective
 from optim import Optimizer, learning_rate
@@ -157,19 +156,18 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
         raise SettingsError(f"--step {step}: this run began with step {progress.step + 1} (START_STEP, or a checkpoint's)")
     signals, log = StopSignals(), RunLog(config, 0, device_type)
     objective, inputs = choose_objective(config, inputs, model, dtype, progress.base, ranks, signals, say)
-    if config.compile and not why_not_compile(config, device_type):
-        compile_model(model)
+    compile_where_possible(model, config, device_type)
     return Run(config, ranks, signals, inputs, run_dir, model, optimizer, scaler, progress, objective, start.folder, log)
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps again
 
 
-def take_step(run: Run, batches: list[Batch], world_size: int) -> StepResult:
-    """Take the next step as the run did on so many ranks."""
+def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
+    """Take the next step as the run did on so many ranks, whose micro-batches hold so many units."""
     objective = AsRanks(run.objective, run.config.seed, run.progress.step, len(batches), world_size)
     rate = learning_rate(run.progress.updates, run.config)
-    return train_step(replace(run, objective=objective), run.model, None, batches, rate)
+    return train_step(replace(run, objective=objective), run.model, batches, count, rate)
 
 
 def difference(value: float, then: Optional[float]) -> float:
@@ -189,10 +187,10 @@ def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, A
     begun = f"those of {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
         return begun, True
-    with run.inputs.training_batches(run.config, run.ranks, run.progress.step) as loader:
+    with run.inputs.training_batches(run.config, run.ranks, run.objective, run.progress.step) as loader:
         what = f"Steps {first} to {step - 1} again"
         for now in tqdm(range(first, step), desc=what, unit="step", delay=2, leave=False, disable=None):
-            result = take_step(run, next(loader), world_size)
+            result = take_step(run, *next(loader), world_size)
             if not result.finite:
                 raise NonFiniteError(f"step {now} is not finite already: replay that one, or this one with --at-checkpoint")
             if now in ledger:
@@ -289,7 +287,7 @@ def replay(run_dir: Path, step: int, config: Config, world_size: int, rows_shown
         reports = examine_rows(run, rows.tolist(), count)
         details = [describe_row(run, bare, report, count) for report in reports[:rows_shown]]
     run.progress.step = step - 1
-    result = take_step(run, batches, world_size)
+    result = take_step(run, batches, count, world_size)
     say(compare("Loss", result.loss, then["loss"]))
     say(compare("Gradient norm", result.grad_norm, then["grad_norm"]))
     for line in (*parameters, *(line for lines in details for line in lines)):

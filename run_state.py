@@ -54,9 +54,9 @@ class Inputs:
         """What is read, by content, for a resumed run to be held against."""
         return identity(config, self.fingerprint, self.tokenizer.sha256)
 
-    def training_batches(self, config: Config, ranks: Ranks, first_step: int) -> StepLoader:
-        """This rank's micro-batches of every step from `first_step` on."""
-        return StepLoader(self.rows, self.order(config, ranks), ranks.device, first_step, config.prefetch_steps)
+    def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int) -> StepLoader:
+        """This rank's micro-batches of every step from `first_step` on, with what the objective counts in them."""
+        return StepLoader(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step, config.prefetch_steps)
 
     def validation_batches(self, config: Config, ranks: Ranks):
         """This rank's share of the fixed validation rows."""
@@ -142,10 +142,13 @@ class Progress:
         """The last step whose line in metrics.jsonl is complete."""
         return self.step if self.pending_metrics is None else self.step - 1
 
-    def spike(self, loss: float, config: Config) -> float:
-        """How far a loss stands out from the recent ones, in robust standard deviations; 0 where it does not."""
-        height = diagnostics.spike_height(loss, self.recent_losses, config.loss_spike_window)
-        return height if height > config.loss_spike_threshold else 0.0
+    def spike_limit(self, config: Config) -> float:
+        """The loss above which the next step's stands out from the recent ones."""
+        return diagnostics.spike_limit(self.recent_losses, config.loss_spike_window, config.loss_spike_threshold)
+
+    def spike_height(self, loss: float, config: Config) -> float:
+        """How far a loss is above the recent ones, in robust standard deviations."""
+        return diagnostics.spike_height(loss, self.recent_losses, config.loss_spike_window)
 
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Whether this validation loss is a new best; NaN never is."""
@@ -159,14 +162,13 @@ class Progress:
 
 
 class StepResult(NamedTuple):
-    """What came of a step; all but `own_finite` are the same on every rank."""
+    """What came of a step, the same on every rank."""
 
     loss: float  # the mean over all that the objective counts in the whole batch
     metrics: dict[str, float]  # the objective's own, likewise
     count: int
     grad_norm: float
     finite: bool
-    own_finite: bool  # this rank's loss, and its gradients before the exchange
     updated: bool  # False where fp16 overflowed, as it does now and then by design, and where a loss spike is skipped
     spike: float  # how far the loss stands out, in robust standard deviations; 0 where it does not
     stop: bool  # a rank was signalled

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Optional
 
 from launched import EXIT_PREEMPTED, end_with_launcher, leave_at_signals, tell_end
@@ -20,18 +21,19 @@ if __name__ == "__main__":
 
 # ruff: noqa: E402
 import torch
+from torch import Tensor
 
 import diagnostics
 import preflight
 from alarms import check_replicas, enter_in_ledger, heed_loss_spike, stop_non_finite
+from dataloaders import Batch
 from errors import SettingsError, tell
 from evaluation import due, measure
 from model_utils import (
-    GradientWatch,
     build_model,
     choose_device,
     choose_dtype,
-    clip_gradients,
+    clip_scale,
     compile_where_possible,
     gradient_norm,
     seed_step,
@@ -122,24 +124,24 @@ def take_steps(run: Run) -> int:
     if run.finished and progress.pending_metrics is None:
         log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.")
         return 0
-    trained, watch = wrap_model(run.model, run.ranks)
+    trained = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
     started, throughput = time.perf_counter(), diagnostics.Throughput()
     try:
-        with run.inputs.training_batches(config, run.ranks, progress.step) as loader:
+        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A run begins with a measurement, and a resumed one with what a signal has cut off.
             reached = {} if progress.pending_metrics is None else finish_step(run)
             baseline = reached if progress.step == 0 else {}
             while not run.finished:
                 throughput.skip_pause()
                 PULSE.enter("data", progress.step + 1)
-                batches = next(loader)
+                batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 rate = learning_rate(progress.updates, config)
-                result = train_step(run, trained, watch, batches, rate)
+                result = train_step(run, trained, batches, count, rate)
                 enter_in_ledger(run, result)
                 if not result.finite:
-                    stop_non_finite(run, batches, result, first_bad)
+                    stop_non_finite(run, batches, result, first_bad, partial(own_part_is_finite, run, batches, result.count))
                 if result.spike:
                     heed_loss_spike(run, batches, result)
                 run.advance(result)
@@ -165,54 +167,82 @@ def take_steps(run: Run) -> int:
     return 0
 
 
-def train_step(run: Run, trained: torch.nn.Module, watch: Optional[GradientWatch], batches: list, rate: float) -> StepResult:
+def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: int, rate: float) -> StepResult:
     """Take one optimizer step on the exact mean over every counted unit of every rank.
 
-    DDP averages gradients over ranks, hence the factor world_size. Collective: every rank must call it.
+    A GPU is waited for once, when all is enqueued: the device itself leaves an update out that is not finite, or a loss spike's
+    where that is the policy, and what is decided here follows from what it did. Collective: every rank must call it.
 
     Args:
         trained: the model as it is wrapped for data parallelism.
         batches: this rank's micro-batches.
+        count: of the units in these.
         rate: the learning rate.
     """
     PULSE.enter("forward and backward")
-    ranks, scaler, objective = run.ranks, run.scaler, run.objective
-    count = ranks.sum([float(sum(objective.count(batch) for batch in batches))])[0]
-    assert count > 0, "a step without a single target"
-    run.optimizer.zero_grad()
-    trained.train()  # an evaluation may have ended dropout
-    sums: dict[str, torch.Tensor] = {"loss": torch.zeros((), device=ranks.device)}
-    for number, batch in enumerate(batches, 1):
-        # Chosen before the forward, which is where data parallelism looks at it.
-        alone = ranks.world_size > 1 and number < len(batches)
-        with trained.no_sync() if alone else nullcontext():
-            total, metrics = objective.loss_sum(trained, batch)
-            mean = total * (ranks.world_size / count)
-            (scaler.scale(mean) if scaler else mean).backward()
-        for name, value in {"loss": total.detach(), **metrics}.items():
-            sums[name] = sums.get(name, 0) + value
-        PULSE.move()
+    config, ranks, scaler = run.config, run.ranks, run.scaler
+    units = ranks.total(torch.full((), count, dtype=torch.float64, device=ranks.device))
+    sums = accumulate_gradients(run, trained, batches, (ranks.world_size / units).float())
     if scaler:
         for part in run.optimizer.parts:
             scaler.unscale_(part)
     norm = gradient_norm(run.model)
-    grad_norm, own_sums = float(norm), torch.stack([*sums.values()]).tolist()
-    own_loss = own_sums[0]
-    own_gradient_finite = watch.read() if watch else math.isfinite(grad_norm)
-    bad_losses, bad_gradients, stops, *totals = ranks.sum(
-        [not math.isfinite(own_loss), not (math.isfinite(grad_norm) and own_gradient_finite),
-         run.signals.received is not None, *own_sums])
-    means = {name: total / count for name, total in zip(sums, totals)}
-    spike = run.progress.spike(means["loss"], run.config)
-    finite = not bad_losses and (not bad_gradients or (scaler is not None and scaler.get_scale() > 1))
-    updated = finite and not bad_gradients and not (spike and run.config.loss_spike_policy != "warn")
-    if updated:
-        clip_gradients(run.model, norm, run.config.max_grad_norm)
-        run.optimizer.step(rate)
-    if scaler:
+    stops = torch.full_like(norm, run.signals.received is not None)
+    # Of the norms, which all have, the sum: what is no number on one rank is none on all.
+    *totals, norms, stops = ranks.total(torch.stack([value.double() for value in (*sums.values(), norm, stops)]))
+    means = [total / units for total in totals]
+    limit = run.progress.spike_limit(config)
+    left_out = ~(means[0].isfinite() & norms.isfinite())
+    if config.loss_spike_policy != "warn":
+        left_out |= means[0] > limit
+    run.optimizer.step(rate, clip_scale(norm, config.max_grad_norm), left_out.float())
+    *means, norms, stops, norm, left_out, units = ranks.read(torch.stack(
+        [value.double() for value in (*means, norms, stops, norm, left_out, units)]))
+    assert units > 0, "a step without a single target"
+    loss, *others = means
+    finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
+    if scaler and finite:  # a run that ends here is saved as it was before
         scaler.update()
-    return StepResult(means.pop("loss"), means, round(count), grad_norm, finite, math.isfinite(own_loss) and own_gradient_finite,
-                      updated, spike, stops > 0)
+    spike = run.progress.spike_height(loss, config) if loss > limit else 0.0
+    return StepResult(loss, dict(zip([*sums][1:], others)), round(units), norm, finite, not left_out, spike, stops > 0)
+
+
+def accumulate_gradients(run: Run, trained: torch.nn.Module, batches: list[Batch],
+                         factor: Tensor | float) -> dict[str, Tensor]:
+    """Forward and backward of this rank's micro-batches; where the model is wrapped for data parallelism, gradients are exchanged
+    with the last.
+
+    Args:
+        factor: of each loss, which is a sum over units: one over their number, times the ranks that DDP averages over.
+    Returns:
+        The sums over the micro-batches: of the loss, and of the objective's metrics; on the device.
+    """
+    # DDP's buckets keep the gradients of several ranks.
+    run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
+    trained.train()  # an evaluation may have ended dropout
+    without_exchange = getattr(trained, "no_sync", nullcontext)
+    sums: dict[str, Tensor] = {}
+    for number, batch in enumerate(batches, 1):
+        # Chosen before the forward, which is where data parallelism looks at it.
+        with without_exchange() if number < len(batches) else nullcontext():
+            total, metrics = run.objective.loss_sum(trained, batch)
+            mean = total * factor
+            (run.scaler.scale(mean) if run.scaler else mean).backward()
+        for name, value in {"loss": total.detach(), **metrics}.items():
+            sums[name] = sums.get(name, 0) + value
+        PULSE.move()
+    return sums
+
+
+def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
+    """Whether this rank's loss and gradients are finite when its part of a step is computed again, without the other ranks.
+
+    Args:
+        count: of the units of all ranks.
+    """
+    seed_step(run.config.seed, run.progress.step, run.ranks.rank)
+    sums = accumulate_gradients(run, run.model, batches, run.ranks.world_size / count)
+    return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
 
 
 def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: float) -> dict[str, Any]:

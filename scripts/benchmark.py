@@ -201,7 +201,7 @@ def run_contender(name: str, shape: dict, arguments: argparse.Namespace) -> dict
     import diagnostics
     from config import Config
     from memory_estimate import estimate_memory
-    from model_utils import bf16_is_fast, build_model, clip_gradients, gradient_norm
+    from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
     from optim import Optimizer
     from ranks import Ranks
 
@@ -239,8 +239,7 @@ def run_contender(name: str, shape: dict, arguments: argparse.Namespace) -> dict
         loss = loss_of(ids)
         loss.backward()
         norm = gradient_norm(trained)
-        clip_gradients(trained, norm, 1.0)
-        optimizer.step(3e-4)
+        optimizer.step(3e-4, clip_scale(norm, 1.0), (~norm.isfinite()).float())
         return loss, norm
 
     first_loss = step(0)[0].item()

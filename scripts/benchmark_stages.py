@@ -42,7 +42,7 @@ from dataloaders import Batch, TokenRows, rows_of_step
 from distillation import Distillation
 from example_rows import ExampleRows, open_example_set
 from lora import add_adapters
-from model_utils import build_model, clip_gradients, gradient_norm
+from model_utils import build_model, clip_scale, gradient_norm
 from objectives import DPO, NextToken, stored_reference
 from optim import Optimizer
 from ranks import Ranks, StopSignals
@@ -183,9 +183,8 @@ def paddock(model, objective, batches: Iterator[tuple[list[Batch], int]], probe:
         for batch in step_batches:
             (objective.loss_sum(model, batch).total / count).backward()
         norm = gradient_norm(model)
+        optimizer.step(CONFIG.learning_rate, clip_scale(norm, CONFIG.max_grad_norm))
         assert torch.isfinite(norm)
-        clip_gradients(model, norm, CONFIG.max_grad_norm)
-        optimizer.step(CONFIG.learning_rate)
         return tokens
 
     return Contender(first, step)

@@ -215,21 +215,24 @@ def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
 
 
 def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(),
-           choose=lambda config: NextToken(), **settings):
+           choose=lambda config: NextToken(), recent_losses=(), **settings):
     """One step of a fresh tiny model: its result, its gradients, and the model.
 
     Args:
         plant: does something to the model first.
         choose: makes the objective of the settings.
+        recent_losses: of steps before it.
     """
     config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
     model = Transformer(config, 512)
     model.init_weights(torch.Generator().manual_seed(1))
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
-                          objective=choose(config), progress=Progress(), signals=SimpleNamespace(received=None))
-    trained, watch = wrap_model(model, ranks)
-    result = train.train_step(run, trained, watch, batches, 0.01)
+                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses]),
+                          signals=SimpleNamespace(received=None))
+    trained = wrap_model(model, ranks, config.gradient_dtype)
+    count = sum(int(run.objective.count(batch)) for batch in batches)
+    result = train.train_step(run, trained, batches, count, 0.01)
     return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
 
 

@@ -154,8 +154,8 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
     tracemalloc.start()
     rows = TokenRows(open_token_set(tmp_path, "train", vocab_size=5, verify="never"), 1024)
     order = RowOrder(len(rows), 512, 8, 1, rank=3, world_size=4)
-    with StepLoader(rows, order, CPU, first_step=len(rows) // 512) as loader:
-        assert next(loader)[0].tokens_BT.shape == (8, 1024)
+    with StepLoader(rows, order, CPU, count_targets, first_step=len(rows) // 512) as loader:
+        assert next(loader)[0][0].tokens_BT.shape == (8, 1024)
     assert isinstance(rows.token_set.shards[0].ids.base.obj, mmap.mmap)
     assert rows.token_set.read(tokens - 4, 4).tolist() == [1, 2, 3, 4]
     peak = tracemalloc.get_traced_memory()[1]
@@ -172,20 +172,31 @@ def identity_rows(indices):
     return Batch(tokens_BT, tokens_BT + 1, tokens_BT.int())
 
 
+def count_targets(batch):
+    return (batch.targets_BT != IGNORE_INDEX).sum()
+
+
 ORDER = RowOrder(n_rows=50, rows_per_step=12, micro_batch_size=3, seed=2, rank=1, world_size=2)
 
 
 def first_steps(loader, count):
-    return [[batch.tokens_BT[:, 0].tolist() for batch in next(loader)] for _ in range(count)]
+    return [[batch.tokens_BT[:, 0].tolist() for batch in next(loader)[0]] for _ in range(count)]
 
 
 def test_loading_from_any_step_is_skipping_to_it():
-    with StepLoader(identity_rows, ORDER, CPU) as loader:
+    with StepLoader(identity_rows, ORDER, CPU, count_targets) as loader:
         all_steps = first_steps(loader, 15)
     assert all_steps == [ORDER.micro_batches(step).tolist() for step in range(15)]
     for first in range(12):
-        with StepLoader(identity_rows, ORDER, CPU, first_step=first) as loader:
+        with StepLoader(identity_rows, ORDER, CPU, count_targets, first_step=first) as loader:
             assert first_steps(loader, 3) == all_steps[first:first + 3]
+
+
+def test_a_step_comes_with_what_is_counted_in_it():
+    with StepLoader(identity_rows, ORDER, CPU, lambda batch: batch.tokens_BT[:, 0].sum()) as loader:
+        for step in range(6):
+            batches, count = next(loader)
+            assert count == ORDER.micro_batches(step).sum() and isinstance(count, int) and len(batches) == 2
 
 
 def read_ahead_threads():
@@ -194,7 +205,7 @@ def read_ahead_threads():
 
 def test_the_thread_reads_no_further_than_it_may_and_ends_on_closing():
     calls = []
-    loader = StepLoader(lambda rows: calls.append(rows) or identity_rows(rows), ORDER, CPU, ahead=3)
+    loader = StepLoader(lambda rows: calls.append(rows) or identity_rows(rows), ORDER, CPU, count_targets, ahead=3)
     next(loader)
     deadline = time.monotonic() + 10
     while len(calls) < 8 and time.monotonic() < deadline:
@@ -213,7 +224,7 @@ def test_an_error_in_the_thread_reaches_whoever_asks():
             raise OSError("the disk is gone")
         return identity_rows(rows)
 
-    with StepLoader(fail_at_second_step, ORDER, CPU) as loader:
+    with StepLoader(fail_at_second_step, ORDER, CPU, count_targets) as loader:
         next(loader)
         for _ in range(2):
             with pytest.raises(OSError, match="the disk is gone"):
@@ -222,7 +233,7 @@ def test_an_error_in_the_thread_reaches_whoever_asks():
 
 
 def test_leaving_by_an_error_ends_the_thread():
-    with pytest.raises(KeyError), StepLoader(identity_rows, ORDER, CPU):
+    with pytest.raises(KeyError), StepLoader(identity_rows, ORDER, CPU, count_targets):
         raise KeyError
     assert not read_ahead_threads()
 
@@ -230,7 +241,7 @@ def test_leaving_by_an_error_ends_the_thread():
 def test_a_reader_that_hangs_does_not_keep_the_loader_open(monkeypatch):
     monkeypatch.setattr("dataloaders.CLOSING_SECONDS", 0.05)
     release = threading.Event()
-    with StepLoader(lambda rows: release.wait(60), ORDER, CPU):
+    with StepLoader(lambda rows: release.wait(60), ORDER, CPU, count_targets):
         pass
     assert read_ahead_threads()
     release.set()
@@ -258,9 +269,10 @@ def test_validation_is_the_same_sum_at_any_number_of_ranks(rows):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_on_the_gpu():
     device = torch.device("cuda", 0)
-    with StepLoader(identity_rows, ORDER, device) as loader:
+    with StepLoader(identity_rows, ORDER, device, count_targets) as loader:
         for step in range(20):
-            batches = next(loader)
-            assert all(batch.documents_BT.device == device for batch in batches)
+            batches, count = next(loader)
+            assert count == 18 and all(batch.targets_BT.device == device for batch in batches)
+            assert all(batch.documents_BT.is_pinned() for batch in batches), "they stay on the CPU"
             assert [batch.tokens_BT[:, 0].tolist() for batch in batches] == ORDER.micro_batches(step).tolist()
     assert identity_rows(np.arange(3)).pin_memory().targets_BT.is_pinned()

@@ -165,7 +165,14 @@ def test_the_banner_tells_step_rank_rows_and_tensors():
                           "  gradient norm.weight (64,): 2 not finite, begins nan, 0.5"]
 
 
+def test_the_banner_names_no_rank_where_all_are_finite_when_computed_again():
+    transient = {**REPORT, "finite": True}
+    lines = banner([{**transient, "rank": 0}, transient]).splitlines()
+    assert lines[1] == "NON-FINITE in step 7, and finite when computed again: the update was not made."
+    assert "rows of rank 0" in lines[2]
+
+
 def test_the_banner_does_not_flood_the_screen():
-    many = {**REPORT, "rank": 0, "finite": True, "tensors": REPORT["tensors"] * 50}
+    many = {**REPORT, "rank": 0, "tensors": REPORT["tensors"] * 50}
     text = banner([many, {**many, "rank": 1}])
     assert len(text.splitlines()) < 30 and "... and 30 more" in text and "from rank 0, 1" in text

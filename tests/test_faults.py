@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import alone, during
-from helpers import PATIENCE, TinyRun, at_step, do_in_step, without_clocks
+from helpers import PATIENCE, UNMEASURED, TinyRun, at_step, do_in_step, without_clocks
 from safetensors.torch import load_file
 
 import checkpoints
 import evaluation
+import objectives
 import run_log
 import run_state
 import train
@@ -109,8 +110,8 @@ def when_built(change) -> None:
     train.build_model = build
 
 
-def bad_gradient_in_step(step: int, value: float):
-    """Put one bad number into one gradient."""
+def bad_gradient_in_step(step: int, value: float, once: bool = False):
+    """Put one bad number into one gradient, whenever that is computed from then on."""
     reached = threading.Event()
     do_in_step(step, reached.set)
 
@@ -118,6 +119,8 @@ def bad_gradient_in_step(step: int, value: float):
         if reached.is_set():
             gradient = gradient.clone()
             gradient[3, 2] = value
+            if once:
+                reached.clear()
         return gradient
 
     when_built(lambda model: model.layers[1].feed_forward.w2.weight.register_hook(spoil))
@@ -155,6 +158,49 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
         again = each.start(WORLD, **({} if each is healthy else {"SAVE_EVERY": 2}))
         assert again.wait() == [0, 0], again.text()
     assert run.hashes(6) == healthy.hashes(6)
+
+
+def nan_by_dropout_on_rank_1() -> None:
+    """What makes no number of it is drawn by lot, as dropout is."""
+    reached, draws, loss_sum = threading.Event(), [], objectives.NextToken.loss_sum
+    do_in_step(4, reached.set)
+
+    def spoilt(*arguments):
+        total, metrics = loss_sum(*arguments)
+        if reached.is_set():
+            draws.append(float(torch.rand(())))
+            total = total * (math.nan if draws[-1] == draws[0] else 1)
+        return objectives.LossSum(total, metrics)
+
+    if is_rank(1):
+        objectives.NextToken.loss_sum = spoilt
+
+
+def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
+    job = tiny_run(**UNMEASURED).start(WORLD, nan_by_dropout_on_rank_1)
+    assert job.wait() == [4, 4] and "error: step 4 was not finite on rank 1" in job.text(), job.text()
+
+
+def nan_once_on_the_last_rank() -> None:
+    if is_rank(int(os.environ.get("WORLD_SIZE", 1)) - 1):
+        bad_gradient_in_step(4, math.nan, once=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_size, tiny_run):
+    run = tiny_run(SAVE_EVERY=0)
+    job = run.start(world_size, nan_once_on_the_last_rank)
+    assert job.wait() == [4] * world_size, job.text()
+    text = job.text()
+    assert "NON-FINITE in step 4, and finite when computed again" in text and "layers.1.feed_forward.w2.weight" in text
+    assert text.count("error: step 4 was not finite, but is on every rank when computed again: that is transient") == 1
+    dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
+    reports = [json.loads(dump.read_text()) for dump in dumps]
+    assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)
+    # The advice works: the same command goes on, from the state before.
+    assert run.steps_saved() == [3]
+    again = run.start(world_size)
+    assert again.wait() == [0] * world_size, again.text()
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])

@@ -457,7 +457,6 @@ def alone_in_a_group(device_type: str) -> None:
     batch = batch_on(device, documents())
     plain, wrapped = model_on(device), model_on(device)
     parallel = wrap_model(wrapped, group)
-    parallel = parallel[0] if isinstance(parallel, tuple) else parallel
     if device_type == "cuda":
         compile_model(wrapped)
     loss, expected = learned(plain, batch)

@@ -12,6 +12,7 @@ from commands import during
 from helpers import do_in_step, run_ranks
 
 import evaluation
+import objectives
 import pulse
 import ranks
 import run_state
@@ -52,16 +53,24 @@ def stall_rank_0_in_a_save() -> None:
         during(run_state.convert, "save_model_folder", stall, 1)
 
 
+def stall_rank_1_in_a_forward() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: setattr(objectives.NextToken, "loss_sum", lambda *_: stall()))
+
+
 STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 2)"
 FORWARD = "forward and backward (step 3)"
 
 
 @pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
     pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not answer, rank 0 waits in {FORWARD}, and nothing "
-                                           "moved", {0}, marks=pytest.mark.slow),
+                                           "moved", {0: "all_reduce"}, marks=pytest.mark.slow),
     (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not answer, rank 1 waits in {HELLASWAG} as far as is known "
-                                  "(the store through which ranks speak, in rank 0, does not answer)", {1}),
-    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and nothing moved", {0, 1})])
+                                  "(the store through which ranks speak, in rank 0, does not answer)", {1: "all_reduce"}),
+    (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and nothing moved",
+     {0: "backward", 1: "stall"}),
+    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and nothing moved",
+     {0: "stall", 1: "all_reduce"})])
 def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
     run = tiny_run()
     job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
@@ -72,9 +81,9 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
     assert f"DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text and str(run.folder / "log" / "stacks-rank-*.txt") in text
     assert "Traceback" not in text
-    for rank in stacks_of:
+    for rank, place in stacks_of.items():
         stacks = (run.folder / "log" / f"stacks-rank-{rank}.txt").read_text()
-        assert "in take_steps" in stacks and ("in stall" if rank == culprit else "in all_reduce") in stacks
+        assert "in take_steps" in stacks and f"in {place}" in stacks
 
 
 def pause() -> None:

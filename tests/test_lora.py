@@ -232,7 +232,7 @@ def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapte
 def shared_gradients(ranks: Ranks) -> dict[str, torch.Tensor]:
     """Of this rank's two micro-batches and the other's: DDP without find_unused_parameters, with recomputation."""
     model = adapted(shape(activation_checkpointing="block"), dict(lora_train_head=True))
-    trained, _ = wrap_model(model, ranks)
+    trained = wrap_model(model, ranks)
     halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
     for part, last in zip(halves, (False, True)):
         with nullcontext() if last else trained.no_sync():

@@ -92,7 +92,7 @@ def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
     run = run_state.Run(config, *[None] * 7, run_state.Progress(), None, None, None)
     for updated in (True, False, True):
-        run.advance(run_state.StepResult(3.0, {}, 256, 1.0, True, True, updated, 0.0, False))
+        run.advance(run_state.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
