@@ -241,7 +241,7 @@ class Transformer(nn.Module):
             cache.documents_BS[:, cache.used:cache.used + queries] = new
             documents = cache.documents_BS[:, :cache.used + queries]
         if documents is not None:
-            shared = cache is not None or bool((documents == SHARED_PREFIX).any())
+            shared = cache is not None or int(documents.min()) == SHARED_PREFIX  # the lowest number that there is
             purpose = "mask" if shared else "documents"
         kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
         if documents is None:

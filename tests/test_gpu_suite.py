@@ -11,10 +11,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import gpu_suite  # noqa: E402
 import gpu_suite_parts  # noqa: E402
 import write_docs  # noqa: E402
 
-import gpu_suite  # noqa: E402
 from errors import DataError  # noqa: E402
 
 PROGRAM = """
