@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from errors import DataError, without_passwords
+from pulse import PULSE
 
 T = TypeVar("T")
 
@@ -93,7 +94,8 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
 
     def download() -> Path:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, proof), timeout=5)
-        return Path(hub.snapshot_download(name, **wanted))
+        with PULSE.kept_moving():  # the hub's client has time-outs of its own
+            return Path(hub.snapshot_download(name, **wanted))
 
     return try_again(name, download)
 
