@@ -278,10 +278,11 @@ def test_too_little_room_is_found_before_writing(tmp_path):
     assert names(tmp_path / "checkpoints") == []
 
 
-@pytest.mark.parametrize("metadata", [None, {"format": "pt", "of": "\u201cus\u201d"}])
+@pytest.mark.parametrize("metadata", [None, {"of": "\u201cus\u201d"}])
 def test_files_of_tensors_have_the_bytes_that_safetensors_gives_them(tmp_path, monkeypatch, metadata):
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40)
-    tensors = {f"{dtype} \u00e4\"{size}": (torch.rand(size) * 9).to(dtype) for dtype in tensor_files.DTYPES for size in (0, 3, 25)}
+    tensors = {f"{dtype} \u00e4\"{size}": (torch.rand(size) * 9).to(dtype)
+               for dtype in tensor_files.DTYPES for size in (0, 3, 25)}
     tensors |= {"scalar": torch.tensor(2.5), "matrix": torch.arange(12.0).view(3, 4), "empty": torch.zeros(2, 0)}
     save_file(tensors, tmp_path / "theirs", metadata)
     write_tensors(tmp_path / "ours", tensors | {"matrix": torch.arange(12.0).view(3, 4).T.contiguous().T}, metadata)
