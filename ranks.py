@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -239,6 +240,9 @@ def explain(error: Exception) -> Optional[Ending]:
     if out_of_memory(error):
         return Ending(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower MICRO_BATCH_SIZE (the step stays "
                       "the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; --check forecasts what is needed", 1)
+    if isinstance(error, RuntimeError) and (found := re.search(NOT_DETERMINISTIC, str(error))):
+        return Ending(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; set it to false",
+                      SettingsError.exit_code)
     if isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_TIME):
         return Ending(f"hang: rank {rank} waited in {PULSE.phase} (step {PULSE.step}) for another that did not come within "
                       f"DISTRIBUTED_TIMEOUT ({reason}); where a phase is merely slow, raise it", HangError.exit_code)
@@ -248,7 +252,8 @@ def explain(error: Exception) -> Optional[Ending]:
     return None
 
 
-# What gloo and nccl say of it; there is no class for either.
+# What torch, gloo and nccl say of it; there is no class for any.
+NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
 OUT_OF_TIME = ("Timed out waiting", "Watchdog caught collective operation timeout")
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 

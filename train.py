@@ -34,6 +34,7 @@ from model_utils import (
     clip_gradients,
     compile_model,
     gradient_norm,
+    make_deterministic,
     seed_step,
     why_not_compile,
     wrap_model,
@@ -82,6 +83,7 @@ def train(loaded: Loaded) -> int:
     """Build, resume, and take every step that is left; returns the exit code. Collective: every rank must call it."""
     config = loaded.config
     device_type = choose_device(config)
+    make_deterministic(config, device_type)
     dtype = choose_dtype(config, device_type)
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())

@@ -272,6 +272,7 @@ def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run)
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), 1, False),
     (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), 6, False),
     (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, True),
+    (RuntimeError("x.cu:9: nll_loss2d does not have a deterministic implementation, but you set"), 2, False),
     (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
 def test_one_place_explains_every_end(error, code, victim):
     ending = ranks.explain(error)
