@@ -1,10 +1,12 @@
 """The mistakes that a user can mend, each with the exit code that tells a launcher what happened."""
 
+import importlib
 import os
 import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Optional, TextIO
 
 
@@ -63,6 +65,19 @@ class HangError(PaddockError):
     """A rank did not move for DISTRIBUTED_TIMEOUT seconds."""
 
     exit_code = 6
+
+
+def import_for(what: str, module: str) -> ModuleType:
+    """A module of a package that nothing but `what` needs.
+
+    Raises:
+        SettingsError: it is not installed; says how to.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise SettingsError(f"{what} needs the package {package}: pip install {package} ({error})") from error
 
 
 def tell(text: str, stream: TextIO) -> Optional[OSError]:
