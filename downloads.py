@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import DataError, import_for, without_passwords
+from errors import DataError, needing, without_passwords
 from pulse import PULSE
 
 T = TypeVar("T")
@@ -83,7 +83,8 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
         proof: a file that it must have; asked for first, so that what cannot be had fails at once.
         wanted: patterns, as huggingface_hub.snapshot_download takes them.
     """
-    hub = import_for(f"{name}, a name on the hub,", "huggingface_hub")
+    with needing("huggingface_hub", f"{name}, a name on the hub,"):
+        import huggingface_hub as hub
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, **wanted))
         if is_whole(folder):
@@ -105,9 +106,10 @@ def hub_revision(name: str, revision: str) -> str:
     Raises:
         DataError: the hub does not know it, or cannot be reached.
     """
-    hub = import_for(f"{name}, a dataset of the hub,", "huggingface_hub")
+    with needing("huggingface_hub", f"{name}, a dataset of the hub,"):
+        from huggingface_hub import HfApi
     try:
-        return try_again(name, lambda: hub.HfApi().dataset_info(name, revision=revision or None).sha)
+        return try_again(name, lambda: HfApi().dataset_info(name, revision=revision or None).sha)
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
         raise DataError(f"{name} is no file or folder here, and the hub does not give it: {first_line(error)}; "
                         "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error

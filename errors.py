@@ -1,12 +1,10 @@
 """The mistakes that a user can mend, each with the exit code that tells a launcher what happened."""
 
-import importlib
 import os
 import re
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Optional, TextIO
 
 
@@ -67,16 +65,16 @@ class HangError(PaddockError):
     exit_code = 6
 
 
-def import_for(what: str, module: str) -> ModuleType:
-    """A module of a package that nothing but `what` needs.
+@contextmanager
+def needing(package: str, what: str) -> Iterator[None]:
+    """A `with` block that imports a package which nothing but `what` needs.
 
     Raises:
         SettingsError: it is not installed; says how to.
     """
     try:
-        return importlib.import_module(module)
+        yield
     except ImportError as error:
-        package = module.partition(".")[0]
         raise SettingsError(f"{what} needs the package {package}: pip install {package} ({error})") from error
 
 

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from chat_formats import load_chat_format  # noqa: E402
-from errors import PaddockError, SettingsError, import_for, run_script  # noqa: E402
+from errors import PaddockError, SettingsError, needing, run_script  # noqa: E402
 from example_rows import ExampleRows, open_example_set  # noqa: E402
 from generate import generate  # noqa: E402
 from model_folder import load_model_folder  # noqa: E402
@@ -178,7 +178,10 @@ def table(summary: dict) -> str:
 
 def draw(output: Path) -> None:
     """One panel a stage: how its validation went."""
-    import_for("a plot", "matplotlib").use("Agg")
+    with needing("matplotlib", "a plot"):
+        import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     panels = [("Pretraining", "loss (nats a token)", {"pretrain": "val_loss"}),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import import_for, run_script  # noqa: E402
+from errors import needing, run_script  # noqa: E402
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -17,7 +17,10 @@ def read_metrics(run: Path) -> list[dict]:
 
 def draw(run: Path, output: Path, title: str) -> None:
     """Loss above, and accuracy below where it was measured."""
-    import_for("a plot", "matplotlib").use("Agg")
+    with needing("matplotlib", "a plot"):
+        import matplotlib
+
+    matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     metrics = read_metrics(run)
