@@ -44,8 +44,10 @@ class Pulse:
     def waiting(self) -> Iterator[None]:
         """A `with` block in which this process waits for the others."""
         self.waits, self.moved = True, time.monotonic()
-        yield
-        self.move()
+        try:
+            yield
+        finally:
+            self.move()
 
     @contextmanager
     def kept_moving(self) -> Iterator[None]:

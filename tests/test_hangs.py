@@ -226,6 +226,9 @@ def test_a_pulse_knows_what_is_done():
     with mine.waiting():
         told = mine.told()
         assert (told["phase"], told["step"], told["waits"]) == ("save", 7, True) and 0 <= told["still"] < 60
+    with pytest.raises(RuntimeError), mine.waiting():
+        raise RuntimeError("closed by peer")
+    assert mine.told()["waits"] is False, "it has an end to make"
     mine.enter("data")
     assert (mine.told()["phase"], mine.told()["step"], mine.told()["waits"]) == ("data", 7, False)
 
