@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from config import LoraConfig, ModelConfig
 from convert import HUGGINGFACE_NAMES, from_peft, read_json, read_tensors, to_peft, write_json
 from errors import CheckpointError
+from tensor_files import write_tensors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -95,7 +95,7 @@ def save_adapter_folder(folder: Path, state_dict: Mapping[str, Tensor], config: 
         base_sha256: `weights_sha256` of the base.
     """
     folder = Path(folder)
-    save_file(to_peft(state_dict, model_config, tokenizer.vocab_size), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_tensors(folder / WEIGHTS_FILE, to_peft(state_dict, model_config, tokenizer.vocab_size), {"format": "pt"})
     write_json(folder / CONFIG_FILE, peft_config(config, model_config.tie_embeddings, base_path))
     write_json(folder / BASE_FILE, {"base_sha256": base_sha256})
     tokenizer.save_huggingface(folder)

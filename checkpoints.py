@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any, Optional
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from errors import CheckpointError
+from pulse import PULSE
 from ranks import Ranks
+from tensor_files import sync, write_tensors
 
 FORMAT = 1
 PADDOCK_VERSION = "0.1"
@@ -68,8 +70,7 @@ def save(checkpoints_dir: Path, step: int, ranks: Ranks, write_files: Callable[[
 
     def write(folder: Path) -> None:
         write_files(folder)
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in optimizer_tensors.items()}
-        save_file(tensors, folder / OPTIMIZER)
+        write_tensors(folder / OPTIMIZER, optimizer_tensors)
         (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
     folder = Path(checkpoints_dir) / f"step-{step:08d}"
@@ -124,7 +125,7 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # Rust's tokenizers report a full disk as a bare Exception; everything else is a bug, and stays one.
-        if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
+        if not isinstance(error, OSError) and type(error) is not Exception:
             raise
         raise CheckpointError(f"{folder} could not be written: {error}; {_space(folder.parent, needed_bytes)}") from error
     if replaced.exists():
@@ -176,8 +177,8 @@ def _finite(value: Any) -> Optional[float]:
 
 
 def _sync_and_hash(path: Path) -> str:
+    sync(path)
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
         return _sha256(file)
 
 
@@ -185,6 +186,7 @@ def _sha256(file) -> str:
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
+        PULSE.move()
     return digest.hexdigest()
 
 

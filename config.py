@@ -54,6 +54,8 @@ class RunConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = curve(
         "auto", "of matmuls, over fp32 master weights; auto = bf16 where the hardware is fast at it, else fp32")
     tf32: bool = curve(True, "let fp32 matmuls on CUDA use TensorFloat-32")
+    deterministic: bool = safe(
+        False, "kernels on CUDA that give the same bits each time, so that resuming is exact there; slower")
     compile: bool = safe(True, "torch.compile; without a compiler the run goes on eagerly with a warning")
     debug: bool = safe(False, "detailed checks: names the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without a move after which the job is taken to hang, and ends", gt=0)
@@ -123,7 +125,7 @@ class ModelConfig(Section):
         width = int(2 * 4 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
-        return -(-width // self.multiple_of) * self.multiple_of
+        return max(1, -(-width // self.multiple_of)) * self.multiple_of
 
 
 class OptimConfig(Section):

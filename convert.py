@@ -14,11 +14,13 @@ from typing import Any, Optional
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from config import ModelConfig
 from errors import CheckpointError
+from pulse import PULSE
+from tensor_files import write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -139,6 +141,7 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
         weight = tensors[huggingface_name(name)]
         if finite:
             _check_numbers(huggingface_name(name), weight)
+            PULSE.move()  # it was read from the disk only now
         if name in VOCABULARY and weight.ndim == 2 and len(weight) < padded_vocab:
             weight = torch.cat([weight, weight.new_zeros(padded_vocab - len(weight), weight.shape[1])])
         if weight.shape != shape:
@@ -345,12 +348,12 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
         shards[-1][name] = tensor
         room -= tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        write_tensors(folder / WEIGHTS_FILE, shards[0], {"format": "pt"})
         return
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file_name, metadata={"format": "pt"})
+        write_tensors(folder / file_name, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file_name)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
@@ -406,6 +409,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
             continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        PULSE.move()
     return digest.hexdigest()
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import DataError, without_passwords
+from errors import DataError, needing, without_passwords
+from pulse import PULSE
 
 T = TypeVar("T")
 
@@ -82,8 +83,8 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
         proof: a file that it must have; asked for first, so that what cannot be had fails at once.
         wanted: patterns, as huggingface_hub.snapshot_download takes them.
     """
-    import huggingface_hub as hub
-
+    with needing("huggingface_hub", f"{name}, a name on the hub,"):
+        import huggingface_hub as hub
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, **wanted))
         if is_whole(folder):
@@ -93,7 +94,8 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
 
     def download() -> Path:
         hub.get_hf_file_metadata(hub.hf_hub_url(name, proof), timeout=5)
-        return Path(hub.snapshot_download(name, **wanted))
+        with PULSE.kept_moving():  # the hub's client has time-outs of its own
+            return Path(hub.snapshot_download(name, **wanted))
 
     return try_again(name, download)
 
@@ -104,8 +106,8 @@ def hub_revision(name: str, revision: str) -> str:
     Raises:
         DataError: the hub does not know it, or cannot be reached.
     """
-    from huggingface_hub import HfApi
-
+    with needing("huggingface_hub", f"{name}, a dataset of the hub,"):
+        from huggingface_hub import HfApi
     try:
         return try_again(name, lambda: HfApi().dataset_info(name, revision=revision or None).sha)
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version

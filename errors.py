@@ -3,8 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Optional, TextIO
 
 
@@ -63,6 +63,19 @@ class HangError(PaddockError):
     """A rank did not move for DISTRIBUTED_TIMEOUT seconds."""
 
     exit_code = 6
+
+
+@contextmanager
+def needing(package: str, what: str) -> Iterator[None]:
+    """A `with` block that imports a package which nothing but `what` needs.
+
+    Raises:
+        SettingsError: it is not installed; says how to.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(f"{what} needs the package {package}: pip install {package} ({error})") from error
 
 
 def tell(text: str, stream: TextIO) -> Optional[OSError]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model import KVCache, Transformer
+from pulse import PULSE
 
 PROMPT, PADDING = 1, 2  # documents: what the cache takes new tokens for, and what no prompt sees
 
@@ -56,6 +57,7 @@ def continue_prompts(model: Transformer, prompts: Sequence[Sequence[int]], draws
     written: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
     for position in range(max_new_tokens):
+        PULSE.move()
         next_B = choose(logits_BV, draws_BT[:, position].to(device), temperature, top_p, top_k)
         for row, token in enumerate(next_B.tolist()):
             if token in stop_ids:

@@ -3,6 +3,8 @@
 import os
 import random
 import shutil
+import sysconfig
+from functools import cache
 from typing import Optional
 
 import numpy as np
@@ -19,6 +21,7 @@ from numerics import CPU_MULTIPLIES_BF16
 from pulse import PULSE
 from ranks import Ranks
 
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # with which it is deterministic
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -31,6 +34,27 @@ def choose_device(config: RunConfig) -> str:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("DEVICE=cuda, but torch sees no GPU here; set DEVICE=cpu or auto, or install the CUDA build of torch")
     return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def make_deterministic(config: RunConfig, device_type: str) -> None:
+    """With DETERMINISTIC=true, have torch take kernels that give the same bits each time. To be called before anything is
+    computed on CUDA; a CPU gives the same bits anyway.
+
+    An operation that has no such kernel raises an error from then on, which `ranks.explain` tells. If it only warned, torch's
+    attention would not be deterministic either.
+
+    Raises:
+        SettingsError: the environment denies cuBLAS the workspace for it.
+    """
+    if not config.deterministic or device_type != "cuda":
+        return
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
+    if workspace not in CUBLAS_WORKSPACES:
+        raise SettingsError(f"DETERMINISTIC=true needs CUBLAS_WORKSPACE_CONFIG={' or '.join(CUBLAS_WORKSPACES)} in the "
+                            f"environment, where it is {workspace!r}; leave it out, or set DETERMINISTIC=false")
+    torch.use_deterministic_algorithms(True)  # the compiler heeds it too
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only take time
+    torch.backends.cudnn.deterministic = True
 
 
 def bf16_is_fast(device_type: str) -> bool:
@@ -87,7 +111,23 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
         compilers = (os.environ.get("CXX"), "g++", "clang++")
     if not any(compiler and shutil.which(compiler) for compiler in compilers):
         return f"no C{'' if device_type == 'cuda' else '++'} compiler was found (install gcc or set COMPILE=false)"
-    return None
+    return why_no_kernel(device_type) if device_type == "cuda" else None
+
+
+@cache
+def why_no_kernel(device_type: str) -> Optional[str]:
+    """Why the smallest compiled kernel fails on this device, or None; tried once."""
+    numbers = torch.arange(8.0, device=device_type)
+    try:
+        if torch.equal(torch.compile(lambda x: 2 * x + 1)(numbers), 2 * numbers + 1):
+            return None
+        reason = "it gives wrong numbers"
+    except Exception as error:  # what compilers and drivers raise has no class in common
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+    if not os.path.exists(os.path.join(sysconfig.get_path("include", "posix_prefix"), "Python.h")):
+        reason = "Python.h, which a kernel's launcher is compiled with, is missing: install python3-dev"
+    return f"a first small kernel could not be compiled ({reason}, or set COMPILE=false)"
 
 
 def compile_where_possible(model: Transformer, config: RunConfig, device_type: str) -> Optional[str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from config import OptimConfig
+from pulse import PULSE
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
@@ -148,4 +149,5 @@ class Optimizer:
                     state = states.pop(self.names[parameter])
                     # A fused AdamW counts its steps on the device.
                     part.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+                    PULSE.move()
         assert not states, f"optimizer state of unknown parameters: {sorted(states)[:3]}"

@@ -17,7 +17,7 @@ from errors import CheckpointError, PaddockError, SettingsError
 from hellaswag_utils import prepare_tasks, read_items
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from model_folder import check_model
-from model_utils import choose_device, choose_dtype, why_not_compile
+from model_utils import choose_device, choose_dtype, make_deterministic, why_not_compile
 from ranks import Ranks
 from resume_rules import check_changes
 from run_log import duration
@@ -76,7 +76,8 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     if why_eager and config.activation_checkpointing == "selective":
         raise SettingsError(f"ACTIVATION_CHECKPOINTING=selective is done by the compiler, but {why_eager}; use block, or none")
     return (f"{name}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
-            f"{', documents apart' if config.document_mask else ''}; {f'eager ({why_eager})' if why_eager else 'compiled'}")
+            f"{', documents apart' if config.document_mask else ''}; {f'eager ({why_eager})' if why_eager else 'compiled'}"
+            f"{'; deterministic' if config.deterministic else ''}")
 
 
 def announce(run: Run, dtype: torch.dtype) -> None:
@@ -174,6 +175,7 @@ def check(loaded: Loaded) -> int:
 def check_hardware(config: Config) -> tuple[tuple[torch.device, torch.dtype], str]:
     """Device and compute dtype. Raises SettingsError where they, or the attention kernel, are not to be had here."""
     device = torch.device(choose_device(config))
+    make_deterministic(config, device.type)
     dtype = choose_dtype(config, device.type)
     return (device, dtype), describe_hardware(config, device, dtype)
 

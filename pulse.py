@@ -19,6 +19,7 @@ TELL_SECONDS = 0.5  # between two words to the others: what is known of one that
 HEAR_SECONDS = 2.0  # between two looks at what they said
 URGENT_SECONDS = 0.1  # of both, once there is an alarm
 ANSWER_SECONDS = 4.0  # that a rank has to write its stacks, and a store to answer
+GONE_SECONDS = 5.0  # in vain for a rank that has ended; what waits on the CPU learns of it at once, what waits on a GPU does not
 
 
 class Pulse:
@@ -30,20 +31,40 @@ class Pulse:
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
         """Note that a phase begins, at a step that stays until another is given."""
-        self.phase, self.waits, self.moved = phase, False, time.monotonic()
+        self.phase = phase
+        self.move()
         if step is not None:
             self.step = step
 
     def move(self) -> None:
         """Note that something is done, and the next begun."""
-        self.waits, self.moved = False, time.monotonic()
+        self.moved, self.waits = time.monotonic(), False  # in this order: one that works has moved since it waited
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """A `with` block in which this process waits for the others."""
         self.waits, self.moved = True, time.monotonic()
-        yield
-        self.move()
+        try:
+            yield
+        finally:
+            self.move()
+
+    @contextmanager
+    def kept_moving(self) -> Iterator[None]:
+        """A `with` block in one long call that cannot say what it does, but ends by itself where nothing comes any more."""
+        done = threading.Event()
+
+        def keep() -> None:
+            while not done.wait(TELL_SECONDS):
+                self.move()
+
+        thread = threading.Thread(target=keep, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     def told(self) -> dict[str, Any]:
         """The same as a JSON-like value; `still` is the seconds since it moved."""
@@ -57,22 +78,26 @@ class Watch:
     """Two threads in every rank: one tells the others through a store what this rank does and hears what they do; one ends this
     process when it, or any rank, has not moved for too long. They are two, because a store can hang as well.
 
+    A rank that waits is not what hangs as long as any rank is known to move: a save may take long. It also leaves when it waits
+    in vain for one that has ended on this machine, as it does in a kernel on a GPU.
+
     Args:
         store: like torch's TCPStore, a client that nobody else uses.
         hosted_by_main: whether the store lives in the process of rank 0, and not in a launcher.
-        report: leaves word of a hang; gets the sentence, a table of what each rank does, and whether this rank speaks for all.
-        exit_code: of a hang.
+        report: leaves word of the end and returns its exit code; gets the sentence, a table of what each rank does (empty: it is
+            no hang, another rank has ended), and whether this rank speaks for all.
     """
 
     def __init__(self, pulse: Pulse, store: Any, hosted_by_main: bool, rank: int, world_size: int, timeout_seconds: float,
-                 report: Callable[[str, str, bool], None], exit_code: int):
+                 report: Callable[[str, str, bool], int]):
         self.pulse, self.store, self.hosted_by_main, self.rank = pulse, store, hosted_by_main, rank
-        self.timeout, self.report, self.exit_code = timeout_seconds, report, exit_code
+        self.timeout, self.report = timeout_seconds, report
         self.interval = min(HEAR_SECONDS, timeout_seconds / 10)
         self.keys = [f"rank-{other}" for other in range(world_size)]
         self.place = {"host": socket.gethostname(), "pid": os.getpid()}
         self.states: list[dict[str, Any]] = [{**pulse.told(), **self.place, "ready": False} for _ in self.keys]
         self.heard = [time.monotonic()] * world_size  # when each state came
+        self.neighbours: set[int] = set()  # ranks whose processes were seen on this machine
         self.answered = time.monotonic()  # when the store did
         self.alarm = False  # some rank has not moved for too long
         self.ready = False  # this rank's stacks are written
@@ -96,6 +121,8 @@ class Watch:
     def _talk(self) -> None:
         # A store ends with the process that hosts it: who needs that one fails in a collective, or does not move.
         with suppress(RuntimeError):
+            self._tell()
+            self._hear()  # at once, so that each knows the others' processes
             while not self.stopped:
                 self._tell()
                 if self.alarm or time.monotonic() - self.answered >= self.interval:
@@ -119,20 +146,44 @@ class Watch:
             state = json.loads(text)
             if state != self.states[other]:
                 self.states[other], self.heard[other] = state, time.monotonic()
+                if other != self.rank and self._runs(other):
+                    self.neighbours.add(other)
         self.told = self.told or self.store.check(["told"])
         self.alarm = self.alarm or self.store.check(["alarm"])
         self.answered = time.monotonic()
 
     def _guard(self) -> None:
-        seen = time.monotonic()
+        seen = complete = time.monotonic()
         while not self.stopped:
             now = time.monotonic()
             if now - seen > 1 + 3 * self.interval:  # it was stopped itself, as with a job that is suspended for a while
                 self.awake = now
             seen = now
-            if self.alarm or now - max(self.pulse.moved, self.awake) > self.timeout:
+            if self.alarm or now - max(self._moved(), self.awake) > self.timeout:
                 self._end()
+            gone = [rank for rank in self.neighbours if not self._runs(rank)] if self.pulse.waits else []
+            if not gone:
+                complete = now
+            elif now - max(complete, self.awake) > GONE_SECONDS:
+                os._exit(self.report(f"rank {self.rank} stops, because rank {min(gone)} has ended; the cause is in that one's "
+                                     "output", "", True))
             self.woken.wait(self.interval / 2)
+
+    def _moved(self) -> float:
+        """When this rank moved, or, while it waits, any rank, as far as is known."""
+        if not self.pulse.waits:
+            return self.pulse.moved
+        return max(self.pulse.moved, *(heard - state["still"] for heard, state in zip(self.heard, self.states)))
+
+    def _runs(self, rank: int) -> bool:
+        """Whether a rank's process is there; only for ranks of this machine."""
+        try:
+            os.kill(self.states[rank]["pid"], 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        return self.states[rank]["host"] == self.place["host"]
 
     def _end(self) -> None:
         """Write the stacks, let the others do so, report it unless another rank does, and leave."""
@@ -155,14 +206,14 @@ class Watch:
         if self.rank != speaker or overslept:
             self._wait(patience, lambda: self.told)
         speaks = not self.told and not overslept and (connected or self.rank == speaker)
-        self.report(self._sentence(silent, connected), self._table(silent), speaks)
+        exit_code = self.report(self._sentence(silent, connected), self._table(silent), speaks)
         told_at, self.told = time.monotonic(), True
         self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_SECONDS)
         for rank in silent:  # one that was only stopped can now leave by itself
             if self.states[rank]["host"] == self.place["host"] and rank != self.rank:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(self.states[rank]["pid"], signal.SIGCONT)
-        os._exit(self.exit_code)
+        os._exit(exit_code)
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds

@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from pulse import PULSE, Watch
 
 T = TypeVar("T")
 JOIN_SECONDS = 25  # that ranks may start apart, where no launcher has gathered them
-LATER_SECONDS = 20  # after the watch has ended a job that hangs, the group would
+LATER_SECONDS = 86_400  # after DISTRIBUTED_TIMEOUT the group would end a wait, also one for a rank that moves; the watch does not
 SECOND_SIGNAL_SECONDS = 1.0  # torchrun hands on a signal that the terminal has sent to the workers already
 
 
@@ -191,7 +192,7 @@ def join(rank: int, world_size: int, device: torch.device, timeout_seconds: floa
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # a launcher's store outlives the ranks
     hosted_by_main = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     watch = Watch(PULSE, dist.PrefixStore(f"paddock-{attempt}", own_client), hosted_by_main, rank, world_size, timeout_seconds,
-                  report_hang, HangError.exit_code)
+                  report_end)
 
 
 watch: Optional[Watch] = None  # of this process's group
@@ -209,10 +210,13 @@ def dying_at_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def report_hang(sentence: str, table: str, speaks: bool) -> None:
-    """Leave word of a hang, and print it where this rank speaks for all and no launcher will say it."""
-    if not tell_end(HangError.exit_code, sentence, table) and speaks:
-        print(f"{table}\nerror: {sentence}", file=sys.stderr, flush=True)
+def report_end(sentence: str, table: str, speaks: bool) -> int:
+    """Leave word of an end that the watch makes, print it where this rank speaks for all and no launcher will say it, and return
+    the exit code: of a hang, or, without a table, of a rank that has lost another."""
+    code = HangError.exit_code if table else 1
+    if not tell_end(code, sentence, table, victim=not table) and speaks:
+        print(f"{table}\nerror: {sentence}".lstrip(), file=sys.stderr, flush=True)
+    return code
 
 
 def stop_ranks() -> None:
@@ -248,6 +252,9 @@ def explain(error: Exception) -> Optional[Ending]:
     if out_of_memory(error):
         return Ending(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower MICRO_BATCH_SIZE (the step stays "
                       "the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; --check forecasts what is needed", 1)
+    if isinstance(error, RuntimeError) and (found := re.search(NOT_DETERMINISTIC, str(error))):
+        return Ending(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; set it to false",
+                      SettingsError.exit_code)
     if isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_TIME):
         return Ending(f"hang: rank {rank} waited in {PULSE.phase} (step {PULSE.step}) for another that did not come within "
                       f"DISTRIBUTED_TIMEOUT ({reason}); where a phase is merely slow, raise it", HangError.exit_code)
@@ -257,7 +264,8 @@ def explain(error: Exception) -> Optional[Ending]:
     return None
 
 
-# What gloo and nccl say of it; there is no class for either.
+# What torch, gloo and nccl say of it; there is no class for any.
+NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
 OUT_OF_TIME = ("Timed out waiting", "Watchdog caught collective operation timeout")
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 

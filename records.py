@@ -22,7 +22,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from downloads import RemoteFile, first_line, hub_revision, may_pass, try_again
-from errors import DataError, PaddockError, SettingsError, without_passwords
+from errors import DataError, PaddockError, SettingsError, needing, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
@@ -271,8 +271,8 @@ def read_text(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple
 
 def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
     """The rows of a Parquet file: the one column where the file has it, else (for the caller to complain of) all."""
-    import pyarrow.parquet as pq
-
+    with needing("pyarrow", f"{file.url}, a Parquet file,"):
+        import pyarrow.parquet as pq
     before = reading.bytes_done
     with naming(file.url), file.open() as raw:
         table = pq.ParquetFile(raw)
@@ -292,8 +292,8 @@ def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tu
 
 def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
     """The rows of a dataset on the hub, streamed at one fixed commit."""
-    import datasets
-
+    with needing("datasets", f"{source.name}, a dataset of the hub,"):
+        import datasets
     with naming(f"{source.name} ({source.config or 'default'}, {source.split})"):
         # What comes later, datasets and the hub's client ask for again themselves.
         rows = try_again(source.name, lambda: datasets.load_dataset(

@@ -30,6 +30,7 @@ from model_utils import (
     choose_device,
     choose_dtype,
     compile_where_possible,
+    make_deterministic,
     seed_step,
 )
 from objectives import LossSum, Objective
@@ -137,6 +138,7 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
         CheckpointError, DataError: what the run read or began with is gone, damaged or not what it was.
     """
     device_type = choose_device(config)
+    make_deterministic(config, device_type)
     dtype = choose_dtype(config, device_type)
     ranks = Ranks(device=torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)

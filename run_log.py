@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from config import Config
-from errors import CheckpointError, tell
+from errors import CheckpointError, needing, tell
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
@@ -164,8 +164,8 @@ def leaving_trackers_behind() -> Iterator[None]:
 
 def start_wandb(config: Config, run_dir: Path, run_id: str):
     """A wandb run: online where there is a key, offline otherwise, unless WANDB_MODE says what it should be."""
-    import wandb
-
+    with needing("wandb", "WANDB_ENABLED=true"):
+        import wandb
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     return wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir,
                       config=config.public(), mode=mode,
@@ -176,7 +176,8 @@ class TensorBoard:
     """TensorBoard's files in the run's folder."""
 
     def __init__(self, run_dir: Path, step: int):
-        from torch.utils.tensorboard import SummaryWriter
+        with needing("tensorboard", "TENSORBOARD_ENABLED=true"):
+            from torch.utils.tensorboard import SummaryWriter
 
         # Its thread dies of a full disk with a traceback, and what comes next raises the same error once more, to be told.
         show = threading.excepthook

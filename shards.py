@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from errors import DataError
 from manifest import MANIFEST, Entry, Manifest, read_manifest
+from pulse import PULSE
 
 HEADER_BYTES = 1024
 # llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
@@ -388,6 +389,7 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
           ThreadPoolExecutor(os.cpu_count() or 1) as pool):
 
         def advance(read: int) -> None:
+            PULSE.move()
             with lock:
                 bar.update(read)
 

@@ -36,6 +36,7 @@ from model_utils import (
     clip_scale,
     compile_where_possible,
     gradient_norm,
+    make_deterministic,
     seed_step,
     wrap_model,
 )
@@ -83,6 +84,7 @@ def train(loaded: Loaded) -> int:
     """Build, resume, and take every step that is left; returns the exit code. Collective: every rank must call it."""
     config = loaded.config
     device_type = choose_device(config)
+    make_deterministic(config, device_type)
     dtype = choose_dtype(config, device_type)
     with ExitStack() as stack:
         signals = stack.enter_context(StopSignals())

@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from chat_formats import load_chat_format  # noqa: E402
-from errors import PaddockError, run_script  # noqa: E402
+from errors import PaddockError, SettingsError, needing, run_script  # noqa: E402
 from example_rows import ExampleRows, open_example_set  # noqa: E402
 from generate import generate  # noqa: E402
 from model_folder import load_model_folder  # noqa: E402
@@ -178,7 +178,8 @@ def table(summary: dict) -> str:
 
 def draw(output: Path) -> None:
     """One panel a stage: how its validation went."""
-    import matplotlib
+    with needing("matplotlib", "a plot"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -210,7 +211,12 @@ def report(summary: dict, pipeline: Pipeline) -> None:
     """The table on the screen and, with plots, in docs/pipeline.md."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items())
-    draw(DOCS / "pipeline.png")
+    picture = "\n![curves](pipeline.png)\n"
+    try:
+        draw(DOCS / "pipeline.png")
+    except SettingsError as error:
+        print(f"No plots: {error}", file=sys.stderr)
+        picture = ""
     (DOCS / "pipeline.md").write_text(f"""# Every stage, seen to learn
 
 `bash scripts/run_pipeline.sh` on the embedded sample, offline, {pipeline.ranks} rank{'s' if pipeline.ranks > 1 else ''} on \
@@ -218,11 +224,9 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 {summary['seconds'] / 60:.1f} minutes in all ({times}). What is held out is about facts that no training text tells.
 
 {table(summary)}
-
-![curves](pipeline.png)
-""", encoding="utf-8")
-    print(f"\n{table(summary)}\n\n{summary['seconds'] / 60:.1f} minutes of work. The figures: {RUNS / 'summary.json'}; with "
-          f"plots: {DOCS / 'pipeline.md'}\nTalk with it: python scripts/generate.py "
+{picture}""", encoding="utf-8")
+    print(f"\n{table(summary)}\n\n{summary['seconds'] / 60:.1f} minutes of work. The figures: {RUNS / 'summary.json'}; "
+          f"{'with plots' if picture else 'as a page'}: {DOCS / 'pipeline.md'}\nTalk with it: python scripts/generate.py "
           f"{max((RUNS / 'dpo' / 'checkpoints').glob('step-*'))} --chat --prompt \"A story ... What colour is the kite?\"")
 
 

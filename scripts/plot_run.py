@@ -5,6 +5,10 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from errors import needing, run_script  # noqa: E402
+
 
 def read_metrics(run: Path) -> list[dict]:
     """The logged steps of a run."""
@@ -13,7 +17,8 @@ def read_metrics(run: Path) -> list[dict]:
 
 def draw(run: Path, output: Path, title: str) -> None:
     """Loss above, and accuracy below where it was measured."""
-    import matplotlib
+    with needing("matplotlib", "a plot"):
+        import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -62,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

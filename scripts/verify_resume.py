@@ -290,6 +290,9 @@ def check_resume(flags: list[str], config: Config, folder: Path, steps: int, say
     begun = time.monotonic()
     seen = finish(straight, "straight", steps)
     say("straight", f"{steps} steps in {time.monotonic() - begun:.0f} s")
+    found = re.search(r"Hardware: (.*)", straight.output.read_text(errors="replace"))
+    hardware = found[1] if found else "not known"
+    say("hardware", f"{hardware}; DETERMINISTIC={str(config.deterministic).lower()}")
     often = settings["SAVE_EVERY"]
     a_step = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 0.0
     say("killed", kill_in_the_middle(killed, first, steps, often, often * a_step, random.Random(config.seed)))
@@ -302,9 +305,10 @@ def check_resume(flags: list[str], config: Config, folder: Path, steps: int, say
         again = place(flags, folder / "straight-again", config.world_size, settings)
         finish(again, "straight again", steps)
         same = all(verdict.alike for verdict in compare_runs(straight, again, first + steps))
+        advice = "" if config.deterministic or hardware.startswith("CPU") else "; set DETERMINISTIC=true, and verify again"
         verdicts.append(Verdict("straight again", same, "two straight runs are alike: it is the resume that is not" if same else
                                 "two straight runs are not alike either: with these settings this machine gives other bits each "
-                                "time, and no resume could be held against them"))
+                                f"time, and no resume could be held against them{advice}"))
     return verdicts
 
 

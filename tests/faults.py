@@ -11,9 +11,6 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-import adapter_files
-import checkpoints
-import convert
 import train
 
 SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -67,24 +64,15 @@ def die_at(deadly_call: int) -> list[str]:
             return real(*args, **kwargs)
         return call
 
-    real_open, real_save_file = deadly("open", io.open), checkpoints.save_file
+    real_open = deadly("open", io.open)
 
     def open_file(file, mode="r", *args, **kwargs):
         opened = real_open(file, mode, *args, **kwargs)
         return opened if set(mode) <= set("rbt") else HalfWritten(opened, is_deadly)
 
-    def save_file(tensors, path, *args, **kwargs):
-        last = is_deadly("safetensors")
-        real_save_file(tensors, path, *args, **kwargs)
-        if last:
-            os.truncate(path, os.path.getsize(path) // 2)
-            die()
-
     builtins.open = io.open = open_file
     for name in SYSTEM_CALLS:
         setattr(os, name, deadly(f"os.{name}", getattr(os, name)))
-    for module in (checkpoints, convert, adapter_files):
-        module.save_file = save_file
     return calls
 
 

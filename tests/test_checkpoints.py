@@ -17,12 +17,13 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import checkpoints
+import tensor_files
 from errors import CheckpointError
 from ranks import Ranks, start_ranks, stop_ranks
+from tensor_files import write_tensors
 
 fork_warning = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -239,7 +240,7 @@ def test_a_death_at_any_call_leaves_a_verified_checkpoint(tmp_path):
         assert checkpoints.verify(folder / "step-00000002")["val_loss"] == 0.5
     seen = set(json.loads((tmp_path / "calls.json").read_text()))
     assert deaths >= 20
-    assert seen >= {"open", "write", "os.fsync", "os.rename", "os.unlink", "safetensors"}
+    assert seen >= {"open", "write", "os.fsync", "os.rename", "os.unlink"}
 
 
 @fork_warning
@@ -277,11 +278,23 @@ def test_too_little_room_is_found_before_writing(tmp_path):
     assert names(tmp_path / "checkpoints") == []
 
 
+@pytest.mark.parametrize("metadata", [None, {"of": "\u201cus\u201d"}])
+def test_files_of_tensors_have_the_bytes_that_safetensors_gives_them(tmp_path, monkeypatch, metadata):
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40)
+    tensors = {f"{dtype} \u00e4\"{size}": (torch.rand(size) * 9).to(dtype)
+               for dtype in tensor_files.DTYPES for size in (0, 3, 25)}
+    tensors |= {"scalar": torch.tensor(2.5), "matrix": torch.arange(12.0).view(3, 4), "empty": torch.zeros(2, 0)}
+    save_file(tensors, tmp_path / "theirs", metadata)
+    write_tensors(tmp_path / "ours", tensors | {"matrix": torch.arange(12.0).view(3, 4).T.contiguous().T}, metadata)
+    tensor_files.sync(tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
 def no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["write_files", "bare", "save_file", "_sync_and_hash", "_sync_folder"])
+@pytest.mark.parametrize("where", ["write_files", "bare", "write_tensors", "_sync_and_hash", "_sync_folder"])
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     good = save(tmp_path, 1)
 
@@ -303,7 +316,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("where", ["write_files", "safetensors", "_sync_and_hash", "_sync_folder", "os.rename"])
+@pytest.mark.parametrize("where", ["write_files", "tokenizer", "write_tensors", "_sync_and_hash", "_sync_folder", "os.rename"])
 @pytest.mark.parametrize("failures", [1, len(checkpoints.RETRY_SECONDS), len(checkpoints.RETRY_SECONDS) + 1])
 def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_path, monkeypatch, where, failures):
     """Whichever call it is that fails; and not for ever."""
@@ -321,9 +334,8 @@ def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_pa
         monkeypatch.setattr(module, name, call)
 
     place = SimpleNamespace(write=write_model)
-    if where == "safetensors":
-        failing(checkpoints, "save_file", lambda: SafetensorError("Error while serializing: I/O error: Input/output error "
-                                                                  f"(os error {errno.EIO})"))
+    if where == "tokenizer":  # which is written in Rust
+        failing(place, "write", lambda: Exception(f"Input/output error (os error {errno.EIO})"))
     elif where == "os.rename":
         failing(os, "rename")
     else:
@@ -358,7 +370,7 @@ def test_a_file_size_limit_is_named(tmp_path):
     large = {"large": torch.zeros(4096)}
 
     def write_large(folder: Path) -> None:
-        save_file(large, folder / "model.safetensors")
+        write_tensors(folder / "model.safetensors", large)
 
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))

@@ -1,6 +1,7 @@
 """A rank that does not move ends the job with exit code 6 and a report that says which rank is where; no memory is no hang."""
 
 import os
+import re
 import resource
 import signal
 import threading
@@ -9,15 +10,15 @@ import time
 import pytest
 import torch
 from commands import during
-from helpers import do_in_step, run_ranks
+from helpers import UNMEASURED, do_in_step, run_ranks
 
 import evaluation
 import objectives
 import pulse
 import ranks
-import run_state
+import tensor_files
 from errors import DataError
-from pulse import Pulse, Watch, clause
+from pulse import PULSE, Pulse, Watch, clause
 
 WORLD = 2
 TIMEOUT = 2  # seconds
@@ -48,9 +49,51 @@ def stall() -> None:
     time.sleep(60)
 
 
-def stall_rank_0_in_a_save() -> None:
+class File:
+    """A file on a disk that does something before each write."""
+
+    def __init__(self, file, before_write):
+        self.file, self.before_write = file, before_write
+
+    def write(self, data):
+        self.before_write()
+        return self.file.write(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+def on_such_a_disk(before_write) -> None:
     if is_rank(0):
-        during(run_state.convert, "save_model_folder", stall, 1)
+        tensor_files.open = lambda path, mode: File(open(path, mode), before_write) if mode == "wb" else open(path, mode)
+
+
+def stall_rank_0_in_a_save() -> None:
+    on_such_a_disk(stall)
+
+
+def slow_down_the_save() -> None:
+    on_such_a_disk(lambda: time.sleep(TIMEOUT / 20))
+
+
+def wait_for_each_other() -> None:
+    def wait() -> None:
+        with PULSE.waiting():
+            stall()
+
+    do_in_step(3, wait)
+
+
+def lose_rank_1() -> None:
+    """Where rank 0 does not learn of it: as if it waited in a kernel on a GPU."""
+    pulse.GONE_SECONDS = 1
+    if is_rank(1):
+        do_in_step(3, lambda: (time.sleep(2 * pulse.TELL_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
+    else:
+        wait_for_each_other()
 
 
 def stall_rank_1_in_a_forward() -> None:
@@ -84,6 +127,26 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     for rank, place in stacks_of.items():
         stacks = (run.folder / "log" / f"stacks-rank-{rank}.txt").read_text()
         assert "in take_steps" in stacks and f"in {place}" in stacks
+
+
+def test_ranks_that_all_wait_are_a_hang(tiny_run):
+    job = tiny_run().start(WORLD, wait_for_each_other, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert job.wait(TIMEOUT + 35) == [6, 6], job.text()
+    assert "error: hang: ranks 0-1 wait in data (step 3), and nothing moved" in job.text()
+
+
+def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
+    run = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED)
+    job = run.start(WORLD, slow_down_the_save, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert job.wait() == [0, 0], job.text()
+    assert float(re.search(r"Saved .* in ([\d.]+) s", job.text())[1]) > 2 * TIMEOUT
+    assert run.steps_saved() == [2]
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_leaves(tiny_run):
+    job = tiny_run().start(WORLD, lose_rank_1)
+    assert job.wait(30) == [1, -signal.SIGKILL], job.text()
+    assert "error: rank 0 stops, because rank 1 has ended" in job.text() and "hang" not in job.text()
 
 
 def pause() -> None:
@@ -159,7 +222,7 @@ class Store:
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_watch_ends_when_it_is_stopped(broken):
     store, before = Store(), threading.active_count()
-    watch = Watch(Pulse(), store, True, 0, 1, 60, lambda *_: pytest.fail("a hang was reported"), 6)
+    watch = Watch(Pulse(), store, True, 0, 1, 60, lambda *_: pytest.fail("a hang was reported"))
     store.broken = broken
     time.sleep(1.2 * pulse.TELL_SECONDS)
     watch.stop()
@@ -172,6 +235,9 @@ def test_a_pulse_knows_what_is_done():
     with mine.waiting():
         told = mine.told()
         assert (told["phase"], told["step"], told["waits"]) == ("save", 7, True) and 0 <= told["still"] < 60
+    with pytest.raises(RuntimeError), mine.waiting():
+        raise RuntimeError("closed by peer")
+    assert mine.told()["waits"] is False, "it has an end to make"
     mine.enter("data")
     assert (mine.told()["phase"], mine.told()["step"], mine.told()["waits"]) == ("data", 7, False)
 
@@ -218,6 +284,7 @@ def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run)
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), 1, False),
     (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), 6, False),
     (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, True),
+    (RuntimeError("x.cu:9: nll_loss2d does not have a deterministic implementation, but you set"), 2, False),
     (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
 def test_one_place_explains_every_end(error, code, victim):
     ending = ranks.explain(error)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import furthest, run_ranks
+from safetensors.torch import save_file
 from torch import nn
 
 import adapter_files
@@ -471,7 +472,7 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
     factors = convert.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
-    adapter_files.save_file(factors, adapter / "adapter_model.safetensors")
+    save_file(factors, adapter / "adapter_model.safetensors")
     refused("lora_A.weight holds numbers that are not finite", output)
 
 

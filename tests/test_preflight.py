@@ -1,20 +1,27 @@
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
-from helpers import TinyRun, prepare
+from helpers import UNMEASURED, TinyRun, prepare
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import chunked_head
 import memory_estimate
+import model_utils
 import preflight
 from config import Config
+from errors import SettingsError
 from memory_estimate import activation_bytes, estimate_memory, parameter_count
 from model import Block, Layout, Transformer
 from preflight import GIB, memory_advice
@@ -94,6 +101,72 @@ def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tm
     checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
     assert checked.code == 2 and checked.marks()["hardware"] == "FAIL"
     assert any(f"{name}={value}" in checked.text("FAIL") for name, value in changes.items())
+
+
+class Torch:
+    """What DETERMINISTIC sets in torch."""
+
+    def __init__(self):
+        self.told = []
+        self.backends, self.utils = SimpleNamespace(cudnn=SimpleNamespace(deterministic=False)), SimpleNamespace(
+            deterministic=SimpleNamespace(fill_uninitialized_memory=True))
+
+    def use_deterministic_algorithms(self, mode, *, warn_only=False):
+        self.told.append((mode, warn_only))
+
+
+@pytest.mark.parametrize(("wanted", "device", "changed"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)])
+def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(wanted, device, changed, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "none")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(model_utils, "torch", stub := Torch())
+    model_utils.make_deterministic(Config(deterministic=wanted), device)
+    # With warn_only the backward of torch's attention would stay as it is.
+    assert stub.told == [(True, False)] * changed
+    assert stub.backends.cudnn.deterministic is changed is not stub.utils.deterministic.fill_uninitialized_memory
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if changed else None)
+
+
+def test_a_workspace_of_the_users_own_is_kept_or_refused(monkeypatch):
+    monkeypatch.setattr(model_utils, "torch", Torch())
+    for workspace, refused in ((":16:8", False), (":0:0", True)):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+        with pytest.raises(SettingsError, match="CUBLAS_WORKSPACE_CONFIG.*:0:0") if refused else nullcontext():
+            model_utils.make_deterministic(Config(deterministic=True), "cuda")
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == workspace
+
+
+def test_on_a_cpu_deterministic_is_told_and_changes_no_bit(prepared, tmp_path, capsys):
+    runs = [TinyRun(prepared, tmp_path / name, MAX_STEPS=2, DETERMINISTIC=name, **UNMEASURED) for name in ("false", "true")]
+    assert [run.train() for run in runs] == [0, 0]
+    assert capsys.readouterr().out.count("; deterministic") == 1
+    assert runs[0].hashes(2) == runs[1].hashes(2)
+    assert Checked(runs[1], capsys).text("ok").count("; deterministic") == 1
+
+
+def compiler_that(raises: Exception | None = None, adds: float = 0.0):
+    def compile(function):
+        def compiled(numbers):
+            if raises is not None:
+                raise raises
+            return function(numbers) + adds
+        return compiled
+    return compile
+
+
+@pytest.mark.parametrize(("compiler", "headers", "told"), [
+    (compiler_that(), "/", None), (compiler_that(adds=1), "/", "it gives wrong numbers, or set COMPILE=false"),
+    (compiler_that(RuntimeError("\nno ptxas\nmore")), "/", "RuntimeError: no ptxas, or set COMPILE=false"),
+    (compiler_that(subprocess.CalledProcessError(1, ["gcc"])), "/nowhere", "Python.h.*install python3-dev, or set COMPILE")])
+def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compiler, headers, told, tmp_path, monkeypatch):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(model_utils.sysconfig, "get_path", lambda *_: str(tmp_path) + headers)
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(model_utils.shutil, "which", lambda name: name)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setattr(model_utils, "why_no_kernel", lambda _, real=model_utils.why_no_kernel.__wrapped__: real("cpu"))
+    reason = model_utils.why_not_compile(Config(), "cuda")
+    assert reason is None if told is None else re.search(told, reason) and "\n" not in reason
 
 
 def flip_a_bit(shards: Path) -> None:

@@ -21,6 +21,7 @@ import checkpoints
 import dataloaders
 import model_utils
 import optim
+import preflight
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +113,7 @@ def test_a_run_that_survives_is_told_so_and_nothing_is_left(ranks, settings, ver
     code, text, left = verify("--nproc-per-node", str(ranks), "--steps", "12", **settings)
     lines = table(text)
     assert code == 0 and all(lines[name].startswith("ok: ") for name in ALL), text
+    assert lines["hardware"].startswith("CPU, ") and lines["hardware"].endswith("; DETERMINISTIC=false")
     assert "bit for bit" in lines["weights"] and "12 lines" in lines["rows"] and "13 lines" in lines["metrics"]
     assert "kill -9 of rank 0 after step" in lines["killed"] and lines["straight"].startswith("12 steps")
     assert text.splitlines()[-1] == "All is alike." and left == []
@@ -171,6 +173,19 @@ def test_what_is_not_restored_is_found(plant, differing, words, verify):
     assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text
     assert words in lines["straight again"] and "All is alike" not in text
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
+
+
+def roll_dice_on_a_gpu() -> None:
+    roll_dice()
+    preflight.describe_hardware = lambda *_: "H200; bfloat16"
+
+
+@pytest.mark.parametrize("wanted", ["false", "true"])
+def test_where_a_gpu_gives_other_bits_each_time_deterministic_is_advised(wanted, verify):
+    code, text, _ = verify("--steps", "4", plant=roll_dice_on_a_gpu, DETERMINISTIC=wanted, **UNMEASURED)
+    lines = table(text)
+    assert code == 1 and lines["hardware"] == f"H200; bfloat16; DETERMINISTIC={wanted}", text
+    assert ("set DETERMINISTIC=true" in lines["straight again"]) is (wanted == "false")
 
 
 def test_gradients_of_one_batch_are_the_same_in_each_layout(verify):

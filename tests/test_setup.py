@@ -1,0 +1,64 @@
+"""The environment of another torch: what is installed into it, and that nothing replaces its torch."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+# A python that notes what it is asked for, whose torch is what was installed last.
+PYTHON = """#!/usr/bin/env bash
+echo "$@" >> "$HOME/asked"
+case "$*" in
+    *"import torch"*) [ -e "$HOME/torch" ] ;;
+    *"import version"*) cat "$HOME/torch" ;;
+    *sys.prefix*) echo "$HOME" ;;
+    *"install "*"torch==9.9+cpu"*) exit 1 ;;
+    *"install "*torch==9.9.[0-9]+cpu*) [ -n "${CPU_BUILDS:-}" ] && echo 9.9.0+cpu > "$HOME/torch" ;;
+    *"install "*"torch==9.9"*) echo 9.9.1 > "$HOME/torch" ;;
+    *"install "*-r*) cp "${@: -1}" "$HOME/wanted" ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/setup.sh", "scripts/test.sh", "requirements.txt", "requirements-dev.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for version in ("9.9", "9.9.0"):
+        folder = tmp_path / f".venv-torch-{version}" / "bin"
+        folder.mkdir(parents=True)
+        (folder / "python").write_text(PYTHON)
+        (folder / "python").chmod(0o755)
+        (folder / "activate").write_text(f'VIRTUAL_ENV="{folder.parent}"\nPATH="{folder}:$PATH"\n')
+    return tmp_path
+
+
+def run(project: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    clean = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "CONDA_PREFIX")}
+    return subprocess.run(["bash", project / "scripts" / "test.sh", *arguments], text=True, capture_output=True,
+                          env={**clean, "HOME": str(project), **env})
+
+
+@pytest.mark.parametrize(("version", "env", "installed"), [
+    ("9.9.0", {"CPU_BUILDS": "yes"}, "9.9.0+cpu"), ("9.9.0", {}, "9.9.1"), ("9.9", {"CPU_BUILDS": "yes"}, "9.9.1")])
+def test_the_tests_run_with_the_torch_that_is_named_and_nothing_replaces_it(version, env, installed, project):
+    for _ in range(2):
+        result = run(project, "--torch", version, "tests/test_model.py", "-x", **env)
+        assert result.returncode == 0, result.stderr
+    asked = (project / "asked").read_text().splitlines()
+    assert asked[-1] == "-m pytest tests/test_model.py -x"
+    wanted = (project / "wanted").read_text().split()
+    assert f"torch=={installed}" in wanted and any(line.startswith("hypothesis") for line in wanted)
+    assert sum(line.startswith("torch==") for line in wanted) == 1
+    assert sum("-m pip install" in line and " -r " in line for line in asked) == 1, "requirements are installed once"
+    assert sum("-m pip install" in line and "torch==" in line for line in asked) == 1 + (version == "9.9.0" and not env)
+
+
+@pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "newest"], ["--torch", "tests/test_model.py"]])
+def test_what_is_no_version_is_refused(arguments, project):
+    result = run(project, *arguments)
+    assert result.returncode == 2 and "expected a version such as" in result.stderr and not (project / "asked").exists()
