@@ -114,12 +114,10 @@ def varlen_function(kernel: str):
                                                                         deterministic=deterministic)
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 says is_causal; later ones window_size, and want to be told of grouped queries.
-    accepted = inspect.signature(varlen_attn).parameters
-    options = {"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)}
-    if "enable_gqa" in accepted:
-        options["enable_gqa"] = True
-    return lambda q, k, v, borders, longest: varlen_attn(q, k, v, borders, borders, longest, longest, **options)
+    # Since torch 2.12 it wants to be told of grouped queries.
+    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return lambda q, k, v, borders, longest: varlen_attn(q, k, v, borders, borders, longest, longest, window_size=(-1, 0),
+                                                         **grouped)
 
 
 def activate_flash_3(on: bool) -> None:

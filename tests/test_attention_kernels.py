@@ -40,12 +40,12 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     return by_document(q, k, v, cu_seqlens_q)
 
 
-def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None, scale=None):
-    assert is_causal
+def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    assert window_size == (-1, 0)
     return by_document(query, key, value, cu_seq_q)
 
 
-def varlen_attn_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+def varlen_attn_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
                      enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
     assert window_size == (-1, 0) and (enable_gqa or query.shape[1] == key.shape[1])
     return by_document(query, key, value, cu_seq_q)
@@ -67,7 +67,7 @@ def install(monkeypatch, name: str) -> str:
         return "flash-2"
     import torch.nn.attention.varlen as varlen
 
-    monkeypatch.setattr(varlen, "varlen_attn", {"torch 2.11": varlen_attn_2_11, "torch 2.13": varlen_attn_2_13}[name])
+    monkeypatch.setattr(varlen, "varlen_attn", {"torch 2.11": varlen_attn_2_11, "torch 2.12": varlen_attn_2_12}[name])
     return "varlen"
 
 
@@ -168,7 +168,7 @@ def test_what_works_passes_its_trial(kernel, heads, purpose):
         assert trial(kernel, purpose, heads, CPU, FP32) is None and trial(kernel, purpose, heads, CPU, BF16) is None
 
 
-@pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.13"])
+@pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.12"])
 def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch):
     kernel = install(monkeypatch, name)
     assert trial(kernel, "documents", (4, 2, 8), CPU, FP32) is None
@@ -220,7 +220,7 @@ def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(monkeypa
     assert groups == [(6, 6, False)]
 
 
-@pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.13"])
+@pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.12"])
 def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, monkeypatch):
     model, generator = Transformer(tiny(), 128), torch.Generator().manual_seed(0)
     model.init_weights(generator)
