@@ -13,6 +13,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 
 
+@pytest.fixture(autouse=True)
+def no_broken_trackers():
+    """A tracker that a test has broken would end a later test's program at once, and pytest with it."""
+    yield
+    if "run_log" in sys.modules:
+        sys.modules["run_log"].Tracker.broken.clear()
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data sets; a test that asks for it skips where there is none."""
