@@ -457,6 +457,7 @@ def alone_in_a_group(device_type: str) -> None:
     batch = batch_on(device, documents())
     plain, wrapped = model_on(device), model_on(device)
     parallel = wrap_model(wrapped, group)
+    assert parallel.device_ids is None  # else every argument is moved there, and the documents with a wait
     if device_type == "cuda":
         compile_model(wrapped)
     loss, expected = learned(plain, batch)
