@@ -107,16 +107,20 @@ class Suite:
         """Run all parts: those that measure time one by one, then the others side by side. Their records, in order."""
         futures: dict[str, Future] = {}
         tiny = self.options.tiny
+
+        def needed(part: Part) -> list[Future]:
+            return [futures[name] for name in (HEADER, *part.needs) if name in futures]  # without a device nothing goes
+
         with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(self.options.jobs) as several:
             for part in self.parts:
                 if part.alone and not tiny:
-                    futures[part.name] = one.submit(self.take, part, [])
+                    futures[part.name] = one.submit(self.take, part, needed(part))
             for future in list(futures.values()):
                 future.result()
             for part in self.parts:
                 if part.name not in futures:
                     # What it needs stands before it, and so is begun before it: no thread waits for one that waits behind it.
-                    futures[part.name] = several.submit(self.take, part, [futures[name] for name in part.needs])
+                    futures[part.name] = several.submit(self.take, part, needed(part))
         return [futures[part.name].result() for part in self.parts]
 
     def take(self, part: Part, needed: Sequence[Future]) -> dict[str, Any]:

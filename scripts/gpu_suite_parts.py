@@ -102,7 +102,9 @@ def header(task: Task) -> None:
     if not task.cuda:
         task.figure("device", f"CPU ({torch.get_num_threads()} threads)")
         return
-    task.check("CUDA is there", torch.cuda.is_available(), torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        task.note(fault="torch sees no GPU here; take --device cpu, or the CUDA build of torch")
+        return
     properties = torch.cuda.get_device_properties(0)
     task.figure("device", properties.name)
     task.figure("capability", "{}.{}".format(*torch.cuda.get_device_capability()))
