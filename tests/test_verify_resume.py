@@ -135,8 +135,8 @@ def forget_optimizer() -> None:
 def shift_rows() -> None:
     original = dataloaders.StepLoader.__init__
 
-    def init(self, read_rows, order, device, first_step=0, ahead=2):
-        original(self, read_rows, order, device, first_step + (first_step > 0), ahead)
+    def init(self, read_rows, order, device, count, first_step=0, ahead=2):
+        original(self, read_rows, order, device, count, first_step + (first_step > 0), ahead)
 
     dataloaders.StepLoader.__init__ = init
 
