@@ -9,13 +9,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from config import LoraConfig, ModelConfig
-from convert import HUGGINGFACE_NAMES, from_peft, read_json, read_tensors, to_peft, write_json
+from convert import HUGGINGFACE_NAMES, TokenIds, from_peft, read_json, read_tensors, to_peft, write_json
 from errors import CheckpointError
 from tensor_files import write_tensors
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
+THEIR_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
 
 
 class Adapter(NamedTuple):
@@ -25,6 +26,7 @@ class Adapter(NamedTuple):
     config: LoraConfig
     base_path: Optional[str]  # a folder, or a name on the hub
     base_sha256: Optional[str]  # `weights_sha256` of the base; None where PEFT made the folder
+    token_ids: TokenIds  # whose rows learn
 
     def check_base(self, base_sha256: str, base: str | Path) -> None:
         """See that these are the weights which the adapters were trained on.
@@ -38,16 +40,20 @@ class Adapter(NamedTuple):
                                   "that base")
 
 
-def peft_config(config: LoraConfig, tied: bool, base_path: str) -> dict[str, Any]:
+def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
     """The content of adapter_config.json."""
     targets = [name.strip() for name in config.lora_target_modules.split(",")]
     theirs = [name.rpartition(".")[2] for part, name in HUGGINGFACE_NAMES.items() if part.rpartition(".")[2] in targets]
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)
     whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
+    rows: Any = {THEIR_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
+    if tied and rows:  # a list means the embedding, which is the head too
+        rows = rows["embed_tokens"]
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_path, "r": config.lora_rank,
             "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout, "use_rslora": config.lora_rslora,
             "target_modules": theirs, "modules_to_save": whole or None,
+            "trainable_token_indices": rows or None,
             "ensure_weight_tying": both, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
             "inference_mode": True}
 
@@ -61,11 +67,35 @@ def check_plain_lora(content: Mapping[str, Any]) -> None:
     # Other ways to begin change the base's weights.
     plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, None, "gaussian", "orthogonal")}
     plain |= dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "alora_invocation_tokens",
-                            "arrow_config", "trainable_token_indices", "layer_replication"), (None, False, {}, []))
+                            "arrow_config", "layer_replication"), (None, False, {}, []))
     unlike = [f"{key}={content.get(key)!r}" for key, values in plain.items() if content.get(key) not in values]
     lacking = [key for key in ("r", "lora_alpha") if key not in content]
     if unlike or lacking:
         raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {lacking[0]}'}; only plain LoRA can be read")
+
+
+def token_ids_of(content: Mapping[str, Any], tied: bool) -> TokenIds:
+    """Whose rows learn, by an adapter_config.json's `trainable_token_indices`: a list means the embedding.
+
+    Raises:
+        CheckpointError: it is none that a Llama's adapters can have.
+    """
+    found = content.get("trainable_token_indices") or {}
+    found = found if isinstance(found, dict) else {"embed_tokens": found}
+    token_ids = {}
+    for theirs, ids in found.items():
+        layer = next((ours for ours, name in THEIR_LAYERS.items() if theirs.rpartition(".")[2] == name), None)
+        whole_numbers = isinstance(ids, list) and all(type(number) is int and number >= 0 for number in ids)
+        if layer is None or not whole_numbers or not ids or ids != sorted(set(ids)):
+            raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={found!r:.200}; only ascending ids of embed_tokens "
+                                  "and lm_head can be read")
+        token_ids[layer] = ids
+    if tied and token_ids:
+        if len(set(map(tuple, token_ids.values()))) > 1:
+            raise CheckpointError(f"{CONFIG_FILE} trains other rows of the head than of the embedding, which are one matrix in "
+                                  "the base")
+        token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
+    return token_ids
 
 
 def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
@@ -86,17 +116,18 @@ def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor])
 
 
 def save_adapter_folder(folder: Path, state_dict: Mapping[str, Tensor], config: LoraConfig, model_config: ModelConfig,
-                        base_path: str, base_sha256: str, tokenizer) -> None:
+                        base_path: str, base_sha256: str, tokenizer, token_ids: Optional[TokenIds] = None) -> None:
     """Write an adapter folder that PEFT loads onto its base, with the base's hash and the tokenizer's files.
 
     Args:
         state_dict: what LoRA trains, under our names.
         base_path: the base's folder, or its name on the hub.
         base_sha256: `weights_sha256` of the base.
+        token_ids: whose rows learn.
     """
     folder = Path(folder)
     write_tensors(folder / WEIGHTS_FILE, to_peft(state_dict, model_config, tokenizer.vocab_size), {"format": "pt"})
-    write_json(folder / CONFIG_FILE, peft_config(config, model_config.tie_embeddings, base_path))
+    write_json(folder / CONFIG_FILE, peft_config(config, model_config.tie_embeddings, base_path, token_ids or {}))
     write_json(folder / BASE_FILE, {"base_sha256": base_sha256})
     tokenizer.save_huggingface(folder)
 
@@ -113,10 +144,12 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     content = read_json(folder / CONFIG_FILE)
     check_plain_lora(content)
     own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
-    state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"])
+    token_ids = token_ids_of(content, model_config.tie_embeddings)
+    state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
-    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"), own.get("base_sha256"))
+    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"), own.get("base_sha256"),
+                   token_ids)
 
 
 def refuse_adapters(folder: Path) -> None:

@@ -4,7 +4,7 @@ Shapes: M positions, D model, V vocabulary padded to a multiple of 128.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -79,12 +79,24 @@ class HeadFunctions(NamedTuple):
     gradient_of_logprob: Callable = gradient_of_logprob
 
 
-class HeadGradients:
-    """The gradients of the head's matmul, filled in a chunk of positions at a time; the weight's is summed in its own dtype."""
+class HeadWeight(NamedTuple):
+    """The head's matrix, and what of it learns."""
 
-    def __init__(self, hidden_MD: Tensor, weight_VD: Tensor, trains_head: bool):
+    values_VD: Tensor
+    learned: Tensor  # the matrix itself, or (K, D), some of its rows
+    ids_K: Optional[Tensor] = None  # whose rows these are; None = all
+
+
+class HeadGradients:
+    """The gradients of the head's matmul, filled in a chunk of positions at a time; the weight's is summed in its own dtype.
+
+    Args:
+        learned, ids_K: as in HeadWeight; None where nothing of it learns.
+    """
+
+    def __init__(self, hidden_MD: Tensor, learned: Optional[Tensor], ids_K: Optional[Tensor]):
         self.hidden_MD = torch.empty_like(hidden_MD)
-        self.weight_VD = torch.zeros_like(weight_VD) if trains_head else None
+        self.learned, self.ids_K = None if learned is None else torch.zeros_like(learned), ids_K
 
     def add(self, part: slice, gradient_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
         """Take in the gradient to a chunk's logits.
@@ -95,14 +107,16 @@ class HeadGradients:
         """
         gradient_MV, hidden_MD = multipliable(gradient_MV), multipliable(hidden_MD)
         self.hidden_MD[part] = gradient_MV @ multipliable(weight_VD)
-        if self.weight_VD is None:
+        if self.learned is None:
             return
-        if gradient_MV.dtype == self.weight_VD.dtype:
-            torch.addmm(self.weight_VD, gradient_MV.T, hidden_MD, out=self.weight_VD)
+        if self.ids_K is not None:
+            gradient_MV = gradient_MV[:, self.ids_K]
+        if gradient_MV.dtype == self.learned.dtype:
+            torch.addmm(self.learned, gradient_MV.T, hidden_MD, out=self.learned)
         elif gradient_MV.device.type == "cuda":  # the matmul adds in float32 by itself
-            torch.addmm(self.weight_VD, gradient_MV.T, hidden_MD, out_dtype=self.weight_VD.dtype, out=self.weight_VD)
+            torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=self.learned.dtype, out=self.learned)
         else:
-            self.weight_VD += gradient_MV.T @ hidden_MD
+            self.learned += gradient_MV.T @ hidden_MD
 
 
 class SummedOverLogits(torch.autograd.Function):
@@ -112,10 +126,10 @@ class SummedOverLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, chunk, total_and_gradient):
-        weight = weight_VD.to(hidden_MD.dtype)
+    def forward(ctx, hidden_MD, values_VD, learned, ids_K, chunk, total_and_gradient):
+        weight = values_VD.to(hidden_MD.dtype)
         total = torch.zeros((), device=hidden_MD.device)
-        ctx.gradients = HeadGradients(hidden_MD, weight_VD, ctx.needs_input_grad[1])
+        ctx.gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
         for part in slices(len(hidden_MD), chunk):
             part_total, gradient_MV = total_and_gradient(hidden_MD[part], weight, part)
             total += part_total
@@ -125,35 +139,35 @@ class SummedOverLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         # Once only: they are scaled in place, and handed on without a second reference, so that autograd need not copy them.
-        hidden_MD, weight_VD = ctx.gradients.hidden_MD, ctx.gradients.weight_VD
+        hidden_MD, learned = ctx.gradients.hidden_MD, ctx.gradients.learned
         del ctx.gradients
-        return hidden_MD.mul_(factor), None if weight_VD is None else weight_VD.mul_(factor), None, None
+        return hidden_MD.mul_(factor), None, None if learned is None else learned.mul_(factor), None, None, None
 
 
 class LogprobOfTargets(torch.autograd.Function):
     """(M,) float32 log-probabilities of the targets; logits that fill more than one chunk are made again in the backward."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, weight_VD, targets_M, vocab_size, chunk, head):
-        weight, parts = weight_VD.to(hidden_MD.dtype), slices(len(hidden_MD), chunk)
+    def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, vocab_size, chunk, head):
+        weight, parts = values_VD.to(hidden_MD.dtype), slices(len(hidden_MD), chunk)
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
         for part in parts:
             logits_MV = linear(hidden_MD[part], weight)
             logprob_M[part], lse_M[part] = head.logprob_and_lse(logits_MV, targets_M[part], vocab_size)
-        ctx.save_for_backward(hidden_MD, weight_VD, targets_M, lse_M, logits_MV if len(parts) == 1 else None)
+        ctx.save_for_backward(hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, logits_MV if len(parts) == 1 else None)
         ctx.parts, ctx.vocab_size, ctx.head = parts, vocab_size, head
         return logprob_M
 
     @staticmethod
     def backward(ctx, factor_M):
-        hidden_MD, weight_VD, targets_M, lse_M, kept_MV = ctx.saved_tensors
-        weight = weight_VD.to(hidden_MD.dtype)
-        gradients = HeadGradients(hidden_MD, weight_VD, ctx.needs_input_grad[1])
+        hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, kept_MV = ctx.saved_tensors
+        weight = values_VD.to(hidden_MD.dtype)
+        gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
         for part in ctx.parts:
             logits_MV = linear(hidden_MD[part], weight) if kept_MV is None else kept_MV
             gradient_MV = ctx.head.gradient_of_logprob(logits_MV, targets_M[part], lse_M[part], factor_M[part], ctx.vocab_size)
             gradients.add(part, gradient_MV, hidden_MD[part], weight)
-        return gradients.hidden_MD, gradients.weight_VD, None, None, None, None
+        return gradients.hidden_MD, None, gradients.learned, None, None, None, None, None
 
 
 def slices(length: int, size: int) -> list[slice]:

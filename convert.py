@@ -7,7 +7,7 @@ neighbouring pairs (so the rows of wq and wk change places), and knows nothing o
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,6 +25,8 @@ from tensor_files import write_tensors
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # a row for each id
+# Ids whose rows learn in an adapter, ascending, of "tok_embeddings" and "output"; tied, the first means both.
+TokenIds = Mapping[str, Sequence[int]]
 MAX_SHARD_BYTES = 5_000_000_000
 
 HUGGINGFACE_NAMES = {
@@ -160,10 +162,10 @@ def _check_numbers(name: str, tensor: Tensor) -> None:
 
 
 def peft_name(name: str) -> str:
-    """PEFT's name of an adapter's factor, or of a parameter that is trained as a whole."""
+    """PEFT's name of an adapter's factor, of some tokens' rows, or of a parameter that is trained as a whole."""
     stem, _, last = unwrapped_name(name).rpartition(".")
-    theirs = huggingface_name(f"{stem}.weight")
-    return "base_model.model." + (theirs if last == "weight" else f"{theirs.removesuffix('weight')}{last}.weight")
+    theirs = {"weight": "weight", "rows": "token_adapter.trainable_tokens_delta"}.get(last, f"{last}.weight")
+    return f"base_model.model.{huggingface_name(f'{stem}.weight').removesuffix('weight')}{theirs}"
 
 
 def to_peft(state_dict: Mapping[str, Tensor], model_config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
@@ -180,9 +182,12 @@ def to_peft(state_dict: Mapping[str, Tensor], model_config: ModelConfig, vocab_s
     return tensors
 
 
-def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int, rank: int) -> dict[str, Tensor]:
+def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int, rank: int,
+              token_ids: TokenIds) -> dict[str, Tensor]:
     """PEFT's tensors under our names; the inverse of `to_peft`.
 
+    Args:
+        token_ids: whose rows they hold.
     Raises:
         CheckpointError: they train what this model has not, or are not of its shapes.
     """
@@ -190,6 +195,8 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
     for name, shape in parameter_shapes(model_config, padded_vocab).items():
         if name in VOCABULARY:
             shapes[name] = shape
+            if ids := token_ids.get(stem := name.removesuffix(".weight")):
+                shapes[f"{stem}.rows"] = (len(ids), shape[1])
         elif len(shape) == 2:
             stem = name.removesuffix(".weight")
             shapes |= {f"{stem}.lora_A": (rank, shape[1]), f"{stem}.lora_B": (shape[0], rank)}

@@ -46,7 +46,7 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_to
 def continue_prompts(model: Transformer, prompts: Sequence[Sequence[int]], draws_BT: Tensor, temperature: float, top_p: float,
                      top_k: int, stop_ids: frozenset[int]) -> list[list[int]]:
     """The new tokens of each prompt, as many as there are draws or up to a stop token."""
-    device, max_new_tokens = model.head_weight.device, draws_BT.shape[1]
+    device, max_new_tokens = model.norm.weight.device, draws_BT.shape[1]
     longest = max(map(len, prompts))
     # Padded on the left, so that all prompts end in the last column and one forward continues all of them.
     tokens_BT = torch.stack([F.pad(torch.tensor(prompt), (longest - len(prompt), 0)) for prompt in prompts]).to(device)

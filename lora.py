@@ -1,11 +1,12 @@
 """Low-rank adapters: a frozen base, and beside each of its matrices a product of two small ones that learns.
 
-The base can be held in fewer bits with bitsandbytes. Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023
-(arXiv:2312.03732) for the scale of rsLoRA; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
+Of embedding and head the rows of single tokens can learn besides: of control tokens that the base never met. The base can be
+held in fewer bits with bitsandbytes. Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for the
+scale of rsLoRA; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Optional
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from chunked_head import HeadWeight
 from config import LoraConfig
 from errors import CheckpointError, SettingsError
 from model import Linear, Transformer
@@ -128,7 +130,74 @@ class LoRALinear(nn.Module):
         return weight + self.scale * (self.lora_B @ self.lora_A)
 
 
-def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Generator) -> None:
+class TrainedRows(nn.Module):
+    """An embedding or a head that is frozen but for the rows of some tokens, whose values learn in float32.
+
+    As PEFT's `trainable_token_indices`. The matrix keeps its name and its values; for the head, which is used as a whole, the
+    rows are put into a copy.
+
+    Args:
+        base: the layer that this one replaces.
+        ids: of the tokens, ascending.
+    """
+
+    def __init__(self, base: nn.Embedding | Linear, ids: Sequence[int]):
+        super().__init__()
+        self.weight, self.enabled = base.weight, True
+        # A parameter, because data parallelism sends buffers around again and again.
+        self.ids_K = nn.Parameter(torch.tensor(ids, device=base.weight.device), requires_grad=False)
+        self.rows = nn.Parameter(base.weight.detach()[self.ids_K].float())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The embedding of ids of any shape."""
+        embedded = F.embedding(tokens, self.weight)
+        if not self.enabled:
+            return embedded
+        slot = torch.searchsorted(self.ids_K, tokens.contiguous()).clamp(max=len(self.ids_K) - 1)
+        return torch.where((self.ids_K[slot] == tokens)[..., None], F.embedding(slot, self.rows), embedded)
+
+    def as_head(self) -> HeadWeight:
+        """The matrix with the rows in it, in its own dtype, of which these learn."""
+        return HeadWeight(self.merged(), self.rows, self.ids_K) if self.enabled else HeadWeight(self.weight, self.weight)
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """The one matrix that does the same."""
+        return self.weight.index_copy(0, self.ids_K, self.rows.to(self.weight.dtype))
+
+
+def tokens_to_train(wish: str, chat_ids: Mapping[str, int], special_ids: Mapping[str, int], weight_VD: Tensor) -> list[int]:
+    """The ids that LORA_TRAIN_TOKENS asks for: with `auto` of the control tokens of chats that the base never met.
+
+    A row that was never met has stayed among its like: no farther from the mean of the reserved tokens' rows than twice the
+    farthest of these. Where the tokenizer reserves none, a row that is nearly zero.
+
+    Args:
+        wish: auto, none, or tokens with commas.
+        chat_ids: the control tokens that chats are written with; `special_ids`: all of the tokenizer.
+        weight_VD: the base's embedding.
+    Raises:
+        SettingsError: a token is none of the tokenizer's control tokens.
+    """
+    if wish == "none":
+        return []
+    if wish != "auto":
+        names = [name.strip() for name in wish.split(",") if name.strip()]
+        if unknown := [name for name in names if name not in special_ids]:
+            raise SettingsError(f"LORA_TRAIN_TOKENS={wish}: {unknown[0]!r} is no control token of the tokenizer; name some of "
+                                f"{', '.join([*special_ids][:10])} ..., auto or none")
+        return [special_ids[name] for name in names]
+    reserved = [number for name, number in special_ids.items() if "reserved" in name and name not in chat_ids]
+    centre_D, limit = weight_VD.new_zeros(weight_VD.shape[1]), 0.01 * weight_VD.float().norm(dim=1).median()
+    if reserved:
+        rows_KD = weight_VD[reserved].float()
+        centre_D = rows_KD.mean(dim=0)
+        limit = 2 * (rows_KD - centre_D).norm(dim=1).max()
+    return [number for number in chat_ids.values() if (weight_VD[number].float() - centre_D).norm() <= limit]
+
+
+def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Generator,
+                 token_ids: Optional[Mapping[str, Sequence[int]]] = None) -> None:
     """Freeze a model that has its weights, and put adapters beside the layers of LORA_TARGET_MODULES.
 
     Then comes `keep_base_in`, then the wrapping, then the optimizer. With tied embeddings LORA_TRAIN_HEAD and
@@ -136,6 +205,7 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
 
     Args:
         generator: on any device; equally seeded ones give equal adapters.
+        token_ids: whose rows learn, of "tok_embeddings" and "output"; not where these are trained as a whole.
     Raises:
         SettingsError: a layer is unknown, or LORA_BASE_QUANTIZATION cannot be had here.
     """
@@ -160,6 +230,9 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
         train_whole(model.tok_embeddings)
     if config.lora_train_head and model.output is not None:
         train_whole(model.output)
+    for name, ids in (token_ids or {}).items():
+        if not hasattr(layer := model.get_submodule(name), "frozen_weight") and ids:
+            setattr(model, name, TrainedRows(layer, sorted(ids)))
     model.train(model.training)  # new layers are born training, whatever the model does
 
 
@@ -179,7 +252,7 @@ def keep_base_in(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Make the model its base for a while, wrapped and compiled as it may be; a compiled block is compiled once more."""
-    adapters = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    adapters = [module for module in model.modules() if isinstance(module, (LoRALinear, TrainedRows))]
     whole = [module for module in model.modules() if hasattr(module, "frozen_weight")]
     assert all(adapter.enabled for adapter in adapters), "they are off already"
 
@@ -194,6 +267,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         switch(True)
+
+
+def trained_token_ids(model: nn.Module) -> dict[str, list[int]]:
+    """Ids of the tokens whose rows learn, of "tok_embeddings" and "output", where these have such."""
+    return {name: module.ids_K.tolist() for name, module in model.named_modules() if isinstance(module, TrainedRows)}
 
 
 def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -213,8 +291,8 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     if differing:
         shapes = [tuple(tensors[differing[0]].shape) if differing[0] in tensors else "none" for tensors in (state, own)]
         raise CheckpointError(f"the adapters are not those of the settings: {differing[0]} is {shapes[0]} in the checkpoint and "
-                              f"{shapes[1]} here ({len(differing)} differ); set LORA_RANK, LORA_TARGET_MODULES, LORA_TRAIN_HEAD "
-                              "and LORA_TRAIN_EMBEDDINGS as they were")
+                              f"{shapes[1]} here ({len(differing)} differ); set LORA_RANK, LORA_TARGET_MODULES, LORA_TRAIN_HEAD, "
+                              "LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS as they were")
     for name, tensor in own.items():
         tensor.copy_(state[name])
 
@@ -224,7 +302,7 @@ def merged_state_dict(model: Transformer) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         weight: Optional[Tensor] = getattr(module, "weight", None)
-        if isinstance(module, LoRALinear):
+        if isinstance(module, (LoRALinear, TrainedRows)):
             weight = module.merged()
         elif isinstance(module, FrozenLinear):
             weight = dequantized(weight, module.scales, (module.out_features, module.in_features), torch.float32)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention_kernels import VARLEN, attend, choose_kernel
-from chunked_head import HeadFunctions, LogitsLoss, LogprobOfTargets, SummedOverLogits, chunk_tokens
+from chunked_head import HeadFunctions, HeadWeight, LogitsLoss, LogprobOfTargets, SummedOverLogits, chunk_tokens
 from config import ModelConfig
 from numerics import linear, multipliable
 
@@ -215,9 +215,10 @@ class Transformer(nn.Module):
         self.head = HeadFunctions()  # replaced by their compiled forms
 
     @property
-    def head_weight(self) -> Tensor:
-        """(V, D), the embedding's own matrix when tied."""
-        return self.tok_embeddings.weight if self.output is None else self.output.weight
+    def head_weight(self) -> HeadWeight:
+        """(V, D), the embedding's own matrix when tied, and what of it learns."""
+        head = self.tok_embeddings if self.output is None else self.output
+        return HeadWeight(head.weight, head.weight) if isinstance(head, (nn.Embedding, Linear)) else head.as_head()
 
     @torch.no_grad()
     def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
@@ -291,10 +292,10 @@ class Transformer(nn.Module):
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
         if positions_M is not None:
             hidden_MD, targets_M = hidden_MD[positions_M], targets_M[positions_M]
-        chunk = self.config.head_chunk_tokens or chunk_tokens(len(self.head_weight), hidden_MD.device.type)
+        chunk = self.config.head_chunk_tokens or chunk_tokens(padded(self.vocab_size), hidden_MD.device.type)
         if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
             return self.sum_over_logits(hidden_MD, targets_M, chunk, reduction)
-        logprob_M = LogprobOfTargets.apply(hidden_MD, self.head_weight, targets_M, self.vocab_size, chunk, self.head)
+        logprob_M = LogprobOfTargets.apply(hidden_MD, *self.head_weight, targets_M, self.vocab_size, chunk, self.head)
         if reduction == "sum":
             return logprob_M.sum()
         if positions_M is not None:
@@ -311,11 +312,11 @@ class Transformer(nn.Module):
             gradient_MV, missing = gradient_MV.to(hidden.dtype), len(weight) - self.vocab_size
             return total, F.pad(gradient_MV, (0, missing)) if missing else gradient_MV  # padding by nothing copies
 
-        return SummedOverLogits.apply(hidden_MD, self.head_weight, chunk, of_loss if callable(loss) else of_logprobs)
+        return SummedOverLogits.apply(hidden_MD, *self.head_weight, chunk, of_loss if callable(loss) else of_logprobs)
 
     def logits(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None, *,
                last_only: bool = False) -> Tensor:
         """All logits, (B, T, vocab_size) float32 without padded ids; (B, 1, vocab_size) with `last_only`."""
         hidden_BTD = self.hidden(tokens_BT, documents_BT, cache)
         hidden_BTD = hidden_BTD[:, -1:] if last_only else hidden_BTD
-        return linear(hidden_BTD, self.head_weight)[..., :self.vocab_size].float()
+        return linear(hidden_BTD, self.head_weight.values_VD)[..., :self.vocab_size].float()

@@ -15,7 +15,9 @@ from attention_kernels import choose_kernel
 from config import PREPARED_BY, Config
 from errors import CheckpointError, PaddockError, SettingsError
 from hellaswag_utils import prepare_tasks, read_items
+from lora import trained_token_ids
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
+from model import Transformer
 from model_folder import check_model
 from model_utils import choose_device, choose_dtype, make_deterministic, why_not_compile
 from ranks import Ranks
@@ -43,6 +45,14 @@ def describe_model(config: Config, vocab_size: int) -> str:
     return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim {config.dim}, "
             f"heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}"
             f"{', tied' if config.tie_embeddings else ''}")
+
+
+def describe_adapters(model: Transformer, tokenizer) -> str:
+    """How much of a model learns, and which rows of embedding and head, in words."""
+    learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    names = [tokenizer.decode([number]) for number in next(iter(trained_token_ids(model).values()), [])]
+    rows = f", the rows of {' '.join(names)} among them (LORA_TRAIN_TOKENS)" if names else ""
+    return f"{learned:,} parameters learn beside the frozen base{rows}"
 
 
 def describe_batch(config: Config) -> str:
@@ -84,6 +94,8 @@ def announce(run: Run, dtype: torch.dtype) -> None:
     """The first words of a run: what it will do, with what."""
     config, say = run.config, run.log.say
     say(f"Model: {describe_model(config, run.inputs.tokenizer.vocab_size)}")
+    if config.lora_enabled:
+        say(f"LoRA: {describe_adapters(run.model, run.inputs.tokenizer)}")
     say(f"Data: {describe_data(config, run.inputs)}")
     say(f"Batch: {describe_batch(config)}")
     say(f"Hardware: {describe_hardware(config, run.ranks.device, dtype)}")

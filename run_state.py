@@ -16,6 +16,7 @@ import checkpoints
 import convert
 import diagnostics
 import lora
+from chat_formats import control_ids, load_chat_format
 from config import START_FROM, Config
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
 from errors import CheckpointError, DataError
@@ -346,7 +347,7 @@ def continues(state: dict[str, Any], own: bool, config: Config) -> bool:
     return own or not (config.reset_optimizer or config.lora_enabled or state["settings"]["LORA_ENABLED"])
 
 
-def place_weights(config: Config, start: Start, model: Transformer, dtype: torch.dtype, ranks: Ranks) -> None:
+def place_weights(config: Config, start: Start, model: Transformer, tokenizer, dtype: torch.dtype, ranks: Ranks) -> None:
     """Put the start's weights into the model, and adapters on it if they are asked for.
 
     Collective: every rank must call it.
@@ -361,14 +362,22 @@ def place_weights(config: Config, start: Start, model: Transformer, dtype: torch
 
     def place() -> None:
         load_weights(start.base, model)
-        lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed))
+        adapter = start.own and adapter_files.load_adapter_folder(start.folder, config, padded(model.vocab_size))
+        token_ids = adapter.token_ids if adapter else token_ids_to_train(config, tokenizer, model)
+        lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed), token_ids)
         lora.keep_base_in(model, dtype)
-        if start.own:
-            adapter = adapter_files.load_adapter_folder(start.folder, config, padded(model.vocab_size))
+        if adapter:
             adapter.check_base(start.base_sha256, start.base)
             lora.load_adapter_state_dict(model, adapter.state)
 
     ranks.together(place)
+
+
+def token_ids_to_train(config: Config, tokenizer, model: Transformer) -> dict[str, list[int]]:
+    """What LORA_TRAIN_TOKENS asks for, of the embedding and of the head where that is another matrix."""
+    chat_ids = {} if config.training_stage == "pretrain" else control_ids(load_chat_format(tokenizer))
+    ids = sorted(lora.tokens_to_train(config.lora_train_tokens, chat_ids, tokenizer.special_ids, model.tok_embeddings.weight))
+    return dict.fromkeys(["tok_embeddings"] + (["output"] if model.output is not None else []), ids) if ids else {}
 
 
 def resume(config: Config, start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
@@ -415,7 +424,7 @@ def restore_padding(tensors: dict[str, torch.Tensor], model: Transformer) -> dic
 
 def is_vocabulary(name: str) -> bool:
     """Whether a parameter, or an optimizer's tensor of it, has a row for each id."""
-    return name.startswith(("tok_embeddings.", "output."))
+    return name.startswith(convert.VOCABULARY)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -429,7 +438,7 @@ def save_checkpoint(run: Run) -> None:
     def write_model(folder: Path) -> None:
         if config.lora_enabled:
             adapter_files.save_adapter_folder(folder, lora.adapter_state_dict(run.model), config, config, progress.base,
-                                              progress.base_sha256, run.inputs.tokenizer)
+                                              progress.base_sha256, run.inputs.tokenizer, lora.trained_token_ids(run.model))
             return
         convert.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer, config.max_seq_len)
 

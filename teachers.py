@@ -139,7 +139,7 @@ class LlamaTeacher:
         """Read a batch; a function from a slice of its target positions to their (M, V) float32 logits."""
         hidden_MD = self.model.hidden(batch.tokens_BT, batch.documents_BT).flatten(0, 1)
         hidden_MD = hidden_MD if batch.positions_M is None else hidden_MD[batch.positions_M]
-        weight_VD = self.model.head_weight
+        weight_VD = self.model.head_weight.values_VD
         return lambda part: linear(hidden_MD[part], weight_VD)[:, :self.vocab_size].float()
 
 

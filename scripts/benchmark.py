@@ -163,7 +163,7 @@ def contender_of(words: set[str], model, config, shape: dict, eager: bool) -> tu
 
     from model_utils import compile_model
 
-    device, dtype = model.head_weight.device, model.compute_dtype
+    device, dtype = model.norm.weight.device, model.compute_dtype
     rows, seq_len, vocab = shape["rows"], shape["seq_len"], shape["vocab"]
     eager = eager or "eager" in words
     if "paddock" in words:

@@ -75,7 +75,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; take the base's own")
     model = transformer_of(tensors, config, rows).eval()
-    add_adapters(model, adapter.config, torch.Generator())
+    add_adapters(model, adapter.config, torch.Generator(), adapter.token_ids)
     load_adapter_state_dict(model, adapter.state)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

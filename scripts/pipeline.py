@@ -100,7 +100,7 @@ def preference_accuracy(folder: Path) -> float:
     pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", vocab_size=tokenizer.vocab_size)
     rows, right, count = ExampleRows(pairs, 512), 0, 0
     for start in range(0, len(rows), 16):
-        batch = rows(np.arange(start, min(start + 16, len(rows)))).to(model.head_weight.device)
+        batch = rows(np.arange(start, min(start + 16, len(rows)))).to(model.norm.weight.device)
         logprob_BP2, there_BP = pair_logprobs(model, batch), is_pair(answer_lengths(batch))
         right += int(((logprob_BP2[..., 0] > logprob_BP2[..., 1]) & there_BP).sum())
         count += int(there_BP.sum())

@@ -41,14 +41,22 @@ def base_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Trans
     return model
 
 
-def settings(**changes) -> LoraConfig:
+ROWS = dict(token_rows=[7, 301, 555])  # of a test's adapters besides their settings: tokens whose rows learn
+
+
+def settings(token_rows=(), **changes) -> LoraConfig:
     return LoraConfig(**{**dict(lora_enabled=True, lora_rank=4, lora_alpha=8.0), **changes})
+
+
+def ids_of(config: ModelConfig, changes: dict) -> dict[str, list[int]]:
+    layers = ["tok_embeddings"] if config.tie_embeddings else ["tok_embeddings", "output"]
+    return dict.fromkeys(layers, changes["token_rows"]) if "token_rows" in changes else {}
 
 
 def adapted(config: ModelConfig, changes: dict, dtype: torch.dtype = torch.float32, grown: bool = True) -> Transformer:
     """A model with adapters, after some learning (of noise) unless it is to be new."""
     model = base_model(config, dtype)
-    lora.add_adapters(model, settings(**changes), torch.Generator().manual_seed(1))
+    lora.add_adapters(model, settings(**changes), torch.Generator().manual_seed(1), ids_of(config, changes))
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -82,10 +90,11 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_at_birth_the_model_is_its_base_to_the_bit(dtype):
+@pytest.mark.parametrize("besides", [dict(lora_train_head=True, lora_train_embeddings=True), ROWS])
+def test_at_birth_the_model_is_its_base_to_the_bit(besides, dtype):
     config = shape(tie_embeddings=False)
     before = base_model(config, dtype)
-    after = adapted(config, dict(lora_train_head=True, lora_train_embeddings=True), dtype, grown=False)
+    after = adapted(config, besides, dtype, grown=False)
     x = torch.randn(3, 5, 64, dtype=dtype)
     for old, new in zip(before.layers, after.layers):
         assert torch.equal(old.attention.wq(x), new.attention.wq(x))
@@ -99,7 +108,7 @@ def test_at_birth_the_model_is_its_base_to_the_bit(dtype):
 
 
 def test_the_base_in_bf16_changes_nothing_that_is_computed_in_bf16():
-    model = adapted(shape(), {}, torch.bfloat16)
+    model = adapted(shape(), ROWS, torch.bfloat16)
     with torch.no_grad():
         before = model.logits(tokens())
         lora.keep_base_in(model, torch.bfloat16)
@@ -112,9 +121,10 @@ def test_the_base_in_bf16_changes_nothing_that_is_computed_in_bf16():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_adapters_off_is_the_base_and_on_again_is_what_it_was(tied):
+@pytest.mark.parametrize("besides", [dict(lora_train_head=True, lora_train_embeddings=True), ROWS])
+def test_adapters_off_is_the_base_and_on_again_is_what_it_was(besides, tied):
     config = shape(tie_embeddings=tied)
-    model = adapted(config, dict(lora_train_head=True, lora_train_embeddings=True))
+    model = adapted(config, besides)
     with torch.no_grad():
         learnt, base = model.logits(tokens()), base_model(config).logits(tokens())
         assert (learnt - base).abs().max() > 0.1
@@ -230,23 +240,27 @@ def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapte
     assert len(graphs) == 3
 
 
+HEAD_AND_ROWS = dict(lora_train_head=True, **ROWS)
+
+
 def shared_gradients(ranks: Ranks) -> dict[str, torch.Tensor]:
     """Of this rank's two micro-batches and the other's: DDP without find_unused_parameters, with recomputation."""
-    model = adapted(shape(activation_checkpointing="block"), dict(lora_train_head=True))
+    model = adapted(shape(activation_checkpointing="block", tie_embeddings=False), HEAD_AND_ROWS)
     trained = wrap_model(model, ranks)
     halves = tokens(rows=8).chunk(4)[2 * ranks.rank:2 * ranks.rank + 2]
     for part, last in zip(halves, (False, True)):
         with nullcontext() if last else trained.no_sync():
             (-trained(part[:, :-1], part[:, 1:], reduction="sum")).backward()
     with torch.no_grad(), lora.adapters_off(trained):
-        assert torch.equal(model.logits(tokens()), base_model(shape()).logits(tokens()))
+        assert torch.equal(model.logits(tokens()), base_model(model.config).logits(tokens()))
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def check_gradients() -> None:
     """In each of two ranks."""
     ranks = start_ranks("cpu", 60)
-    shared, alone = shared_gradients(ranks), learn(adapted(shape(), dict(lora_train_head=True)), tokens(rows=8))
+    shared, alone = shared_gradients(ranks), learn(adapted(shape(tie_embeddings=False), HEAD_AND_ROWS), tokens(rows=8))
+    assert {"output.weight", "tok_embeddings.rows"} <= shared.keys()
     mean = {name: gradient * 2 / (8 * 23) for name, gradient in shared.items()}  # DDP has halved it
     assert mean.keys() == alone.keys() and furthest(mean, alone) < 1e-5
     ranks.barrier()
@@ -275,13 +289,14 @@ def peft():
     return pytest.importorskip("peft", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 
 
-@pytest.mark.parametrize("changes", [
-    {}, dict(lora_rslora=True), dict(lora_target_modules="wk,w2", lora_rank=3, lora_alpha=5.0)])
-def test_forward_and_gradients_are_pefts(peft, changes):
-    config = shape(tie_embeddings=False, rope_scaling_factor=8.0, rope_original_max_len=64)
+@pytest.mark.parametrize("tied, changes", [
+    (False, {}), (False, dict(lora_rslora=True)), (False, dict(lora_target_modules="wk,w2", lora_rank=3, lora_alpha=5.0)),
+    (False, ROWS), (True, ROWS)])
+def test_forward_and_gradients_are_pefts(peft, tied, changes):
+    config = shape(tie_embeddings=tied, rope_scaling_factor=8.0, rope_original_max_len=64)
     ours, wanted = adapted(config, changes), settings(**changes)
-    content = adapter_files.peft_config(wanted, config.tie_embeddings, "") | {"inference_mode": False,
-                                                                              "base_model_name_or_path": None}
+    content = adapter_files.peft_config(wanted, tied, "", ids_of(config, changes)) | {"inference_mode": False,
+                                                                                      "base_model_name_or_path": None}
     theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
     peft.set_peft_model_state_dict(theirs, convert.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
     with torch.no_grad():
@@ -308,7 +323,7 @@ def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer)
     base, sha256 = base_folder(folder / "base", model.config, tokenizer)
     (folder / "adapter").mkdir()
     adapter_files.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
-                                      str(base), sha256, tokenizer)
+                                      str(base), sha256, tokenizer, lora.trained_token_ids(model))
     return folder / "adapter", base
 
 
@@ -316,7 +331,7 @@ WHOLE = [dict(), dict(lora_train_head=True), dict(lora_train_embeddings=True),
          dict(lora_train_head=True, lora_train_embeddings=True)]
 
 
-@pytest.mark.parametrize("changes", [dict(lora_rslora=True, lora_target_modules="wk,wo,w3"), *WHOLE])
+@pytest.mark.parametrize("changes", [dict(lora_rslora=True, lora_target_modules="wk,wo,w3"), *WHOLE, ROWS])
 @pytest.mark.parametrize("tied", [True, False])
 def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tied, tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers")
@@ -328,7 +343,7 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
         assert (model.logits(tokens()) - expected).abs().max() < 1e-5
     adapter = adapter_files.load_adapter_folder(folder, model.config, padded(VOCAB))
     again = base_model(model.config)
-    lora.add_adapters(again, adapter.config, torch.Generator())
+    lora.add_adapters(again, adapter.config, torch.Generator(), adapter.token_ids)
     lora.load_adapter_state_dict(again, adapter.state)
     before, after = (lora.adapter_state_dict(each) for each in (model, again))
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
@@ -342,6 +357,9 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
     (False, {}), (False, dict(modules_to_save=["lm_head"])), (False, dict(modules_to_save=["embed_tokens", "lm_head"])),
     (True, dict(target_modules="all-linear", use_rslora=True)), (True, dict(target_modules=r".*\.(q_proj|up_proj)")),
     (True, dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
+    (True, dict(trainable_token_indices=[3, 400])), (False, dict(trainable_token_indices=[3, 400])),
+    (True, dict(trainable_token_indices={"model.embed_tokens": [3], "lm_head": [3]})),
+    (False, dict(trainable_token_indices={"embed_tokens": [3, 400], "lm_head": [9]})),
 ])
 def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
     config = shape(tie_embeddings=tied)
@@ -350,13 +368,13 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
                   task_type="CAUSAL_LM"), **extra}))
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
-            if "modules_to_save" in name:
+            if "modules_to_save" in name or "trainable_tokens" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path)
     adapter = adapter_files.load_adapter_folder(tmp_path, config, padded(VOCAB))
     assert adapter.base_sha256 is None
     ours = base_model(config)
-    lora.add_adapters(ours, adapter.config, torch.Generator())
+    lora.add_adapters(ours, adapter.config, torch.Generator(), adapter.token_ids)
     lora.load_adapter_state_dict(ours, adapter.state)
     with torch.no_grad():
         expected = theirs.eval()(tokens()).logits
@@ -387,6 +405,9 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     (dict(use_dora=True), "use_dora=True"), (dict(peft_type="IA3"), "IA3"), (dict(init_lora_weights="pissa"), "pissa"),
     (dict(r=8), r"q_proj.lora_A.weight is \(4, 64\).*\(8, 64\)"), (dict(lora_alpha=-1), "lora_alpha"),
     (dict(bias="all"), "bias='all'"), (dict(rank_pattern={"q_proj": 8}), "rank_pattern"),
+    (dict(trainable_token_indices={"norm": [3]}), "norm.*embed_tokens and lm_head"),
+    (dict(trainable_token_indices=[5, 3]), "ascending ids"), (dict(trainable_token_indices=["x"]), "ascending ids"),
+    (dict(trainable_token_indices={"embed_tokens": [3], "lm_head": [4]}), "other rows of the head"),
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
@@ -420,7 +441,7 @@ def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
     for change in ({}, {"base_model.model.lm_head.weight": torch.zeros(VOCAB, 64)}):
         apart = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name} | change
         with pytest.raises(CheckpointError, match="one matrix in their base"):
-            convert.from_peft(apart, tied, padded(VOCAB), 4)
+            convert.from_peft(apart, tied, padded(VOCAB), 4, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------- the script
@@ -429,7 +450,7 @@ def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
 merge = runpy.run_path(str(SCRIPT))["merge"]
 
 
-@pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, dict(lora_rslora=True)), (False, WHOLE[3])])
+@pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])
 def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, changes, tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     model = adapted(shape(tie_embeddings=tied), changes)

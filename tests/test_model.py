@@ -113,7 +113,8 @@ def test_padded_ids_are_never_predicted_and_never_learn():
     with torch.no_grad():  # as loud as they can be
         model.output.weight[VOCAB:] = 100 * model.output.weight[:256 - VOCAB]
     assert model.logits(tokens).shape == (2, 9, VOCAB)
-    assert (float_logits(linear(model.hidden(tokens), model.head_weight).flatten(0, 1), VOCAB)[:, VOCAB:] == -torch.inf).all()
+    padded_logits = linear(model.hidden(tokens), model.output.weight).flatten(0, 1)
+    assert (float_logits(padded_logits, VOCAB)[:, VOCAB:] == -torch.inf).all()
     expected = model.logits(tokens).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     for reduction in ("none", "sum"):
         logprob = model(tokens, targets, reduction=reduction)
