@@ -133,8 +133,9 @@ def test_adapters_off_is_the_base_and_on_again_is_what_it_was(besides, tied):
                 assert torch.equal(model.logits(tokens()), base)
                 raise KeyError
         assert torch.equal(model.logits(tokens()), learnt)
+    learned = "rows" if besides is ROWS else "weight"
     assert {name for name in learn(model) if "lora" not in name} == (
-        {"tok_embeddings.weight"} if tied else {"tok_embeddings.weight", "output.weight"})
+        {f"tok_embeddings.{learned}"} if tied else {f"tok_embeddings.{learned}", f"output.{learned}"})
 
 
 @pytest.mark.parametrize("changes", [
@@ -269,6 +270,33 @@ def check_gradients() -> None:
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
     run_ranks(check_gradients, world_size=2, folder=tmp_path)
+
+
+# -------------------------------------------------------------------------------------------------------- tokens never met
+
+
+RESERVED = {f"<|reserved_{number}|>": 20 + number for number in range(20)}
+CHATS = {"<|header|>": 1, "<|end|>": 2}
+
+
+@pytest.mark.parametrize("drift", [0.0, 1.0])  # untied, decayed towards zero; tied, driven away by every softmax
+@pytest.mark.parametrize("met, expected", [((), [1, 2]), ((2,), [1]), ((1, 2), [])])
+def test_a_token_is_untrained_where_its_row_stayed_among_the_reserved(met, expected, drift):
+    weight_VD = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
+    never = [number for number in (1, 2, *range(20, 40)) if number not in met]
+    weight_VD[never] = 0.01 * weight_VD[never] + drift
+    assert lora.tokens_to_train("auto", CHATS, RESERVED | CHATS, weight_VD) == expected
+    if not drift:
+        assert lora.tokens_to_train("auto", CHATS, CHATS, weight_VD) == [], "1 % of a usual row's length is the limit"
+        weight_VD[never] = 0.0
+        assert lora.tokens_to_train("auto", CHATS, CHATS, weight_VD) == expected
+
+
+def test_tokens_can_be_named():
+    assert lora.tokens_to_train("none", CHATS, RESERVED | CHATS, torch.zeros(100, 8)) == []
+    assert lora.tokens_to_train("<|end|>, <|reserved_3|>", CHATS, RESERVED | CHATS, torch.zeros(100, 8)) == [2, 23]
+    with pytest.raises(SettingsError, match=r"LORA_TRAIN_TOKENS=<\|end\|>,x: 'x' is no control token.*auto or none"):
+        lora.tokens_to_train("<|end|>,x", CHATS, RESERVED | CHATS, torch.zeros(100, 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- PEFT

@@ -26,6 +26,7 @@ from helpers import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import lora
 import references
 import train
 from config import Config
@@ -308,7 +309,8 @@ def test_adapters_are_all_that_is_saved_and_the_base_stays(finished, stages):
     before = (stages.base / "model.safetensors").read_bytes()
     folder = finished("lora-sft").checkpoint(4)
     assert (folder / "adapter_model.safetensors").is_file() and not (folder / "model.safetensors").exists()
-    assert all("lora_A" in name or "lora_B" in name for name in load_file(folder / "adapter_model.safetensors"))
+    names = [name.split(".") for name in load_file(folder / "adapter_model.safetensors")]
+    assert all({"lora_A", "lora_B", "trainable_tokens_delta"} & {*name} for name in names)
     assert (stages.base / "model.safetensors").read_bytes() == before
 
 
@@ -327,6 +329,27 @@ def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, c
     shutil.rmtree(base)
     shutil.copytree(stages.base, base)
     assert adapted.train() == 0
+
+
+def test_control_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkeypatch, capsys):
+    """And a checkpoint from before there was LORA_TRAIN_TOKENS goes on without such rows."""
+    adapted = run("lora-sft", MAX_STEPS=2, **UNMEASURED)
+    assert adapted.train() == 0
+    assert "<|start_header_id|> <|end_header_id|> <|eot_id|> among them" in capsys.readouterr().out
+    rows = load_file(adapted.checkpoint(2) / "adapter_model.safetensors")[
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+    ids = json.loads((adapted.checkpoint(2) / "adapter_config.json").read_text())["trainable_token_indices"]
+    base = load_file(stages.base / "model.safetensors")["model.embed_tokens.weight"][ids]
+    assert rows.shape == (len(ids), 32) and (rows != base).any(dim=1).all()
+
+    older = run("lora-sft", RUN_NAME="older", **UNMEASURED)
+    with monkeypatch.context() as before, stop_at(2):
+        before.setattr(lora, "tokens_to_train", lambda *_: [])
+        assert older.train() == train.EXIT_PREEMPTED
+    assert older.train() == 0
+    assert not any("token" in name for name in load_file(older.checkpoint(4) / "adapter_model.safetensors"))
+    assert run("lora-sft", RUN_NAME="typo", LORA_TRAIN_TOKENS="<|eot|>").train() == 2
+    assert "LORA_TRAIN_TOKENS=<|eot|>" in capsys.readouterr().err
 
 
 def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, monkeypatch, capsys):
