@@ -3,8 +3,8 @@
     python scripts/pipeline.py            (or bash scripts/run_pipeline.sh, which sets up first)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
-Flags go to every training run. A second call goes on where the first was stopped. It leaves runs/pipeline/summary.json, and
-the table with its plots in docs/pipeline.md.
+Flags go to every training run. A second call goes on where the first was stopped. It leaves the figures in
+runs/pipeline/summary.json, and the table with its plots in runs/pipeline/pipeline.md.
 """
 
 import json
@@ -30,7 +30,7 @@ from generate import generate  # noqa: E402
 from model_folder import load_model_folder  # noqa: E402
 from objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
 
-SAMPLE, RUNS, DOCS = Path("data/sample"), Path("runs/pipeline"), Path("docs")
+SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
 ANSWER_TOKENS = 40
 CLOCK = RUNS / "seconds.json"
@@ -208,16 +208,16 @@ def draw(output: Path) -> None:
 
 
 def report(summary: dict, pipeline: Pipeline) -> None:
-    """The table on the screen and, with plots, in docs/pipeline.md."""
+    """The table on the screen and, with plots, beside the runs."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items())
     picture = "\n![curves](pipeline.png)\n"
     try:
-        draw(DOCS / "pipeline.png")
+        draw(RUNS / "pipeline.png")
     except SettingsError as error:
         print(f"No plots: {error}", file=sys.stderr)
         picture = ""
-    (DOCS / "pipeline.md").write_text(f"""# Every stage, seen to learn
+    (RUNS / "pipeline.md").write_text(f"""# Every stage, seen to learn
 
 `bash scripts/run_pipeline.sh` on the embedded sample, offline, {pipeline.ranks} rank{'s' if pipeline.ranks > 1 else ''} on \
 {torch.cuda.get_device_name() if torch.cuda.is_available() else f'a CPU with {os.cpu_count()} cores'}, \
@@ -226,7 +226,7 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 {table(summary)}
 {picture}""", encoding="utf-8")
     print(f"\n{table(summary)}\n\n{summary['seconds'] / 60:.1f} minutes of work. The figures: {RUNS / 'summary.json'}; "
-          f"{'with plots' if picture else 'as a page'}: {DOCS / 'pipeline.md'}\nTalk with it: python scripts/generate.py "
+          f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\nTalk with it: python scripts/generate.py "
           f"{max((RUNS / 'dpo' / 'checkpoints').glob('step-*'))} --chat --prompt \"A story ... What colour is the kite?\"")
 
 
