@@ -247,12 +247,6 @@ def straddles(rendered: str, cut: int) -> str:
             "the answer must begin otherwise")
 
 
-def control_ids(chat_format: ChatFormat | TemplateFormat) -> dict[str, int]:
-    """The control tokens that chats are written with, by name."""
-    written = {token for ids, _ in chat_format.encode_chat(TRIAL) for token in ids}
-    return {name: number for name, number in chat_format.tokenizer.special_ids.items() if number in written}
-
-
 def load_chat_format(tokenizer: Tokenizer | HuggingFaceTokenizer) -> ChatFormat | TemplateFormat:
     """How chats are written for this tokenizer: by its own template where it has one, else as Llama 3 does.
 

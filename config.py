@@ -214,7 +214,7 @@ class LoraConfig(Section):
     lora_train_head: bool = fixed(False, "train the head as a whole besides")
     lora_train_embeddings: bool = fixed(False, "train the embeddings as a whole besides")
     lora_train_tokens: str = fixed(
-        "auto", "control tokens whose rows learn too: auto = those of chats that the base never met, none, or names with commas")
+        "auto", "tokens whose rows learn too: auto = the data's that the base never met, none, or control tokens with commas")
     lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "the frozen base in fewer bits, with bitsandbytes")
 
 

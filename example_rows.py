@@ -168,6 +168,11 @@ class ExampleRows:
         return len(self._bins)
 
     @property
+    def token_set(self) -> TokenSet:
+        """All tokens of the examples."""
+        return self.example_set.tokens
+
+    @property
     def fill(self) -> float:
         """The share of slots that hold no padding."""
         return self.tokens / (len(self) * self.row_tokens)

@@ -166,15 +166,15 @@ class TrainedRows(nn.Module):
         return self.weight.index_copy(0, self.ids_K, self.rows.to(self.weight.dtype))
 
 
-def tokens_to_train(wish: str, chat_ids: Mapping[str, int], special_ids: Mapping[str, int], weight_VD: Tensor) -> list[int]:
-    """The ids that LORA_TRAIN_TOKENS asks for: with `auto` of the control tokens of chats that the base never met.
+def tokens_to_train(wish: str, used_ids: Sequence[int], special_ids: Mapping[str, int], weight_VD: Tensor) -> list[int]:
+    """The ids whose rows LORA_TRAIN_TOKENS wants to learn, ascending: with `auto` of the data's tokens that the base never met.
 
     A row that was never met has stayed among its like: no farther from the mean of the reserved tokens' rows than twice the
-    farthest of these. Where the tokenizer reserves none, a row that is nearly zero.
+    farthest of these. Where the tokenizer reserves none, it is a row that is nearly zero.
 
     Args:
-        wish: auto, none, or tokens with commas.
-        chat_ids: the control tokens that chats are written with; `special_ids`: all of the tokenizer.
+        used_ids: that occur in the data.
+        special_ids: of the tokenizer's control tokens.
         weight_VD: the base's embedding.
     Raises:
         SettingsError: a token is none of the tokenizer's control tokens.
@@ -186,14 +186,15 @@ def tokens_to_train(wish: str, chat_ids: Mapping[str, int], special_ids: Mapping
         if unknown := [name for name in names if name not in special_ids]:
             raise SettingsError(f"LORA_TRAIN_TOKENS={wish}: {unknown[0]!r} is no control token of the tokenizer; name some of "
                                 f"{', '.join([*special_ids][:10])} ..., auto or none")
-        return [special_ids[name] for name in names]
-    reserved = [number for name, number in special_ids.items() if "reserved" in name and name not in chat_ids]
-    centre_D, limit = weight_VD.new_zeros(weight_VD.shape[1]), 0.01 * weight_VD.float().norm(dim=1).median()
+        return sorted({special_ids[name] for name in names})
+    reserved = sorted({number for name, number in special_ids.items() if "reserved" in name} - {*used_ids})
+    rows_VD = weight_VD.detach().float()
+    centre_D, limit = torch.zeros_like(rows_VD[0]), 0.01 * rows_VD.norm(dim=1).median()
     if reserved:
-        rows_KD = weight_VD[reserved].float()
-        centre_D = rows_KD.mean(dim=0)
-        limit = 2 * (rows_KD - centre_D).norm(dim=1).max()
-    return [number for number in chat_ids.values() if (weight_VD[number].float() - centre_D).norm() <= limit]
+        centre_D = rows_VD[reserved].mean(dim=0)
+        limit = 2 * (rows_VD[reserved] - centre_D).norm(dim=1).max()
+    used = torch.as_tensor(used_ids, device=weight_VD.device)
+    return used[(rows_VD[used] - centre_D).norm(dim=1) <= limit].tolist()
 
 
 def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Generator,

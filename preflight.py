@@ -48,10 +48,13 @@ def describe_model(config: Config, vocab_size: int) -> str:
 
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
-    """How much of a model learns, and which rows of embedding and head, in words."""
+    """How much of a model learns, and the rows of which tokens, in words."""
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    names = [tokenizer.decode([number]) for number in next(iter(trained_token_ids(model).values()), [])]
-    rows = f", the rows of {' '.join(names)} among them (LORA_TRAIN_TOKENS)" if names else ""
+    ids = next(iter(trained_token_ids(model).values()), [])
+    control = {number: name for name, number in tokenizer.special_ids.items()}
+    names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]  # control tokens stand last
+    shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
+    rows = f", the rows of {len(ids)} tokens among them: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
     return f"{learned:,} parameters learn beside the frozen base{rows}"
 
 

@@ -150,7 +150,7 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
         tensors = convert.load_model_weights(start.folder)
         model.load_state_dict(convert.from_huggingface(tensors, model.config, padded(model.vocab_size), finite=False))
     else:
-        place_weights(config, start, model, inputs.tokenizer, dtype, ranks)
+        place_weights(config, start, model, inputs, dtype, ranks)
     optimizer = Optimizer(model, config)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = resume(config, start, model, optimizer, scaler)

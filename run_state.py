@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ import checkpoints
 import convert
 import diagnostics
 import lora
-from chat_formats import control_ids, load_chat_format
 from config import START_FROM, Config
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
 from errors import CheckpointError, DataError
@@ -347,7 +346,7 @@ def continues(state: dict[str, Any], own: bool, config: Config) -> bool:
     return own or not (config.reset_optimizer or config.lora_enabled or state["settings"]["LORA_ENABLED"])
 
 
-def place_weights(config: Config, start: Start, model: Transformer, tokenizer, dtype: torch.dtype, ranks: Ranks) -> None:
+def place_weights(config: Config, start: Start, model: Transformer, inputs: Inputs, dtype: torch.dtype, ranks: Ranks) -> None:
     """Put the start's weights into the model, and adapters on it if they are asked for.
 
     Collective: every rank must call it.
@@ -360,10 +359,14 @@ def place_weights(config: Config, start: Start, model: Transformer, tokenizer, d
             ranks.together(lambda: load_weights(start.folder, model))
         return
 
+    used_ids: list[int] = []
+    if config.lora_train_tokens == "auto" and not start.own:
+        used_ids = ranks.broadcast(ranks.main_first(lambda: inputs.rows.token_set.used_ids(model.vocab_size).tolist()))
+
     def place() -> None:
         load_weights(start.base, model)
         adapter = start.own and adapter_files.load_adapter_folder(start.folder, config, padded(model.vocab_size))
-        token_ids = adapter.token_ids if adapter else token_ids_to_train(config, tokenizer, model)
+        token_ids = adapter.token_ids if adapter else token_ids_to_train(config, inputs, model, used_ids)
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed), token_ids)
         lora.keep_base_in(model, dtype)
         if adapter:
@@ -373,11 +376,10 @@ def place_weights(config: Config, start: Start, model: Transformer, tokenizer, d
     ranks.together(place)
 
 
-def token_ids_to_train(config: Config, tokenizer, model: Transformer) -> dict[str, list[int]]:
+def token_ids_to_train(config: Config, inputs: Inputs, model: Transformer, used_ids: Sequence[int]) -> convert.TokenIds:
     """What LORA_TRAIN_TOKENS asks for, of the embedding and of the head where that is another matrix."""
-    chat_ids = {} if config.training_stage == "pretrain" else control_ids(load_chat_format(tokenizer))
-    ids = sorted(lora.tokens_to_train(config.lora_train_tokens, chat_ids, tokenizer.special_ids, model.tok_embeddings.weight))
-    return dict.fromkeys(["tok_embeddings"] + (["output"] if model.output is not None else []), ids) if ids else {}
+    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, model.tok_embeddings.weight)
+    return dict.fromkeys(["tok_embeddings"] + (["output"] if model.output is not None else []), ids)
 
 
 def resume(config: Config, start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:

@@ -118,6 +118,13 @@ class TokenSet:
                 for start in range(0, shard.tokens, size):
                     yield np.fromfile(file, np.dtype(shard.dtype).newbyteorder("<"), min(size, shard.tokens - start))
 
+    def used_ids(self, vocab_size: int) -> np.ndarray:
+        """The ids that occur, ascending; reads everything."""
+        used = np.zeros(vocab_size, bool)
+        for block in self.blocks():
+            used[block] = True
+        return np.flatnonzero(used)
+
 
 def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_sha256: str | None = None,
                    document_start_id: int | None = None, minimum_tokens: int = 2, verify: str = "auto",

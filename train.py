@@ -94,7 +94,7 @@ def train(loaded: Loaded) -> int:
         PULSE.folder = folder / "log"
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         start = find_start(config, inputs, folder, ranks)
-        place_weights(config, start, model, inputs.tokenizer, dtype, ranks)
+        place_weights(config, start, model, inputs, dtype, ranks)
         optimizer = Optimizer(model, config)
         scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
         progress = resume(config, start, model, optimizer, scaler)

@@ -276,27 +276,27 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
 
 
 RESERVED = {f"<|reserved_{number}|>": 20 + number for number in range(20)}
-CHATS = {"<|header|>": 1, "<|end|>": 2}
+CONTROL = {"<|header|>": 1, "<|end|>": 2}
+USED = [1, 2, 7, 50]  # 7 is an ordinary token
 
 
 @pytest.mark.parametrize("drift", [0.0, 1.0])  # untied, decayed towards zero; tied, driven away by every softmax
-@pytest.mark.parametrize("met, expected", [((), [1, 2]), ((2,), [1]), ((1, 2), [])])
+@pytest.mark.parametrize("met, expected", [((), [1, 2, 7]), ((2, 7), [1]), ((1, 2, 7), [])])
 def test_a_token_is_untrained_where_its_row_stayed_among_the_reserved(met, expected, drift):
     weight_VD = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
-    never = [number for number in (1, 2, *range(20, 40)) if number not in met]
+    never = [number for number in (1, 2, 7, *range(20, 40)) if number not in met]
     weight_VD[never] = 0.01 * weight_VD[never] + drift
-    assert lora.tokens_to_train("auto", CHATS, RESERVED | CHATS, weight_VD) == expected
+    assert lora.tokens_to_train("auto", USED, RESERVED | CONTROL, weight_VD) == expected
     if not drift:
-        assert lora.tokens_to_train("auto", CHATS, CHATS, weight_VD) == [], "1 % of a usual row's length is the limit"
         weight_VD[never] = 0.0
-        assert lora.tokens_to_train("auto", CHATS, CHATS, weight_VD) == expected
+        assert lora.tokens_to_train("auto", USED, CONTROL, weight_VD) == expected, "nothing reserved, but nearly zero"
 
 
 def test_tokens_can_be_named():
-    assert lora.tokens_to_train("none", CHATS, RESERVED | CHATS, torch.zeros(100, 8)) == []
-    assert lora.tokens_to_train("<|end|>, <|reserved_3|>", CHATS, RESERVED | CHATS, torch.zeros(100, 8)) == [2, 23]
+    assert lora.tokens_to_train("none", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == []
+    assert lora.tokens_to_train("<|reserved_3|>, <|end|>", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == [2, 23]
     with pytest.raises(SettingsError, match=r"LORA_TRAIN_TOKENS=<\|end\|>,x: 'x' is no control token.*auto or none"):
-        lora.tokens_to_train("<|end|>,x", CHATS, RESERVED | CHATS, torch.zeros(100, 8))
+        lora.tokens_to_train("<|end|>,x", USED, RESERVED | CONTROL, torch.zeros(100, 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------- PEFT

@@ -331,11 +331,11 @@ def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, c
     assert adapted.train() == 0
 
 
-def test_control_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkeypatch, capsys):
+def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkeypatch, capsys):
     """And a checkpoint from before there was LORA_TRAIN_TOKENS goes on without such rows."""
     adapted = run("lora-sft", MAX_STEPS=2, **UNMEASURED)
     assert adapted.train() == 0
-    assert "<|start_header_id|> <|end_header_id|> <|eot_id|> among them" in capsys.readouterr().out
+    assert "tokens among them: <|eot_id|> <|end_header_id|> <|start_header_id|> " in capsys.readouterr().out
     rows = load_file(adapted.checkpoint(2) / "adapter_model.safetensors")[
         "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
     ids = json.loads((adapted.checkpoint(2) / "adapter_config.json").read_text())["trainable_token_indices"]
