@@ -72,11 +72,11 @@ def tokens(rows: int = 2, length: int = 24) -> torch.Tensor:
     return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def learn(model: nn.Module, batch: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def learn(model: nn.Module, batch: torch.Tensor | None = None, reduction: str = "sum") -> dict[str, torch.Tensor]:
     """The gradients of a mean next-token loss, of what learns."""
     batch = tokens() if batch is None else batch
     model.zero_grad()
-    (-model(batch[:, :-1], batch[:, 1:], reduction="sum") / batch[:, 1:].numel()).backward()
+    (-model(batch[:, :-1], batch[:, 1:], reduction=reduction).sum() / batch[:, 1:].numel()).backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -335,8 +335,9 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     theirs(tokens(), labels=tokens()).loss.backward()
     of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
                  if parameter.requires_grad}
-    of_ours = convert.to_peft(learn(ours), config, VOCAB)
-    assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
+    for reduction in ("sum", "none"):
+        of_ours = convert.to_peft(learn(ours, reduction=reduction), config, VOCAB)
+        assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
