@@ -9,7 +9,7 @@ from errors import SettingsError, run_script
 from example_preparation import SHORTCUTS as EXAMPLE_SHORTCUTS
 from example_preparation import prepare_examples
 from records import SHORTCUTS, read_mix, source_of
-from settings import export_secrets, load_config
+from settings import export, load_config
 from shards import KINDS
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
@@ -66,7 +66,7 @@ def prepare_by_flags(kind: str, argv: Sequence[str]) -> Path:
     loaded = load_config(argv, extra_flags=("source", "mix", limit_flag, "on-bad-record", "output", *source_flags),
                          complete=False)
     config, flags = loaded.config, {name.replace("_", "-"): value for name, value in loaded.rest.items()}
-    export_secrets(config)
+    export(loaded)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json or a hub name")
     fields = {field: flags[flag] for flag, field in source_flags.items() if flag in flags}

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from errors import DataError, run_script
 from hellaswag_utils import parse_item
 from records import Reading, read_records, source_of
-from settings import export_secrets, load_config
+from settings import export, load_config
 
 USAGE = """usage: python scripts/load_hellaswag_dataset.py [--source SOURCE] [--split NAME] [--revision REV] [--output FILE]
 
@@ -26,7 +26,7 @@ Of the settings only HF_TOKEN counts here."""
 
 def main(argv: list[str]) -> None:
     loaded = load_config(argv, extra_flags=("source", "split", "revision", "output"), complete=False)
-    export_secrets(loaded.config)
+    export(loaded)
     flags = {"source": "Rowan/hellaswag", "split": "validation", "revision": "", **loaded.rest}
     source = source_of(flags["source"], split=flags["split"], revision=flags["revision"], column="")
     output = Path(flags.get("output", f"data/hellaswag/{flags['split']}.jsonl"))

@@ -130,7 +130,7 @@ def test_secrets_are_opened_in_one_place_only():
     functions = [(room, node) for room, path in CODE.items() for node in ast.walk(tree(path))
                  if isinstance(node, ast.FunctionDef)]
     opened = {(room, node.name) for room, node in functions if "get_secret_value" in ast.unparse(node)}
-    assert opened == {("settings", "export_secrets")}
+    assert opened == {("settings", "export")}
     read = {room for room, path in CODE.items() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)
             and node.attr in SECRETS}
     assert read == set()

@@ -1,5 +1,7 @@
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,18 +12,30 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from config import SECRETS, Config, describe_settings
+from config import (
+    SECRETS,
+    SECTIONS,
+    Config,
+    DistillationConfig,
+    LoraConfig,
+    ModelConfig,
+    PreferenceConfig,
+    describe_settings,
+    on_resume,
+)
 from errors import SettingsError
 from settings import (
     FOREIGN_NAMES,
     LISTS,
     PRESETS_DIR,
     exit_with,
-    export_secrets,
+    export,
     help_text,
     load_config,
+    load_or_exit,
     misspelt,
     nearest,
+    peek,
     read_env_file,
 )
 
@@ -58,8 +72,8 @@ def problems(*flags, **layers) -> list[str]:
 
 def test_each_layer_wins_over_the_ones_below():
     layers = {"flags": ("--max-steps", "5"), "environ": {"MAX_STEPS": "4"}, "config": {"max_steps": 3},
-              "env": "MAX_STEPS=2\n", "preset": ("--preset", "debug")}
-    expected = {"flags": 5, "environ": 4, "config": 3, "env": 2, "preset": 10}
+              "preset": ("--preset", "debug"), "env": "MAX_STEPS=2\n"}
+    expected = {"flags": 5, "environ": 4, "config": 3, "preset": 10, "env": 2}
     while layers:
         highest = next(iter(layers))
         given = dict(layers)
@@ -69,6 +83,71 @@ def test_each_layer_wins_over_the_ones_below():
         del layers[highest]
         Path(".env").unlink(missing_ok=True)
     assert load().config.max_steps == Config().max_steps
+
+
+@pytest.mark.parametrize("named", [
+    {"environ": {"PRESET": "debug"}}, {"config": {"preset": "debug"}}, {"environ": {"PRESET": "debug"}, "config": {"preset": "8b"}}])
+def test_a_preset_is_above_env_unless_env_names_it(named):
+    assert load(**named, env="MAX_STEPS=2\nPRESET=1.3b\n").config.max_steps == 10
+    assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
+
+
+def test_a_size_is_that_size_beside_any_env():
+    """Also beside a copy of .env.example with every line uncommented."""
+    text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
+    hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\nROPE_SCALING_FACTOR=9\n"
+               "MAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
+    sizes = [name for name in PRESETS if name.endswith("b")]
+    assert len(sizes) > 5
+    for name in sizes:
+        alone, *beside = (load("--preset", f"{name},production", env=env).config for env in ("", text, hostile))
+        for field in (*ModelConfig.model_fields, "hidden_dim", "max_seq_len", "rows_per_step", "learning_rate", "precision"):
+            assert {getattr(config, field) for config in beside} == {getattr(alone, field)}, (name, field)
+
+
+def test_the_sample_is_the_sample_beside_any_env():
+    alone = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="").config
+    beside = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="""
+        TRAINING_STAGE=dpo
+        DPO_DATA_PATH=pairs
+        RUN_NAME=mine
+        RESUME=mine/step-00000004
+        INSTRUCT_CHECKPOINT=mine
+        RESET_OPTIMIZER=true
+        START_STEP=7
+        LORA_ENABLED=true
+        DISTILLATION_ENABLED=true
+        TEACHER_MODEL=mine
+        PRETRAIN_DATA_PATH=mine
+        HELLASWAG_PATH=mine
+        HELLASWAG_NAME=mine
+        HELLASWAG_EXAMPLES=7
+        TOKENIZER_PATH=mine
+        TOKENIZER_BACKEND=huggingface
+        DOCUMENT_MASK=false
+        ROPE_SCALING_FACTOR=8
+        NORM_EPS=0.1
+        TIE_EMBEDDINGS=false
+        ACTIVATION_CHECKPOINTING=selective
+        COMPILE=true
+        MIN_LEARNING_RATE=1
+        ADAM_BETA1=0.1
+        ADAM_BETA2=0.1
+        ADAM_EPS=0.1
+        MAX_GRAD_NORM=7
+        LOSS_SPIKE_POLICY=stop
+        EARLY_STOPPING_PATIENCE=7
+        DIM=64
+        MAX_STEPS=7
+        LR_SCHEDULE=constant
+    """).config
+    assert beside == alone.model_copy(update={"dpo_data_path": "pairs", "teacher_model": "mine"})
+    # What a run learns with is named; the rest is the machine's, or counts only where another setting is on.
+    named = read_env_file(PRESETS_DIR / "sample.env").values
+    left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
+            and section not in (LoraConfig, PreferenceConfig, DistillationConfig)}
+    assert left == {"seed", "precision", "tf32", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
+                    "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len"}
 
 
 def test_where_each_setting_came_from_is_known():
@@ -149,7 +228,7 @@ def test_an_empty_value_leaves_the_layer_below_and_none_takes_it_away():
     assert load("--preset", "llama3-8b", env="FFN_DIM=\n", environ={"DIM": ""}).config.model_dump(include={"ffn_dim", "dim"}) == {
         "ffn_dim": 14336, "dim": 4096}
     for nothing in ("none", "Null"):
-        assert load("--preset", "llama3-8b", env=f"FFN_DIM={nothing}\n").config.ffn_dim is None
+        assert load(env=f"PRESET=llama3-8b\nFFN_DIM={nothing}\n").config.ffn_dim is None
     assert load("--hellaswag-path=", env="HELLASWAG_PATH=items.jsonl\n").config.hellaswag_path is None
     assert load("--preset", "llama3-8b", "--activation-checkpointing", "none").config.activation_checkpointing == "none"
 
@@ -187,6 +266,78 @@ def test_json_with_a_byte_order_mark_is_read():
     assert load(config='\ufeff{"seed": 3}').config.seed == 3
 
 
+# Libraries' keys and variables in `.env`
+
+LIBRARY_KEYS = """
+    HF_HOME HF_HUB_OFFLINE HF_HUB_CACHE HF_TOKEN_PATH HF_DATASETS_CACHE HF_ENDPOINT HUGGING_FACE_HUB_TOKEN TRANSFORMERS_OFFLINE
+    TOKENIZERS_PARALLELISM WANDB_MODE WANDB_ENTITY WANDB_DIR WANDB_NAME WANDB_NOTES WANDB_TAGS WANDB_RUN_GROUP WANDB_BASE_URL
+    WANDB_DISABLED WANDB_SILENT WANDB_RESUME CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER CUBLAS_WORKSPACE_CONFIG
+    NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_P2P_DISABLE GLOO_SOCKET_IFNAME TORCH_LOGS TORCH_HOME TORCHINDUCTOR_CACHE_DIR
+    PYTORCH_CUDA_ALLOC_CONF TRITON_CACHE_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS ATEN_CPU_CAPABILITY
+    ONEDNN_MAX_CPU_ISA MASTER_ADDR MASTER_PORT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY HTTPS_PROXY no_proxy
+""".split()
+
+
+def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
+    for name in LIBRARY_KEYS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
+    loaded = load_config([], {**DATA, **os.environ})
+    assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
+    ours, theirs = (note for note in loaded.notes if note.startswith("For the libraries"))
+    assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrules .env: OMP_NUM_THREADS")
+    assert "canary" not in ours + repr(loaded), "some are secrets"
+    export(loaded)
+    expected = {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
+    assert {name: os.environ.get(name) for name in LIBRARY_KEYS} == expected
+    for name in LIBRARY_KEYS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("wrong, right", [
+    ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_ENABLE", "WANDB_ENABLED"), ("WANDB_APIKEY", "WANDB_API_KEY"),
+    ("HF_TOKENS", "HF_TOKEN"), ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
+def test_a_misspelt_setting_is_no_library_key(wrong, right):
+    assert problems(env=f"{wrong}=1\n") == [f".env:1: unknown setting {wrong}; did you mean {right}?"]
+
+
+def test_variables_in_env_are_expanded():
+    env = ("RUN_NAME=a\nOUTPUT_DIR=${HOME}/${RUN_NAME}${EMPTY:-/b}\nHELLASWAG_NAME='${X:-}$HOME ${'\n"
+           "HF_HOME=\"${OUTPUT_DIR}/hub\"\n")
+    loaded = load(env=env, environ={"HOME": "/somewhere"})
+    assert (loaded.config.output_dir, loaded.config.hellaswag_name) == ("/somewhere/a/b", "$HOME ${")
+    assert loaded.exports == {"HF_HOME": "/somewhere/a/b/hub"}
+    assert load(env=env, environ={"HOME": "/x", "RUN_NAME": "c"}).config.output_dir == "/x/c/b"
+    assert problems(env="\nHF_TOKEN=canary${canary}\n") == [
+        ".env:2: HF_TOKEN needs a variable that is neither set in the environment nor above; set it, or write ${NAME:-default}"]
+
+
+def test_what_run_sh_asks_for_is_what_the_program_will_have(monkeypatch):
+    for name in ("PRESET", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SIZE", "debug")
+    Path(".env").write_text("export PRESET=\"${SIZE}\"  # mine\r\nCUDA_VISIBLE_DEVICES=1\r\nTYPO=1\r\n")
+    preset, environ = peek(["--typo", "1"])
+    assert preset == "debug" and environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert peek(["--preset=sample", "--max-steps", "1"])[0] == "sample"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert peek([])[1]["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+# What the environment decides
+
+
+def test_what_comes_from_the_environment_is_told():
+    loaded = load("--compile", "false", env="SEED=1\nDIM=768\n", environ={
+        "DEBUG": "1", "SEED": "7", "COMPILE": "1", "WANDB_API_KEY": CANARY, "WORLD_SIZE": "1",
+        "TEACHER_MODEL": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
+    (note,) = loaded.notes
+    assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
+    assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
+    assert load_config(["--preset", "sample"], {}).notes == []
+
+
 # Unknown names
 
 
@@ -205,8 +356,8 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
 
 
 def test_a_name_that_resembles_nothing_points_to_the_help():
-    assert problems("--xyzzy", "1", env="CUDA_VISIBLE_DEVICES=0\n") == [
-        ".env:1: unknown setting CUDA_VISIBLE_DEVICES; --help lists every setting",
+    assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
+        ".env:1: unknown setting QUUX_VISIBLE_THINGS; --help lists every setting",
         "command line: unknown flag --xyzzy; --help lists every setting"]
 
 
@@ -329,6 +480,9 @@ def test_a_script_can_do_without_what_training_needs():
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and it must be a path on this machine")
+      for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
+      for url in ("s3://x/y", "file:/x")),
 ])
 def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
@@ -416,7 +570,7 @@ def test_secrets_of_env_reach_the_libraries(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setenv("WANDB_API_KEY", "already there")
     Path(".env").write_text(f"HF_TOKEN={CANARY}\nWANDB_API_KEY=below\n")
-    export_secrets(load_config([], {**DATA, **os.environ}).config)
+    export(load_config([], {**DATA, **os.environ}))
     assert os.environ["HF_TOKEN"] == CANARY and os.environ["WANDB_API_KEY"] == "already there"
 
 
