@@ -215,7 +215,7 @@ def report_end(sentence: str, table: str, speaks: bool) -> int:
     the exit code: of a hang, or, without a table, of a rank that has lost another."""
     code = HangError.exit_code if table else 1
     if not tell_end(code, sentence, table, victim=not table) and speaks:
-        print(f"{table}\nerror: {sentence}".lstrip(), file=sys.stderr, flush=True)
+        errors.tell(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
     return code
 
 

@@ -287,6 +287,15 @@ def test_an_output_folder_that_is_a_file_ends_with_5(prepared, tmp_path, capsys)
     assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
 
 
+def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert TinyRun(prepared, tmp_path / "runs").train(CHECK="true") == 141
+    assert capsys.readouterr().err == ""
+
+
 def test_under_torchrun_one_process_speaks(prepared, tmp_path, capsys, monkeypatch):
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)

@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,8 @@ from config import (
     describe_settings,
     on_resume,
 )
-from errors import SettingsError
+from errors import SettingsError, run_script
+from launched import first_here
 from settings import (
     FOREIGN_NAMES,
     LISTS,
@@ -32,7 +35,6 @@ from settings import (
     export,
     help_text,
     load_config,
-    load_or_exit,
     misspelt,
     nearest,
     peek,
@@ -531,13 +533,78 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     assert capsys.readouterr().err == ""
 
 
-def test_train_ends_with_code_2_before_anything_else(empty_folder):
+def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_path, capsys, monkeypatch):
+    (tmp_path / "1").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(KeyError), first_here() as first:
+        assert first
+        raise KeyError("ended before it had told all, so the next one does")
+    entered = []
+
+    def come_second():
+        with first_here() as first:
+            entered.append(first)
+
+    with first_here() as first:
+        second = threading.Thread(target=come_second)
+        second.start()
+        second.join(0.1)
+        assert first and not entered, "it would leave before all is told"
+    second.join()
+    assert entered == [False]
+    (tmp_path / "told").unlink()
+    for expected in ("1 thing to mend in the settings:\n  a\n", ""):
+        with pytest.raises(SystemExit):
+            exit_with(SettingsError("a"))
+        assert capsys.readouterr().err == expected
+
+
+def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder):
+    """Each write is a packet; -u, as torchrun starts its ranks, writes what print is given piece by piece."""
     (empty_folder / ".env").write_text("MAX_STEP=3\n")
-    done = subprocess.run([sys.executable, ROOT / "train.py", "--typo", "1"], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, **DATA})
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in done.stderr and "unknown flag --typo" in done.stderr
+    (empty_folder / "sitecustomize.py").write_text("import atexit\natexit.register(lambda: print('the', 'end'))")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-u", ROOT / "train.py", "--typo", "1"], stdout=theirs, stderr=theirs,
+                                       env={**os.environ, **DATA, "PYTHONPATH": str(empty_folder)})
+        packets = [packet.decode() for packet in iter(lambda: ours.recv(65536), b"")]
+    text = "".join(packets)
+    assert process.wait() == 2 and "Traceback" not in text
+    assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in text and "unknown flag --typo" in text
+    assert packets[-1] == "the end\n" and all(packet.endswith("\n") for packet in packets)
     assert not (empty_folder / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["train.py", "-h"], ["scripts/make_sample.py", "--help"],
+                                     ["scripts/load_pretrain_dataset.py", "-h"]])
+def test_help_that_nobody_reads_ends_without_a_word(command):
+    """As `| head` does; 141 is what a shell says of a process that a closed pipe has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
+                          env={**os.environ, "PYTHONUNBUFFERED": ""})
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_script_that_nobody_reads_keeps_the_code_of_a_failure(monkeypatch):
+    def say(*then):
+        print("x")
+        for error in then:
+            raise error
+
+    for then, expected in (((), 141), ((SystemExit(0),), 141), ((SettingsError("x"),), 2), ((SystemExit(3),), 3)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit) as ended:
+                run_script(partial(say, *then))
+        assert ended.value.code == expected
+    with pytest.raises(BrokenPipeError):  # of a socket
+        run_script(partial(say, BrokenPipeError()))
 
 
 # Secrets
