@@ -327,7 +327,6 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     flags = read_flags(argv, extra_flags)
     environment, warnings = read_environment(environ)
     layers = read_layers(flags, environ, environment)
-    exports = exported(layers)
     merged: dict[str, tuple[Any, str]] = {}
     for layer in layers:
         merged.update(layer.values)
@@ -342,18 +341,23 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         problems += [problem.message for problem in rules(config) if not set(problem.settings) & set(invalid)]
     if problems:
         raise SettingsError("\n".join(problems))
-    return Loaded(config, {name: where for name, (_, where) in merged.items()}, [*notes(merged, exports, environ)], warnings,
-                  flags.check, flags.rest, exports)
+    return Loaded(config, {name: where for name, (_, where) in merged.items()}, [*notes(layers, merged, environ)], warnings,
+                  flags.check, flags.rest, exported(layers))
 
 
-def notes(merged: Mapping[str, tuple[Any, str]], exports: Mapping[str, str], environ: Mapping[str, str]) -> Iterator[str]:
-    """What the environment decides, where names without a prefix may be meant for another program; and what is handed on."""
+def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]) -> Iterator[str]:
+    """What may surprise: what a preset changes of `.env`, what the environment decides, where names without a prefix may be
+    meant for another program, and what is handed on."""
+    beaten = [f"{name.upper()}={value}" for name, (value, where) in merged.items()
+              if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
+    if beaten:
+        yield f"From the preset, which overrules .env: {', '.join(beaten)}"
     given = [f"{name.upper()}={shown(without_passwords(value))}" for name, (value, where) in merged.items()
              if where == "environment" and name not in (*SECRETS, "world_size")]  # torchrun sets the latter
     if given:
         yield f"From the environment: {', '.join(given)}"
     for where, same in ((".env", True), ("the environment, which overrules .env", False)):
-        if names := [name for name, value in exports.items() if (environ.get(name, value) == value) is same]:
+        if names := [name for name, value in exported(layers).items() if (environ.get(name, value) == value) is same]:
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 

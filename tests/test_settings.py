@@ -94,6 +94,12 @@ def test_a_preset_is_above_env_unless_env_names_it(named):
     assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
 
 
+def test_what_a_preset_changes_of_env_is_told():
+    env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
+    assert load("--preset", "1.3b", "--dim", "1024", env=env).notes[0] == "From the preset, which overrules .env: LEARNING_RATE=4e-4"
+    assert not any("preset" in note for note in load(env=f"{env}PRESET=1.3b\n").notes)
+
+
 def test_a_size_is_that_size_beside_any_env():
     """Also beside a copy of .env.example with every line uncommented."""
     text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
@@ -337,6 +343,7 @@ def test_what_comes_from_the_environment_is_told():
     (note,) = loaded.notes
     assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
     assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
+    Path(".env").unlink()
     assert load_config(["--preset", "sample"], {}).notes == []
 
 
