@@ -25,7 +25,7 @@ from config import (
     describe_settings,
     on_resume,
 )
-from errors import SettingsError, run_script
+from errors import SettingsError, local_path, run_script
 from launched import first_here
 from settings import (
     FOREIGN_NAMES,
@@ -287,20 +287,15 @@ LIBRARY_KEYS = """
 
 
 def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
-    for name in LIBRARY_KEYS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
     Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
-    loaded = load_config([], {**DATA, **os.environ})
+    loaded = load_config([], {**os.environ, **DATA})
     assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
     ours, theirs = (note for note in loaded.notes if note.startswith("For the libraries"))
     assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrules .env: OMP_NUM_THREADS")
     assert "canary" not in ours + repr(loaded), "some are secrets"
     export(loaded)
-    expected = {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
-    assert {name: os.environ.get(name) for name in LIBRARY_KEYS} == expected
-    for name in LIBRARY_KEYS:
-        monkeypatch.delenv(name, raising=False)
+    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("wrong, right", [
@@ -495,6 +490,14 @@ def test_a_script_can_do_without_what_training_needs():
 ])
 def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
+
+
+def test_an_output_is_a_path_on_this_machine():
+    assert local_path("runs/a:b") == Path("runs/a:b")
+    for url in ("s3://bucket/x", "s3:/bucket/x", "file:///x", "hdfs://user:canary@x"):
+        with pytest.raises(SettingsError, match="is a URL") as caught:
+            local_path(url)
+        assert "canary" not in str(caught.value)
 
 
 def test_what_the_rules_suggest_is_valid():
