@@ -57,8 +57,8 @@ LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ","
 # Keys of the libraries beside us, which `.env` may hold too.
 LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH"
-    "|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS|ONEDNN|DNNL|ATEN|BNB|AWS|GOOGLE|AZURE|FSSPEC)_[A-Z0-9_]+"
-    "|MASTER_ADDR|MASTER_PORT|HTTPS?_PROXY|NO_PROXY|https?_proxy|no_proxy")
+    "|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+"
+    "|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OWN_FLAGS = ("env_file", "config", "check")

@@ -96,15 +96,16 @@ def test_a_preset_is_above_env_unless_env_names_it(named):
 
 def test_what_a_preset_changes_of_env_is_told():
     env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
-    assert load("--preset", "1.3b", "--dim", "1024", env=env).notes[0] == "From the preset, which overrules .env: LEARNING_RATE=4e-4"
+    notes = load("--preset", "1.3b", "--dim", "1024", env=env).notes
+    assert notes[0] == "From the preset, which overrules .env: LEARNING_RATE=4e-4"
     assert not any("preset" in note for note in load(env=f"{env}PRESET=1.3b\n").notes)
 
 
 def test_a_size_is_that_size_beside_any_env():
     """Also beside a copy of .env.example with every line uncommented."""
     text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
-    hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\nROPE_SCALING_FACTOR=9\n"
-               "MAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
+    hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\n"
+               "ROPE_SCALING_FACTOR=9\nMAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
     sizes = [name for name in PRESETS if name.endswith("b")]
     assert len(sizes) > 5
     for name in sizes:
@@ -282,7 +283,7 @@ LIBRARY_KEYS = """
     WANDB_DISABLED WANDB_SILENT WANDB_RESUME CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER CUBLAS_WORKSPACE_CONFIG
     NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_P2P_DISABLE GLOO_SOCKET_IFNAME TORCH_LOGS TORCH_HOME TORCHINDUCTOR_CACHE_DIR
     PYTORCH_CUDA_ALLOC_CONF TRITON_CACHE_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS ATEN_CPU_CAPABILITY
-    ONEDNN_MAX_CPU_ISA MASTER_ADDR MASTER_PORT AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY HTTPS_PROXY no_proxy
+    ONEDNN_MAX_CPU_ISA MASTER_ADDR MASTER_PORT HUGGINGFACE_HUB_TOKEN HTTPS_PROXY NO_PROXY
 """.split()
 
 
