@@ -88,7 +88,8 @@ def test_each_layer_wins_over_the_ones_below():
 
 
 @pytest.mark.parametrize("named", [
-    {"environ": {"PRESET": "debug"}}, {"config": {"preset": "debug"}}, {"environ": {"PRESET": "debug"}, "config": {"preset": "8b"}}])
+    {"environ": {"PRESET": "debug"}}, {"config": {"preset": "debug"}},
+    {"environ": {"PRESET": "debug"}, "config": {"preset": "8b"}}])
 def test_a_preset_is_above_env_unless_env_names_it(named):
     assert load(**named, env="MAX_STEPS=2\nPRESET=1.3b\n").config.max_steps == 10
     assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
