@@ -88,10 +88,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
              "of communication")
     advice = ("try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the first bad module" if culprits else
               "go on with the same command; where it comes again, look for the machine that it comes from")
-    error = NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {kept(run, everyone)}, and {folder} "
+    raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {kept(run, everyone)}, and {folder} "
                            f"holds its rows and tensors. Look at it with {how_to_look(run)}, or {advice}")
-    error.told_by_main = not run.ranks.is_main
-    raise error
 
 
 def heed_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
@@ -110,10 +108,8 @@ def heed_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
         run.log.warn(f"{what}{skipped}. Look at it with {how_to_look(run)}")
         return
     folder, everyone = keep_evidence(run, batches, result)
-    error = LossSpikeError(f"{what}. Nothing was updated, {kept(run, everyone)}, and {folder} holds its rows. Look at it "
+    raise LossSpikeError(f"{what}. Nothing was updated, {kept(run, everyone)}, and {folder} holds its rows. Look at it "
                            f"with {how_to_look(run)}; to go on past it, LOSS_SPIKE_POLICY=skip or warn")
-    error.told_by_main = not run.ranks.is_main
-    raise error
 
 
 def check_replicas(run: Run) -> None:
@@ -131,8 +127,6 @@ def check_replicas(run: Run) -> None:
     everyone = run.ranks.gather(own)
     number, name = next((number, name) for number, name in enumerate(tensors) if len({sums[number] for sums in everyone}) > 1)
     others = [str(rank) for rank, sums in enumerate(everyone) if sums[number] != everyone[0][number]]
-    error = DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} differs between rank 0 "
+    raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} differs between rank 0 "
                        f"and rank {', '.join(others)}. Nothing more is saved; a GPU or its memory may be failing. Go on from a "
                        f"checkpoint of before: the ranks were last seen equal {run.config.drift_check_every} steps ago")
-    error.told_by_main = not run.ranks.is_main
-    raise error

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from errors import without_passwords
+from errors import is_url, without_passwords
 
 LARGEST = 2**53  # a number above it is a slip, and would not survive JSON
 
@@ -38,7 +38,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     """What kind of run it is, where it lives, what it starts from, and the machine's part."""
 
-    preset: str = safe("", "named settings from presets/, below .env; several with commas, the last wins")
+    preset: str = safe("", "named settings from presets/, above .env unless that names it; several with commas, the last wins")
     training_stage: Literal["pretrain", "sft", "dpo"] = fixed("pretrain", "what the model learns from")
     output_dir: str = safe("runs", "folder of all runs")
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
@@ -246,6 +246,8 @@ class DistillationConfig(Section):
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
+LOCAL_PATHS = ("output_dir", "resume", *START_FROM, "pretrain_data_path", "sft_data_path", "dpo_data_path", "hellaswag_path")
+NAMES_OR_PATHS = ("tokenizer_path", "teacher_model")
 PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scripts/load_*_dataset.py
 
 
@@ -311,6 +313,11 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.early_stopping_patience and not c.validate_every:
         yield Problem(("early_stopping_patience", "validate_every"),
                       "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0")
+    for name in (*LOCAL_PATHS, *NAMES_OR_PATHS):
+        if (value := getattr(c, name)) and is_url(value):
+            hub = " or a hub name" if name in NAMES_OR_PATHS else ""
+            yield Problem((name,), f"{name.upper()}={value} is a URL, and it must be a path on this machine{hub}; mount what is "
+                                   "there, or copy it")
     path = f"{c.training_stage}_data_path"
     if getattr(c, path) is None:
         script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"

@@ -2,10 +2,14 @@
 
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Optional, TextIO
+
+EXIT_UNREAD = 141  # as a shell tells of a process that SIGPIPE has ended
 
 
 def without_passwords(text: str) -> str:
@@ -15,11 +19,16 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(:/{1,2}[^\s?'\"]*\?)[^\s'\"]+", r"\1***", text)
 
 
+def is_url(text: str) -> bool:
+    """Whether a path is a URL; with one slash too, which a mistyped or normalised one has."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) is not None
+
+
 class PaddockError(Exception):
     """One sentence for the user: what was got, what was expected, what to change. Passwords in URLs are not shown."""
 
     exit_code = 1
-    told_by_main = False  # on ranks other than 0, when rank 0 raised it for all
+    shared = False  # every rank raises the same, so one of a machine is to tell it
 
     def __init__(self, text: str = ""):
         super().__init__(without_passwords(text))
@@ -41,6 +50,7 @@ class NonFiniteError(PaddockError):
     """A loss or gradient stopped being a number."""
 
     exit_code = 4
+    shared = True
 
 
 class CheckpointError(PaddockError):
@@ -53,10 +63,13 @@ class LossSpikeError(PaddockError):
     """A loss lies far above the recent ones, and LOSS_SPIKE_POLICY=stop."""
 
     exit_code = 4
+    shared = True
 
 
 class DriftError(PaddockError):
     """The ranks' replicas of the model, which must be equal, are not."""
+
+    shared = True
 
 
 class HangError(PaddockError):
@@ -78,29 +91,81 @@ def needing(package: str, what: str) -> Iterator[None]:
         raise SettingsError(f"{what} needs the package {package}: pip install {package} ({error})") from error
 
 
+def local_path(text: str) -> Path:
+    """A path on this machine, as the type of a script's flag. Raises SettingsError for a URL."""
+    if is_url(text):
+        raise SettingsError(f"{text} is a URL, and it must be a path on this machine; mount what is there, or copy it")
+    return Path(text)
+
+
 def tell(text: str, stream: TextIO) -> Optional[OSError]:
-    """Print a line at once; returns why that could not be: the stream is a file on a full disk, or a pipe that nobody reads.
+    """Write a line at once; returns why that could not be: the stream is a file on a full disk, or a pipe that nobody reads.
 
     From then on the stream leads nowhere, so that neither later lines nor the end of the process, which flushes it, fail too.
     """
     try:
-        print(text, file=stream, flush=True)
+        stream.write(text + "\n")  # print writes the two apart, and lines of several ranks would glue
+        stream.flush()
     except OSError as error:
-        with suppress(OSError, ValueError):  # a stream with no file behind it
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+        lead_nowhere(stream)
         return error
     return None
 
 
+def lead_nowhere(stream: TextIO) -> None:
+    """Drop what is written to a stream from now on, and what it still holds."""
+    with suppress(OSError, ValueError):  # a stream with no file behind it
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def write_whole_lines() -> None:
+    """From now on a printed line is one write, also of a traceback and under `python -u`, as torchrun starts its ranks."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def drop_unread_streams() -> bool:
+    """Lead the standard streams nowhere that are pipes without a reader; whether there is one."""
+    unread = [stream for stream in (sys.stdout, sys.stderr) if is_unread(stream)]
+    for stream in unread:
+        lead_nowhere(stream)
+    return bool(unread)
+
+
+def is_unread(stream: TextIO) -> bool:
+    """Whether a stream is a pipe that nobody reads any more."""
+    with suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+    return False
+
+
+@contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """A `with` block that prints. Where nobody reads on (`| head`), the process ends without a word, as SIGPIPE ends others; a
+    failure's exit code is kept."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, where it can still be caught
+    except BrokenPipeError as error:
+        if not drop_unread_streams():
+            raise
+        raise SystemExit(getattr(error.__context__, "code", None) or EXIT_UNREAD) from None
+
+
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
     """Run a script's main; a user's mistake, or Ctrl-C, ends the process with one line and an exit code."""
-    try:
-        main()
-    except PaddockError as error:
-        tell(f"error: {error}", sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    except KeyboardInterrupt:
-        print(f"\n{when_interrupted}", file=sys.stderr)
-        raise SystemExit(130) from None
+    with ending_with_reader():
+        try:
+            main()
+        except PaddockError as error:
+            tell(f"error: {error}", sys.stderr)
+            raise SystemExit(error.exit_code) from None
+        except KeyboardInterrupt:
+            tell(f"\n{when_interrupted}", sys.stderr)
+            raise SystemExit(130) from None

@@ -1,12 +1,14 @@
 """What a process owes to the launcher that started it: to leave with it, and to tell how it ended. Needs no torch."""
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -62,3 +64,24 @@ def tell_end(code: int, sentence: str = "", trace: str = "", victim: bool = Fals
         unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
         unfinished.replace(path)
     return LAUNCHER_PID in os.environ and path.exists()
+
+
+@contextmanager
+def first_here() -> Iterator[bool]:
+    """A `with` block for what every rank of this machine would say, and one is to: True in the first that comes to it.
+
+    The others enter when that one has left, so none has ended before all is said: torchrun ends all at the first end. They meet
+    in the folder that a launcher of torch makes for each attempt; without one it is LOCAL_RANK 0 that speaks.
+    """
+    first, file = os.environ.get("LOCAL_RANK", "0") == "0", None
+    with ExitStack() as stack:
+        if os.environ.get(ERROR_FILE):
+            first = True  # also where there can be no file: rather twice than never
+            with suppress(OSError):
+                file = stack.enter_context(open(Path(os.environ[ERROR_FILE]).parent.with_name("told"), "ab", buffering=0))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                first = os.fstat(file.fileno()).st_size == 0
+        yield first
+        if first and file:
+            with suppress(OSError):
+                file.write(b"told")

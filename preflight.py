@@ -161,6 +161,8 @@ def check(loaded: Loaded) -> int:
         return 0
     config, report = loaded.config, Report()
     report.tell("ok", "settings", f"{len(loaded.sources)} given, all valid")
+    for note in loaded.notes:
+        report.tell("ok", "settings", note)
     for warning in loaded.warnings:
         report.tell("warn", "settings", warning)
     hardware = report.ask("hardware", lambda: check_hardware(config))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_preparation_utils import describe_prepared, prepare_pretrain
-from errors import SettingsError, run_script
+from errors import SettingsError, local_path, run_script
 from example_preparation import SHORTCUTS as EXAMPLE_SHORTCUTS
 from example_preparation import prepare_examples
 from records import SHORTCUTS, read_mix, source_of
-from settings import export_secrets, load_config
+from settings import export, load_config
 from shards import KINDS
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
@@ -66,7 +66,7 @@ def prepare_by_flags(kind: str, argv: Sequence[str]) -> Path:
     loaded = load_config(argv, extra_flags=("source", "mix", limit_flag, "on-bad-record", "output", *source_flags),
                          complete=False)
     config, flags = loaded.config, {name.replace("_", "-"): value for name, value in loaded.rest.items()}
-    export_secrets(config)
+    export(loaded)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json or a hub name")
     fields = {field: flags[flag] for flag, field in source_flags.items() if flag in flags}
@@ -81,7 +81,7 @@ def prepare_by_flags(kind: str, argv: Sequence[str]) -> Path:
     if not limit.isdecimal() or len(limit) > 15:
         raise SettingsError(f"--{limit_flag} {limit:.40}: must be a whole number, 0 or more, of 15 digits at most")
     source = read_mix(flags["mix"]) if "mix" in flags else source_of(flags["source"], NAMES[kind], **fields)
-    where = config.tokenizer_path, config.tokenizer_backend, flags.get("output", OUTPUTS[kind])
+    where = config.tokenizer_path, config.tokenizer_backend, local_path(flags.get("output", OUTPUTS[kind]))
     options = dict(shard_tokens=config.shard_tokens, validation_fraction=config.validation_fraction,
                    workers=config.preparation_workers, max_documents=int(limit), on_bad_record=flags.get("on-bad-record", "fail"))
     if is_text:
@@ -99,11 +99,11 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     argv = sys.argv[1:]
 
     def main() -> None:
+        if {"-h", "--help"} & set(argv):
+            print(usage(kind, records))
+            return
         folder = prepare_by_flags(kind, argv)
         print(describe_prepared(folder))
         print(f"Ready. {legend}The line for .env:\n{KINDS[kind][0]}={folder}")
 
-    if {"-h", "--help"} & set(argv):
-        print(usage(kind, records))
-    else:
-        run_script(main, "Stopped. The same command goes on where it was.")
+    run_script(main, "Stopped. The same command goes on where it was.")

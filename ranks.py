@@ -102,7 +102,7 @@ class Ranks:
             return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
 
     def together(self, make: Callable[[], T]) -> T:
-        """What make() gives on this rank. A PaddockError on any rank is raised on all of them, for rank 0 to tell.
+        """What make() gives on this rank. A PaddockError on any rank is raised on all of them.
 
         Collective: every rank must call it.
         """
@@ -115,12 +115,12 @@ class Ranks:
             if failed is not None:
                 name, text = failed
                 error = getattr(errors, name)(f"rank {rank}: {text}" if rank else text)
-                error.told_by_main = not self.is_main
+                error.shared = True
                 raise error
         return value
 
     def main_first(self, make: Callable[[], T]) -> Optional[T]:
-        """What make() gives, on rank 0; None on the others. Its PaddockError is raised on every rank, for rank 0 to tell.
+        """What make() gives, on rank 0; None on the others. Its PaddockError is raised on every rank.
 
         Collective: every rank must call it.
         """
@@ -215,7 +215,7 @@ def report_end(sentence: str, table: str, speaks: bool) -> int:
     the exit code: of a hang, or, without a table, of a rank that has lost another."""
     code = HangError.exit_code if table else 1
     if not tell_end(code, sentence, table, victim=not table) and speaks:
-        print(f"{table}\nerror: {sentence}".lstrip(), file=sys.stderr, flush=True)
+        errors.tell(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
     return code
 
 
@@ -241,14 +241,14 @@ class Ending(NamedTuple):
     sentence: str
     code: int
     victim: bool = False  # another rank is the cause
-    told: bool = False  # by another rank
+    shared: bool = False  # by every rank
 
 
 def explain(error: Exception) -> Optional[Ending]:
     """How a process ends that was ended by this error; None for one that is nobody's but ours, and needs its traceback."""
     rank, reason = os.environ.get("RANK", "0"), (str(error).splitlines() or [""])[0][:200]
     if isinstance(error, PaddockError):
-        return Ending(str(error), error.exit_code, told=error.told_by_main)
+        return Ending(str(error), error.exit_code, shared=error.shared)
     if out_of_memory(error):
         return Ending(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower MICRO_BATCH_SIZE (the step stays "
                       "the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; --check forecasts what is needed", 1)

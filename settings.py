@@ -1,4 +1,5 @@
-"""The layers that settings are read from: defaults < preset < `.env` / JSON file < environment < flags.
+"""The layers that settings are read from: defaults < `.env` < preset < JSON file < environment < flags; a preset that `.env`
+itself names lies below it.
 
 Everything that is wrong in any of them is told at once, with file and line. Nothing is read at import.
 """
@@ -9,25 +10,29 @@ import json
 import os
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
 from dotenv.parser import parse_stream
+from dotenv.variables import Variable, parse_variables
 from pydantic import ValidationError
 
 from config import SECRETS, Config, describe_settings, rules
-from errors import SettingsError
+from errors import SettingsError, ending_with_reader, tell, without_passwords
+from launched import first_here
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 
 
 class Layer(NamedTuple):
-    """Settings from one place: name -> (value, where it stands)."""
+    """Settings from one place: name -> (value, where it stands); and what `.env` has for the libraries beside us."""
 
     values: dict[str, tuple[Any, str]]
     problems: list[str]
+    exports: Mapping[str, str] = {}
 
 
 # What other trainers call these settings.
@@ -49,6 +54,11 @@ FOREIGN_NAMES = {
     "gradient_checkpointing": "activation_checkpointing", "resume_from": "resume", "use_wandb": "wandb_enabled"}
 # Settings that hold several values, which JSON may write as a list, and what stands between the values elsewhere.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|"}
+# Keys of the libraries beside us, which `.env` may hold too.
+LIBRARIES = re.compile(
+    "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH"
+    "|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+"
+    "|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 OWN_FLAGS = ("env_file", "config", "check")
@@ -76,9 +86,13 @@ def shown(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def read_env_file(path: Path) -> Layer:
-    """The settings of a `.env` file, each with its line. Empty values count as not given."""
-    values, problems = {}, []
+def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
+    """The settings of a `.env` file, each with its line, and the libraries' keys in it. Empty values count as not given.
+
+    `${NAME}` and `${NAME:-default}` are expanded as python-dotenv does: from the environment, else from the lines above.
+    """
+    values, problems, above = {}, [], {}
+    known = ChainMap(environ, above)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
@@ -95,13 +109,23 @@ def read_env_file(path: Path) -> Layer:
         # The line itself is not repeated: it may hold a secret.
         if binding.error or value is None:
             problems.append(f"{where}: not of the form NAME=value")
-        elif key.lower() not in Config.model_fields:
+            continue
+        atoms = [*parse_variables(value)]
+        unset = [atom for atom in atoms if isinstance(atom, Variable) and atom.default is None and atom.name not in known]
+        above[key] = value = "".join(atom.resolve(known) for atom in atoms)
+        name = key.lower() if key.lower() in Config.model_fields else key
+        if unset:
+            problems.append(f"{where}: {shown(key)} needs a variable that is neither set in the environment nor above; "
+                            "set it, or write ${NAME:-default}")
+        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelt(name)):
             problems.append(unknown(where, key))
-        elif key.lower() in values:
-            problems.append(f"{where}: {key} is set a second time (first at {values[key.lower()][1]}); keep one")
+        elif name in values:
+            problems.append(f"{where}: {key} is set a second time (first at {values[name][1]}); keep one")
         else:
-            values[key.lower()] = (value, where)
-    return Layer({name: pair for name, pair in values.items() if pair[0] != ""}, problems)
+            values[name] = (value, where)
+    given = {name: pair for name, pair in values.items() if pair[0] != ""}
+    return Layer({name: pair for name, pair in given.items() if name in Config.model_fields}, problems,
+                 {name: value for name, (value, _) in given.items() if name not in Config.model_fields})
 
 
 def read_json_file(path: Path) -> Layer:
@@ -249,13 +273,42 @@ def read_preset(names: str, where: str) -> Layer:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A valid configuration, where each setting that is not at its default was read, and what to warn of."""
+    """A valid configuration, where each setting that is not at its default was read, and what to tell and warn of."""
 
     config: Config
     sources: dict[str, str]
+    notes: list[str]
     warnings: list[str]
     check: bool
     rest: dict[str, str]
+    exports: Mapping[str, str] = field(repr=False)  # may hold secrets
+
+
+def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) -> list[Layer]:
+    """All layers, the lowest first."""
+    env_path = Path(flags.env_file or ".env")
+    there = flags.env_file or env_path.is_file()
+    layers = [read_env_file(env_path, environ) if there else Layer({}, []), *map(read_json_file, map(Path, flags.config_files)),
+              environment, flags.layer]
+    naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
+    if naming is not None:
+        names, where = layers[naming].values["preset"]
+        # Whoever names one on the command line wants it whatever `.env` holds; what `.env` holds beside its own changes that.
+        layers.insert(min(naming, 1), read_preset(names, where) if isinstance(names, str) else Layer({}, []))
+    return layers
+
+
+def peek(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What run.sh needs before there is anything to check: the presets that a command line leads to, and the environment with
+    what `.env` has for the libraries. What is wrong is told by the program that it starts."""
+    layers = read_layers(read_flags(argv), os.environ, read_environment(os.environ)[0])
+    preset = next((layer.values["preset"][0] for layer in reversed(layers) if "preset" in layer.values), "")
+    return str(preset), {**exported(layers), **os.environ}
+
+
+def exported(layers: Iterable[Layer]) -> dict[str, str]:
+    """What the layers have for the libraries."""
+    return {name: value for layer in layers for name, value in layer.exports.items()}
 
 
 def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *, extra_flags: Sequence[str] = (),
@@ -273,13 +326,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, extra_flags)
     environment, warnings = read_environment(environ)
-    env_path = Path(flags.env_file or ".env")
-    files = [read_env_file(env_path)] if flags.env_file or env_path.is_file() else []
-    files += [read_json_file(Path(path)) for path in flags.config_files]
-    above = [*files, environment, flags.layer]
-    chosen, where = next((layer.values["preset"] for layer in reversed(above) if "preset" in layer.values), ("", ""))
-    layers = [read_preset(chosen, where) if isinstance(chosen, str) else Layer({}, []), *above]
-
+    layers = read_layers(flags, environ, environment)
     merged: dict[str, tuple[Any, str]] = {}
     for layer in layers:
         merged.update(layer.values)
@@ -294,7 +341,24 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         problems += [problem.message for problem in rules(config) if not set(problem.settings) & set(invalid)]
     if problems:
         raise SettingsError("\n".join(problems))
-    return Loaded(config, {name: where for name, (_, where) in merged.items()}, warnings, flags.check, flags.rest)
+    return Loaded(config, {name: where for name, (_, where) in merged.items()}, [*notes(layers, merged, environ)], warnings,
+                  flags.check, flags.rest, exported(layers))
+
+
+def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]) -> Iterator[str]:
+    """What may surprise: what a preset changes of `.env`, what the environment decides, where names without a prefix may be
+    meant for another program, and what is handed on."""
+    beaten = [f"{name.upper()}={value}" for name, (value, where) in merged.items()
+              if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
+    if beaten:
+        yield f"From the preset, which overrules .env: {', '.join(beaten)}"
+    given = [f"{name.upper()}={shown(without_passwords(value))}" for name, (value, where) in merged.items()
+             if where == "environment" and name not in (*SECRETS, "world_size")]  # torchrun sets the latter
+    if given:
+        yield f"From the environment: {', '.join(given)}"
+    for where, same in ((".env", True), ("the environment, which overrules .env", False)):
+        if names := [name for name, value in exported(layers).items() if (environ.get(name, value) == value) is same]:
+            yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
 def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> Iterator[str]:
@@ -342,7 +406,8 @@ def is_sound(text: str) -> bool:
 def help_text(usage: str) -> str:
     """What --help prints: every setting with its default and meaning."""
     lines = [usage, "",
-             "Order: defaults < preset < .env / JSON < environment < flags. MAX_STEPS in .env is --max-steps as a flag.", "",
+             "Order: defaults < .env < preset < JSON < environment < flags; a preset that .env itself names lies below it.",
+             "MAX_STEPS in .env is --max-steps as a flag.", "",
              f"  --preset NAME        one of {', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
              "  --config FILE.json   settings from a JSON file, flat or in sections",
              "  --env-file FILE      settings from this file instead of .env",
@@ -358,29 +423,35 @@ def help_text(usage: str) -> str:
 
 
 def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
-    """The configuration; or the end of the process, after --help or with what is wrong."""
+    """The configuration, with what `.env` has for the libraries exported; or the end of the process, after --help or with what
+    is wrong."""
     if "--help" in argv or "-h" in argv:
-        print(help_text(usage))
+        with first_here() as first, ending_with_reader():
+            if first:
+                print(help_text(usage))
         raise SystemExit(0)
     try:
-        return load_config(argv)
+        loaded = load_config(argv)
     except SettingsError as error:
         exit_with(error)
+    export(loaded)
+    return loaded
 
 
 def exit_with(error: SettingsError) -> NoReturn:
-    """Print what is wrong, once on each node, and exit with code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        lines = str(error).splitlines()
-        print(f"{len(lines)} thing{'s' if len(lines) > 1 else ''} to mend in the settings:", file=sys.stderr)
-        for line in lines:
-            print(f"  {line}", file=sys.stderr)
+    """Print what is wrong, once on each machine, and exit with code 2."""
+    lines = str(error).splitlines()
+    with first_here() as first:
+        if first:
+            tell("\n  ".join([f"{len(lines)} thing{'s' if len(lines) > 1 else ''} to mend in the settings:", *lines]), sys.stderr)
     raise SystemExit(error.exit_code)
 
 
-def export_secrets(config: Config) -> None:
-    """Put secrets that came from `.env` where the libraries look for them."""
+def export(loaded: Loaded) -> None:
+    """Put secrets and libraries' keys that came from `.env` where the libraries look for them: before they are imported."""
+    for name, value in loaded.exports.items():
+        os.environ.setdefault(name, value)
     for name in SECRETS:
-        secret = getattr(config, name)
+        secret = getattr(loaded.config, name)
         if secret is not None:
             os.environ[name.upper()] = secret.get_secret_value()

@@ -9,14 +9,16 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Optional
 
-from launched import EXIT_PREEMPTED, end_with_launcher, leave_at_signals, tell_end
-from settings import Loaded, exit_with, export_secrets, load_or_exit
+from errors import SettingsError, ending_with_reader, tell, write_whole_lines
+from launched import EXIT_PREEMPTED, end_with_launcher, first_here, leave_at_signals, tell_end
+from settings import Loaded, exit_with, load_or_exit
 
 USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
 
 if __name__ == "__main__":
     end_with_launcher()
     leave_at_signals()
+    write_whole_lines()
     load_or_exit(sys.argv[1:], USAGE)  # once before torch, whose import takes seconds: a typo is told at once
 
 # ruff: noqa: E402
@@ -27,7 +29,6 @@ import diagnostics
 import preflight
 from alarms import check_replicas, enter_in_ledger, heed_loss_spike, stop_non_finite
 from dataloaders import Batch
-from errors import SettingsError, tell
 from evaluation import due, measure
 from model_utils import (
     build_model,
@@ -61,20 +62,21 @@ from stages import choose_objective
 def main(argv: Optional[list[str]] = None) -> int:
     """Run from the command line; returns the exit code."""
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
-    export_secrets(loaded.config)
     try:
-        code = preflight.check(loaded) if loaded.check else train(loaded)
+        with ending_with_reader() if loaded.check else nullcontext():
+            code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watch()
         ending = explain(error)
         if ending is None:
             tell_end(1, f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", traceback.format_exc())
             raise
-        told = tell_end(ending.code, ending.sentence, victim=ending.victim) or ending.told
-        if isinstance(error, SettingsError) and not told:
-            exit_with(error)
-        if not told:
-            tell(f"error: {ending.sentence}", sys.stderr)
+        if not tell_end(ending.code, ending.sentence, victim=ending.victim):
+            if isinstance(error, SettingsError):
+                exit_with(error)
+            with first_here() if ending.shared else nullcontext(True) as speaks:
+                if speaks:
+                    tell(f"error: {ending.sentence}", sys.stderr)
         return ending.code
     tell_end(code)
     return code
@@ -106,7 +108,7 @@ def train(loaded: Loaded) -> int:
         progress.wandb_run_id = log.wandb_run_id
         for message in (*loaded.warnings, *start.warnings):
             log.warn(message)
-        for message in start.notes:
+        for message in (*loaded.notes, *start.notes):
             log.say(message)
         try:
             objective, inputs = choose_objective(config, inputs, model, dtype, progress.base, ranks, signals, log.say)

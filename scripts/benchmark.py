@@ -37,6 +37,8 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from errors import run_script  # noqa: E402
+
 # rows a step, tokens a row, warm-up and timed steps, and the shape
 MODELS = {
     "tiny": dict(rows=2, seq_len=64, vocab=512, warmup=2, steps=2, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128,
@@ -404,4 +406,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -40,6 +40,7 @@ from config import Config
 from convert import huggingface_config, to_huggingface
 from dataloaders import Batch, TokenRows, rows_of_step
 from distillation import Distillation
+from errors import run_script
 from example_rows import ExampleRows, open_example_set
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
@@ -447,4 +448,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

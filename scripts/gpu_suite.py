@@ -8,7 +8,7 @@ Each part is a process of its own under a time limit (scripts/gpu_suite_parts.py
 one that fails stops no other. What it printed lies beside, in PART.txt. `python scripts/write_docs.py --gpu-results
 gpu_suite/results.jsonl` makes docs/gpu.md of it. The exit code is 1 where a part failed.
 
-This file imports the standard library only, so that it can tell what is missing.
+This file needs the standard library only, so that it can tell what is missing.
 """
 
 import argparse
@@ -28,6 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from errors import run_script  # noqa: E402
+
 PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # of every part
 RESULTS = "results.jsonl"
 HEADER = "header"  # the part that says on what machine and of which commit the following ones are
@@ -285,4 +289,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(lambda: sys.exit(main()))

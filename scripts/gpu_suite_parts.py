@@ -22,6 +22,8 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from errors import run_script  # noqa: E402
+
 
 class Skipped(Exception):
     """This part cannot run here; the text says why."""
@@ -399,4 +401,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(lambda: sys.exit(main()))

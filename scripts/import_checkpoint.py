@@ -31,7 +31,7 @@ from convert import (
     save_model_folder,
     vocabulary_rows,
 )
-from errors import CheckpointError, run_script
+from errors import CheckpointError, local_path, run_script
 from tokenizer import load_tokenizer
 
 
@@ -101,7 +101,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="a Hugging Face model folder, or Meta's folder or .pth file")
-    parser.add_argument("output", type=Path, help="the new checkpoint's folder")
+    parser.add_argument("output", type=local_path, help="the new checkpoint's folder")
     parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, where it does not lie beside the weights")
     parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
                         help="of a model in Meta's format, which may not say it (default: 8, and 32 for tied heads)")

@@ -24,9 +24,9 @@ from typing import NamedTuple, Optional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
-from errors import CheckpointError, SettingsError, run_script
+from errors import CheckpointError, SettingsError, drop_unread_streams, run_script
 from launched import EXIT_PREEMPTED, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
-from settings import exit_with, load_config
+from settings import exit_with, export, load_config
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT = 10  # folders of earlier launches
@@ -56,11 +56,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_settings(flags: list[str], world_size: int) -> Config:
-    """The configuration as each rank will read it; a mistake in it ends this process, as it would end train.py."""
+    """The configuration as each rank will read it, with what `.env` has for the libraries exported; a mistake in it ends this
+    process, as it would end train.py."""
     try:
-        return load_config(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)}).config
+        loaded = load_config(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
     except SettingsError as error:
         exit_with(error)
+    export(loaded)
+    return loaded.config
 
 
 def log_folder(config: Config, node_rank: int) -> Path:
@@ -178,6 +181,7 @@ def main() -> None:
     endings = launch(args, flags, ranks_here, logs, config.log_all_ranks)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # all is over
+    drop_unread_streams()  # who has left the console does not change how the run ended
     failures = [each for each in endings if each.code not in (0, EXIT_PREEMPTED)]
     if not failures:
         raise SystemExit(max((each.code for each in endings), default=0))

@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tqdm import tqdm
 
-from errors import DataError, run_script
+from errors import DataError, local_path, run_script
 from hellaswag_utils import parse_item
 from records import Reading, read_records, source_of
-from settings import export_secrets, load_config
+from settings import export, load_config
 
 USAGE = """usage: python scripts/load_hellaswag_dataset.py [--source SOURCE] [--split NAME] [--revision REV] [--output FILE]
 
@@ -25,11 +25,14 @@ Of the settings only HF_TOKEN counts here."""
 
 
 def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print(USAGE)
+        return
     loaded = load_config(argv, extra_flags=("source", "split", "revision", "output"), complete=False)
-    export_secrets(loaded.config)
+    export(loaded)
     flags = {"source": "Rowan/hellaswag", "split": "validation", "revision": "", **loaded.rest}
     source = source_of(flags["source"], split=flags["split"], revision=flags["revision"], column="")
-    output = Path(flags.get("output", f"data/hellaswag/{flags['split']}.jsonl"))
+    output = local_path(flags.get("output", f"data/hellaswag/{flags['split']}.jsonl"))
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     records = read_records(source, Reading(way_out="mend the line, or leave it out"))
     try:
@@ -61,7 +64,4 @@ def write_items(records, path: Path) -> int:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE)
-    else:
-        run_script(lambda: main(sys.argv[1:]), "Stopped. Nothing was written.")
+    run_script(lambda: main(sys.argv[1:]), "Stopped. Nothing was written.")

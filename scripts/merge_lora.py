@@ -28,7 +28,7 @@ from convert import (
     vocabulary_rows,
     weights_sha256,
 )
-from errors import CheckpointError, run_script
+from errors import CheckpointError, local_path, run_script
 from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import padded
 from model_folder import transformer_of
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("adapter", type=Path, help="a checkpoint of a LoRA run, or PEFT's folder")
     parser.add_argument("--base", type=Path, metavar="FOLDER", help="the base model's folder, where it is not the one that the "
                                                                     "adapters name")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="the new model's folder")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER", help="the new model's folder")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the weights that are written (default: %(default)s)")
     args = parser.parse_args()
     base = args.base.expanduser() if args.base else None

@@ -6,20 +6,15 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 set_up requirements.txt
 
-preset=${PRESET:-} own_settings=no check=no previous=
+preset=$(python -c 'import sys, settings; print(settings.peek(sys.argv[1:])[0])' "$@")
+own_settings=no check=no
 [ -e .env ] || [ -n "${PRETRAIN_DATA_PATH:-}" ] && own_settings=yes
 for flag in "$@"; do
     case "$flag" in
-        --preset=*) preset=${flag#*=} ;;
         --config* | --env-file* | --env_file* | --pretrain-data-path* | --pretrain_data_path*) own_settings=yes ;;
         --check) check=yes ;;
     esac
-    [ "$previous" = --preset ] && preset=$flag
-    previous=$flag
 done
-if [ -z "$preset" ] && [ -e .env ]; then
-    preset=$(sed -n 's/^PRESET=//p' .env | tail -1)
-fi
 if [ "$own_settings" = no ] && [[ ",$preset," != *,sample,* ]]; then
     preset=sample${preset:+,$preset}
     set -- "$@" --preset "$preset"
@@ -33,7 +28,9 @@ END
     python scripts/make_sample.py
 fi
 
-ranks=${NPROC:-$(python -c 'import torch; print(torch.cuda.device_count())')}
+# As many GPUs as .env lets torch see.
+ranks=${NPROC:-$(python -c 'import os, sys, settings; os.environ.update(settings.peek(sys.argv[1:])[1])
+import torch; print(torch.cuda.device_count())' "$@")}
 if [ "$check" = yes ]; then
     exec env WORLD_SIZE="${WORLD_SIZE:-$((ranks > 1 ? ranks : 1))}" python train.py "$@"
 elif [ "$ranks" -gt 1 ]; then

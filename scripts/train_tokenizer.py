@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import run_script
+from errors import local_path, run_script
 from records import READABLE, Reading, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
@@ -20,12 +20,12 @@ def parse_args() -> argparse.Namespace:
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
     parser.add_argument("--vocab-size", type=int, required=True,
                         help=f"number of ranks, the 256 bytes included; {len(SPECIALS)} special tokens come on top")
-    parser.add_argument("--output", required=True, help="file to write")
+    parser.add_argument("--output", required=True, type=local_path, help="file to write")
     parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
                         help="what to do with a record that cannot be used (default: fail)")
     args = parser.parse_args()
-    if not args.output:
+    if args.output == Path():
         parser.error("--output must name a file")
     return args
 

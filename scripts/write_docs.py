@@ -24,8 +24,10 @@ BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 
 def env_example() -> str:
     """The text of .env.example: every setting, commented out, with its default and meaning."""
-    lines = ["# Copy this file to .env and uncomment what is to differ from the default. Below it lies the preset; above it lie",
-             "# the environment and the flags: MAX_STEPS here is --max-steps there. An empty value counts as not given."]
+    lines = ["# Copy this file to .env and uncomment what is to differ from the default. Below it lies the preset that it names;",
+             "# above it lie one that is named elsewhere, the environment and the flags: MAX_STEPS here is --max-steps there.",
+             "# An empty value counts as not given, and ${NAME} is expanded. Keys of libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG,",
+             "# CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, ...) may stand here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:

@@ -121,6 +121,14 @@ def test_every_public_name_has_a_docstring(room):
     assert [getattr(node, "name", room) for node in public if not ast.get_docstring(node)] == []
 
 
+@pytest.mark.parametrize("room", SCRIPTS)
+def test_every_script_is_run_by_run_script(room):
+    """Which knows what to say of a mistake, of Ctrl-C and of `| head`."""
+    last = tree(SCRIPTS[room]).body[-1]
+    if isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'":
+        assert re.match(r"run_(script|preparation)\(", ast.unparse(last.body[-1])), room
+
+
 def test_every_module_can_be_read_at_a_sitting():
     lines = {room: len(path.read_text(encoding="utf-8").splitlines()) for room, path in CODE.items()}
     assert {room: count for room, count in lines.items() if count > LONGEST} == {}
@@ -130,7 +138,7 @@ def test_secrets_are_opened_in_one_place_only():
     functions = [(room, node) for room, path in CODE.items() for node in ast.walk(tree(path))
                  if isinstance(node, ast.FunctionDef)]
     opened = {(room, node.name) for room, node in functions if "get_secret_value" in ast.unparse(node)}
-    assert opened == {("settings", "export_secrets")}
+    assert opened == {("settings", "export")}
     read = {room for room, path in CODE.items() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)
             and node.attr in SECRETS}
     assert read == set()

@@ -43,7 +43,7 @@ def check_collectives() -> None:
             ranks.together(fail)
             raise AssertionError("the error of one rank was not raised on all")
         except DataError as error:
-            assert str(error) == text and error.told_by_main == (ranks.rank > 0)
+            assert str(error) == text and error.shared
     stop_ranks()
 
 

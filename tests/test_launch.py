@@ -5,6 +5,7 @@ Faults come into the real command's ranks by sitecustomize; the functions that p
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -300,6 +301,29 @@ def test_torchrun_ends_the_job_when_one_rank_fails(fault, shown, tiny_run):
     with torchrun(tiny_run(), plant=f"test_launch:{fault}") as command:
         assert command.wait() == 1
     assert shown in command.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [{"LERNING_RATE": 3}, {"PRETRAIN_DATA_PATH": "nowhere"}])
+def test_under_torchrun_a_mistake_is_told_once_however_slow_rank_0_is(mistake, tiny_run):
+    run = tiny_run()
+    with Command(run, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ROOT / "train.py",
+                 *run.argv(**mistake), plant="test_launch:dawdle", planted_in=0) as command:
+        assert command.wait() == 1
+    assert len(re.findall("did you mean --learning-rate|^error: .*nowhere", command.text(), re.MULTILINE)) == 1
+
+
+def dawdle() -> None:
+    """Be the last to say what is wrong."""
+    import errors
+
+    original = errors.tell
+
+    def tell(*arguments):
+        time.sleep(3)
+        return original(*arguments)
+
+    errors.tell = tell
 
 
 def die() -> None:

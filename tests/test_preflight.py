@@ -74,11 +74,13 @@ def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys):
+def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypatch):
     run = TinyRun(prepared, tmp_path)
+    monkeypatch.setenv("SYSTEM_PROMPT", "Hi")
     told = dict((name, text) for _, name, text in Checked(run, capsys, WORLD_SIZE=2).lines)
     manifest = json.loads((prepared.shards / "manifest.json").read_text())
     tokens = manifest["splits"]["train"]["tokens"]
+    assert told["settings"] == "From the environment: SYSTEM_PROMPT=Hi"
     assert told["batch"] == "256 tokens a step = 2 rows x 32 tokens x 2 micro-batches x 2 ranks; 6 steps"
     assert told["data"].startswith(f"{tokens:,} tokens, ") and f"reads them {6 * 256 / tokens:.2f} times" in told["data"]
     assert told["first row"].startswith("'<|begin_of_text|>") and any(noun in told["first row"] for noun in ("cat", "dog", "hen"))
@@ -285,6 +287,15 @@ def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, ca
 def test_an_output_folder_that_is_a_file_ends_with_5(prepared, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
+
+
+def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert TinyRun(prepared, tmp_path / "runs").train(CHECK="true") == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_under_torchrun_one_process_speaks(prepared, tmp_path, capsys, monkeypatch):

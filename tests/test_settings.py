@@ -1,8 +1,12 @@
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,18 +14,30 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from config import SECRETS, Config, describe_settings
-from errors import SettingsError
+from config import (
+    SECRETS,
+    SECTIONS,
+    Config,
+    DistillationConfig,
+    LoraConfig,
+    ModelConfig,
+    PreferenceConfig,
+    describe_settings,
+    on_resume,
+)
+from errors import SettingsError, local_path, run_script
+from launched import first_here
 from settings import (
     FOREIGN_NAMES,
     LISTS,
     PRESETS_DIR,
     exit_with,
-    export_secrets,
+    export,
     help_text,
     load_config,
     misspelt,
     nearest,
+    peek,
     read_env_file,
 )
 
@@ -58,8 +74,8 @@ def problems(*flags, **layers) -> list[str]:
 
 def test_each_layer_wins_over_the_ones_below():
     layers = {"flags": ("--max-steps", "5"), "environ": {"MAX_STEPS": "4"}, "config": {"max_steps": 3},
-              "env": "MAX_STEPS=2\n", "preset": ("--preset", "debug")}
-    expected = {"flags": 5, "environ": 4, "config": 3, "env": 2, "preset": 10}
+              "preset": ("--preset", "debug"), "env": "MAX_STEPS=2\n"}
+    expected = {"flags": 5, "environ": 4, "config": 3, "preset": 10, "env": 2}
     while layers:
         highest = next(iter(layers))
         given = dict(layers)
@@ -69,6 +85,79 @@ def test_each_layer_wins_over_the_ones_below():
         del layers[highest]
         Path(".env").unlink(missing_ok=True)
     assert load().config.max_steps == Config().max_steps
+
+
+@pytest.mark.parametrize("named", [
+    {"environ": {"PRESET": "debug"}}, {"config": {"preset": "debug"}},
+    {"environ": {"PRESET": "debug"}, "config": {"preset": "8b"}}])
+def test_a_preset_is_above_env_unless_env_names_it(named):
+    assert load(**named, env="MAX_STEPS=2\nPRESET=1.3b\n").config.max_steps == 10
+    assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
+
+
+def test_what_a_preset_changes_of_env_is_told():
+    env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
+    notes = load("--preset", "1.3b", "--dim", "1024", env=env).notes
+    assert notes[0] == "From the preset, which overrules .env: LEARNING_RATE=4e-4"
+    assert not any("preset" in note for note in load(env=f"{env}PRESET=1.3b\n").notes)
+
+
+def test_a_size_is_that_size_beside_any_env():
+    """Also beside a copy of .env.example with every line uncommented."""
+    text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
+    hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\n"
+               "ROPE_SCALING_FACTOR=9\nMAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
+    sizes = [name for name in PRESETS if name.endswith("b")]
+    assert len(sizes) > 5
+    for name in sizes:
+        alone, *beside = (load("--preset", f"{name},production", env=env).config for env in ("", text, hostile))
+        for field in (*ModelConfig.model_fields, "hidden_dim", "max_seq_len", "rows_per_step", "learning_rate", "precision"):
+            assert {getattr(config, field) for config in beside} == {getattr(alone, field)}, (name, field)
+
+
+def test_the_sample_is_the_sample_beside_any_env():
+    alone = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="").config
+    beside = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="""
+        TRAINING_STAGE=dpo
+        DPO_DATA_PATH=pairs
+        RUN_NAME=mine
+        RESUME=mine/step-00000004
+        INSTRUCT_CHECKPOINT=mine
+        RESET_OPTIMIZER=true
+        START_STEP=7
+        LORA_ENABLED=true
+        DISTILLATION_ENABLED=true
+        TEACHER_MODEL=mine
+        PRETRAIN_DATA_PATH=mine
+        HELLASWAG_PATH=mine
+        HELLASWAG_NAME=mine
+        HELLASWAG_EXAMPLES=7
+        TOKENIZER_PATH=mine
+        TOKENIZER_BACKEND=huggingface
+        DOCUMENT_MASK=false
+        ROPE_SCALING_FACTOR=8
+        NORM_EPS=0.1
+        TIE_EMBEDDINGS=false
+        ACTIVATION_CHECKPOINTING=selective
+        COMPILE=true
+        MIN_LEARNING_RATE=1
+        ADAM_BETA1=0.1
+        ADAM_BETA2=0.1
+        ADAM_EPS=0.1
+        MAX_GRAD_NORM=7
+        LOSS_SPIKE_POLICY=stop
+        EARLY_STOPPING_PATIENCE=7
+        DIM=64
+        MAX_STEPS=7
+        LR_SCHEDULE=constant
+    """).config
+    assert beside == alone.model_copy(update={"dpo_data_path": "pairs", "teacher_model": "mine"})
+    # What a run learns with is named; the rest is the machine's, or counts only where another setting is on.
+    named = read_env_file(PRESETS_DIR / "sample.env").values
+    left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
+            and section not in (LoraConfig, PreferenceConfig, DistillationConfig)}
+    assert left == {"seed", "precision", "tf32", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
+                    "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len"}
 
 
 def test_where_each_setting_came_from_is_known():
@@ -149,7 +238,7 @@ def test_an_empty_value_leaves_the_layer_below_and_none_takes_it_away():
     assert load("--preset", "llama3-8b", env="FFN_DIM=\n", environ={"DIM": ""}).config.model_dump(include={"ffn_dim", "dim"}) == {
         "ffn_dim": 14336, "dim": 4096}
     for nothing in ("none", "Null"):
-        assert load("--preset", "llama3-8b", env=f"FFN_DIM={nothing}\n").config.ffn_dim is None
+        assert load(env=f"PRESET=llama3-8b\nFFN_DIM={nothing}\n").config.ffn_dim is None
     assert load("--hellaswag-path=", env="HELLASWAG_PATH=items.jsonl\n").config.hellaswag_path is None
     assert load("--preset", "llama3-8b", "--activation-checkpointing", "none").config.activation_checkpointing == "none"
 
@@ -187,6 +276,74 @@ def test_json_with_a_byte_order_mark_is_read():
     assert load(config='\ufeff{"seed": 3}').config.seed == 3
 
 
+# Libraries' keys and variables in `.env`
+
+LIBRARY_KEYS = """
+    HF_HOME HF_HUB_OFFLINE HF_HUB_CACHE HF_TOKEN_PATH HF_DATASETS_CACHE HF_ENDPOINT HUGGING_FACE_HUB_TOKEN TRANSFORMERS_OFFLINE
+    TOKENIZERS_PARALLELISM WANDB_MODE WANDB_ENTITY WANDB_DIR WANDB_NAME WANDB_NOTES WANDB_TAGS WANDB_RUN_GROUP WANDB_BASE_URL
+    WANDB_DISABLED WANDB_SILENT WANDB_RESUME CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER CUBLAS_WORKSPACE_CONFIG
+    NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_P2P_DISABLE GLOO_SOCKET_IFNAME TORCH_LOGS TORCH_HOME TORCHINDUCTOR_CACHE_DIR
+    PYTORCH_CUDA_ALLOC_CONF TRITON_CACHE_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS ATEN_CPU_CAPABILITY
+    ONEDNN_MAX_CPU_ISA MASTER_ADDR MASTER_PORT HUGGINGFACE_HUB_TOKEN HTTPS_PROXY NO_PROXY
+""".split()
+
+
+def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
+    Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
+    loaded = load_config([], {**os.environ, **DATA})
+    assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
+    ours, theirs = (note for note in loaded.notes if note.startswith("For the libraries"))
+    assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrules .env: OMP_NUM_THREADS")
+    assert "canary" not in ours + repr(loaded), "some are secrets"
+    export(loaded)
+    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("wrong, right", [
+    ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_ENABLE", "WANDB_ENABLED"), ("WANDB_APIKEY", "WANDB_API_KEY"),
+    ("HF_TOKENS", "HF_TOKEN"), ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
+def test_a_misspelt_setting_is_no_library_key(wrong, right):
+    assert problems(env=f"{wrong}=1\n") == [f".env:1: unknown setting {wrong}; did you mean {right}?"]
+
+
+def test_variables_in_env_are_expanded():
+    env = ("RUN_NAME=a\nOUTPUT_DIR=${HOME}/${RUN_NAME}${EMPTY:-/b}\nHELLASWAG_NAME='${X:-}$HOME ${'\n"
+           "HF_HOME=\"${OUTPUT_DIR}/hub\"\n")
+    loaded = load(env=env, environ={"HOME": "/somewhere"})
+    assert (loaded.config.output_dir, loaded.config.hellaswag_name) == ("/somewhere/a/b", "$HOME ${")
+    assert loaded.exports == {"HF_HOME": "/somewhere/a/b/hub"}
+    assert load(env=env, environ={"HOME": "/x", "RUN_NAME": "c"}).config.output_dir == "/x/c/b"
+    assert problems(env="\nHF_TOKEN=canary${canary}\n") == [
+        ".env:2: HF_TOKEN needs a variable that is neither set in the environment nor above; set it, or write ${NAME:-default}"]
+
+
+def test_what_run_sh_asks_for_is_what_the_program_will_have(monkeypatch):
+    for name in ("PRESET", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SIZE", "debug")
+    Path(".env").write_text("export PRESET=\"${SIZE}\"  # mine\r\nCUDA_VISIBLE_DEVICES=1\r\nTYPO=1\r\n")
+    preset, environ = peek(["--typo", "1"])
+    assert preset == "debug" and environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert peek(["--preset=sample", "--max-steps", "1"])[0] == "sample"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert peek([])[1]["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+# What the environment decides
+
+
+def test_what_comes_from_the_environment_is_told():
+    loaded = load("--compile", "false", env="SEED=1\nDIM=768\n", environ={
+        "DEBUG": "1", "SEED": "7", "COMPILE": "1", "WANDB_API_KEY": CANARY, "WORLD_SIZE": "1",
+        "TEACHER_MODEL": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
+    (note,) = loaded.notes
+    assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
+    assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
+    Path(".env").unlink()
+    assert load_config(["--preset", "sample"], {}).notes == []
+
+
 # Unknown names
 
 
@@ -205,8 +362,8 @@ def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right)
 
 
 def test_a_name_that_resembles_nothing_points_to_the_help():
-    assert problems("--xyzzy", "1", env="CUDA_VISIBLE_DEVICES=0\n") == [
-        ".env:1: unknown setting CUDA_VISIBLE_DEVICES; --help lists every setting",
+    assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
+        ".env:1: unknown setting QUUX_VISIBLE_THINGS; --help lists every setting",
         "command line: unknown flag --xyzzy; --help lists every setting"]
 
 
@@ -329,9 +486,20 @@ def test_a_script_can_do_without_what_training_needs():
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and it must be a path on this machine")
+      for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
+      for url in ("s3://x/y", "file:/x")),
 ])
 def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
+
+
+def test_an_output_is_a_path_on_this_machine():
+    assert local_path("runs/a:b") == Path("runs/a:b")
+    for url in ("s3://bucket/x", "s3:/bucket/x", "file:///x", "hdfs://user:canary@x"):
+        with pytest.raises(SettingsError, match="is a URL") as caught:
+            local_path(url)
+        assert "canary" not in str(caught.value)
 
 
 def test_what_the_rules_suggest_is_valid():
@@ -377,13 +545,78 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     assert capsys.readouterr().err == ""
 
 
-def test_train_ends_with_code_2_before_anything_else(empty_folder):
+def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_path, capsys, monkeypatch):
+    (tmp_path / "1").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(KeyError), first_here() as first:
+        assert first
+        raise KeyError("ended before it had told all, so the next one does")
+    entered = []
+
+    def come_second():
+        with first_here() as first:
+            entered.append(first)
+
+    with first_here() as first:
+        second = threading.Thread(target=come_second)
+        second.start()
+        second.join(0.1)
+        assert first and not entered, "it would leave before all is told"
+    second.join()
+    assert entered == [False]
+    (tmp_path / "told").unlink()
+    for expected in ("1 thing to mend in the settings:\n  a\n", ""):
+        with pytest.raises(SystemExit):
+            exit_with(SettingsError("a"))
+        assert capsys.readouterr().err == expected
+
+
+def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder):
+    """Each write is a packet; -u, as torchrun starts its ranks, writes what print is given piece by piece."""
     (empty_folder / ".env").write_text("MAX_STEP=3\n")
-    done = subprocess.run([sys.executable, ROOT / "train.py", "--typo", "1"], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, **DATA})
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in done.stderr and "unknown flag --typo" in done.stderr
+    (empty_folder / "sitecustomize.py").write_text("import atexit\natexit.register(lambda: print('the', 'end'))")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-u", ROOT / "train.py", "--typo", "1"], stdout=theirs, stderr=theirs,
+                                       env={**os.environ, **DATA, "PYTHONPATH": str(empty_folder)})
+        packets = [packet.decode() for packet in iter(lambda: ours.recv(65536), b"")]
+    text = "".join(packets)
+    assert process.wait() == 2 and "Traceback" not in text
+    assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in text and "unknown flag --typo" in text
+    assert packets[-1] == "the end\n" and all(packet.endswith("\n") for packet in packets)
     assert not (empty_folder / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["train.py", "-h"], ["scripts/make_sample.py", "--help"],
+                                     ["scripts/load_pretrain_dataset.py", "-h"]])
+def test_help_that_nobody_reads_ends_without_a_word(command):
+    """As `| head` does; 141 is what a shell says of a process that a closed pipe has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
+                          env={**os.environ, "PYTHONUNBUFFERED": ""})
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_script_that_nobody_reads_keeps_the_code_of_a_failure(monkeypatch):
+    def say(*then):
+        print("x")
+        for error in then:
+            raise error
+
+    for then, expected in (((), 141), ((SystemExit(0),), 141), ((SettingsError("x"),), 2), ((SystemExit(3),), 3)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit) as ended:
+                run_script(partial(say, *then))
+        assert ended.value.code == expected
+    with pytest.raises(BrokenPipeError):  # of a socket
+        run_script(partial(say, BrokenPipeError()))
 
 
 # Secrets
@@ -416,7 +649,7 @@ def test_secrets_of_env_reach_the_libraries(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setenv("WANDB_API_KEY", "already there")
     Path(".env").write_text(f"HF_TOKEN={CANARY}\nWANDB_API_KEY=below\n")
-    export_secrets(load_config([], {**DATA, **os.environ}).config)
+    export(load_config([], {**DATA, **os.environ}))
     assert os.environ["HF_TOKEN"] == CANARY and os.environ["WANDB_API_KEY"] == "already there"
 
 

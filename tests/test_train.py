@@ -179,13 +179,15 @@ def test_signals_mean_again_what_they_meant_before(tiny_run):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_finished_run_takes_no_step(whole, tmp_path, capsys):
+def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     shutil.copytree(whole.output_dir, tmp_path / "runs")
     run = TinyRun.__new__(TinyRun)
     run.output_dir, run.settings = tmp_path / "runs", whole.settings | {"OUTPUT_DIR": tmp_path / "runs"}
     metrics, hashes = run.metrics(), run.hashes(6)
+    monkeypatch.setenv("VERIFY_DATA", "auto")
     assert run.train() == 0
-    assert "Nothing to do" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "Nothing to do" in told and "[CPU0] From the environment: VERIFY_DATA=auto" in told
     assert run.metrics() == metrics and run.hashes(6) == hashes and run.steps_saved() == [2, 4, 6]
     # With more steps to take it goes on.
     assert run.train(MAX_STEPS=7) == 0
@@ -480,3 +482,13 @@ def test_check_tells_what_is_known_and_leaves_nothing_behind(tiny_run, capsys):
     out = capsys.readouterr().out
     assert "Ready to train" in out and "FAIL" not in out and not run.folder.exists()
     assert train.main([*run.argv(HELLASWAG_PATH=run.output_dir / "nowhere"), "--check"]) == 3
+
+
+def test_what_all_ranks_raise_is_told_by_the_first_of_a_machine(tiny_run, tmp_path, capsys, monkeypatch):
+    """Under torchrun, which ends all when one has ended: rank 0 might not get so far."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    (tmp_path / "1").mkdir()
+    for expected in (1, 0):
+        assert tiny_run().train(PRETRAIN_DATA_PATH="nowhere") == 3
+        assert capsys.readouterr().err.count("error: ") == expected
