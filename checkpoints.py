@@ -306,6 +306,11 @@ def _folders(checkpoints_dir: Path) -> list[Path]:
     return [Path(checkpoints_dir) / name for name in names]
 
 
+def places(name: str, run_dir: Path) -> tuple[Path, ...]:
+    """The folders that a flag may mean, the first that is there first."""
+    return Path(run_dir) / "checkpoints" / name, Path(run_dir) / name, Path(name).expanduser()
+
+
 def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     """The folder that a flag names: a step of this run, or the path of a checkpoint, of a run, or of a Hugging Face model.
 
@@ -313,7 +318,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for place in (Path(run_dir) / "checkpoints" / name, Path(run_dir) / name, Path(name).expanduser()):
+    for place in places(name, run_dir):
         if not os.path.isdir(place):
             continue
         for checkpoints_dir in (place, place / "checkpoints"):

@@ -32,7 +32,7 @@ ROW_TOKENS = 32
 def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
     """What a replay tells, by the run's folder."""
     lines = []
-    config, world_size = read_settings(run.folder, read_flags(flags).layer)
+    config, world_size = read_settings(run.folder, read_flags(flags).layer, step)
     replay(run.folder, step, config, **{"world_size": world_size, **options}, say=lines.append)
     return "\n".join(lines)
 
@@ -285,7 +285,7 @@ def test_a_step_that_never_was_is_refused_with_those_that_were(finished):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="no run's folder"):
-        read_settings(tmp_path, Layer({}, []))
+        read_settings(tmp_path, Layer({}, []), 1)
 
 
 def test_flags_are_settings(finished):
