@@ -67,11 +67,14 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Option
     Raises:
         CheckpointError: the checkpoint that was asked for is missing or damaged, or all of the run's are; or the run has steps
             that would be lost.
+        SettingsError: there is nothing to begin with.
     """
     def find() -> list:
         newest, warnings = (None, []) if config.resume == "never" else checkpoints.newest_verified(run_dir / "checkpoints")
         named = named_checkpoint(config)
         progress = checkpoints.read_state(newest).get("progress", {}) if newest else {}
+        if named is None and newest is None:
+            refuse_random_weights(config, run_dir)
         if named is None or (newest and began_from(named, progress, run_dir)):
             return [newest and str(newest), newest is not None, warnings]
         folder = checkpoints.locate(named, run_dir, warnings.append)
@@ -144,8 +147,13 @@ def start_setting(config: Config) -> str:
 
 def remembered_places(progress: Mapping[str, Any], run_dir: Path) -> list[Path]:
     """Where a run's base was when it began, and where that is from the run's folder on, if the two were moved together."""
-    beside = progress.get("base_beside")
-    return [*([Path(progress["base"])] if progress.get("base") else []), *([run_dir / beside] if beside else [])]
+    places = (progress.get("base"), progress.get("base_beside"))
+    return [run_dir / place for place in places if place]  # what is absolute stays so
+
+
+def beside(base: Path, run_dir: Path) -> str:
+    """The way from a run's folder to its base."""
+    return os.path.relpath(base.resolve(), run_dir.resolve())
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: Callable[[str], None]) -> Path:
@@ -205,10 +213,8 @@ def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Con
         identity: what the run reads (`resume_rules.identity`); None where that is not known, and not compared.
     Raises:
         CheckpointError: it belongs to another run than the settings describe.
-        SettingsError: there is nothing to begin with.
     """
     if folder is None:
-        ranks.together(lambda: refuse_random_weights(config, run_dir))
         return Start(None, False, {}, None, None, {}, [], warnings)
     state, notes = checkpoints.read_state(folder), []
     if continues(state, own, config):
@@ -220,20 +226,22 @@ def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Con
         warnings += ranks.together(lambda: check_model(folder, config))
         notes = [f"weights from {folder}; optimizer, schedule and step begin anew"]
         state, own = {}, False
-    base, base_sha256, remembered = None, None, {}
+    named, base, base_sha256, remembered = named_checkpoint(config), None, None, {}
     if not own:
         base, base_sha256 = folder, ranks.broadcast(ranks.main_first(lambda: weights_sha256(folder)))
-        remembered = {"wandb_run_id": None, "begun_from": named_checkpoint(config)}
-    elif config.lora_enabled:
-        # A checkpoint of another run's that goes on here lies where that run's base is found from.
-        home = folder.resolve().parent.parent
-        base_sha256 = state["progress"].get("base_sha256")
-        base = find_base_together(config, state["progress"], home, ranks, warnings.append)
+        remembered = {"wandb_run_id": None, "begun_from": named}
+    else:
+        progress, home = state["progress"], run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
+        if progress.get("base_beside") and home != run_dir:  # another run goes on here
+            remembered["base_beside"] = beside(home / progress["base_beside"], run_dir)
+        if named is not None and not names_its_start(named, progress, run_dir):
+            own_steps = [place for place in checkpoints.places(named, run_dir) if place.is_dir() and is_inside(place, run_dir)]
+            remembered["begun_from"] = own_steps[0].name if own_steps else named
+        if config.lora_enabled:
+            base_sha256 = progress.get("base_sha256")
+            base = find_base_together(config, progress, home, ranks, warnings.append)
     if base is not None:
-        remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
-                       "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
-    if own and named_checkpoint(config) is not None and not names_its_start(named_checkpoint(config), state["progress"], run_dir):
-        remembered["begun_from"] = folder.name if is_inside(folder, run_dir) else named_checkpoint(config)
+        remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256, "base_beside": beside(base, run_dir)}
     return Start(folder, own, state, base, base_sha256, remembered, notes, warnings)
 
 

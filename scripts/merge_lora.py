@@ -17,8 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import adapter_files
-import checkpoints
-from checkpoints import MANIFEST, publish, verify
+from checkpoints import MANIFEST, publish, read_state, verify
 from config import ModelConfig
 from convert import (
     MAX_SHARD_BYTES,
@@ -46,7 +45,7 @@ def base_of(adapter: Path, base: Optional[Path]) -> Path:
         CheckpointError: it is not here.
     """
     named = base or read_json(adapter / adapter_files.CONFIG_FILE).get("base_model_name_or_path")
-    beside = checkpoints.read_state(adapter).get("progress", {}).get("base_beside")
+    beside = read_state(adapter).get("progress", {}).get("base_beside")
     places = [named, adapter.resolve().parents[1] / beside] if beside and not base else [named]
     found = next((place for place in places if place and os.path.isfile(f"{place}/config.json")), None)
     if found is None:

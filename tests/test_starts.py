@@ -107,6 +107,7 @@ def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, 
     fresh = stages.run("sft", tmp_path / "fresh", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="../base")
     assert fresh.train() == 0 and fresh.train(PRETRAIN_CHECKPOINT="copy", MAX_STEPS=2) == 0
     assert list(fresh.column("train_loss")) == [1, 2]
+    assert checkpoints.read_state(fresh.checkpoint(2))["progress"]["begun_from"] == "copy", "and it is not hashed again"
 
 
 def test_a_run_that_its_own_checkpoint_was_named_for_is_not_taken_back_twice(prepared, tmp_path, monkeypatch, capsys):
