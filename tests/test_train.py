@@ -237,8 +237,8 @@ def finished(whole, prepared, tmp_path) -> TinyRun:
     (("N_LAYERS",), {"N_LAYERS": 3}, 2), (("FFN_DIM",), {"MULTIPLE_OF": 128}, 2),
     (("DOCUMENT_MASK",), {"DOCUMENT_MASK": "false"}, 4), (("OPTIMIZER",), {"OPTIMIZER": "muon"}, 3),
     (("PRETRAIN_DATA_PATH",), "data", 4), (("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "tokenizer", 2)])
-def test_a_change_that_makes_it_another_run_is_refused_by_name_and_every_way_out_works(names, changes, ways, finished, others,
-                                                                                       capsys):
+def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, ways, finished, others, capsys):
+    """And every way out that it offers works."""
     changes = others[changes] if isinstance(changes, str) else changes
     assert finished.train(**changes) == 5
     error = capsys.readouterr().err
