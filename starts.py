@@ -72,7 +72,8 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Option
     def find() -> list:
         newest, warnings = (None, []) if config.resume == "never" else checkpoints.newest_verified(run_dir / "checkpoints")
         named = named_checkpoint(config)
-        progress = checkpoints.read_state(newest).get("progress", {}) if newest else {}
+        own_state = checkpoints.read_state(newest) if newest else {}
+        progress = own_state.get("progress", {})
         if named is None and newest is None:
             refuse_random_weights(config, run_dir)
         if named is None or (newest and began_from(named, progress, run_dir)):
@@ -87,7 +88,7 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Option
             begins_anew = not own and (config.reset_optimizer or config.start_step is not None)
             own = is_inside(folder, run_dir) and not begins_anew
             if not own:
-                raise CheckpointError(how_to_begin_anew(newest, folder, progress, config))
+                raise CheckpointError(how_to_begin_anew(newest, folder, own_state, config))
             if newest.resolve() != folder.resolve():
                 warnings.append(f"{newest} is left behind, because the settings name {folder}")
         return [str(folder), own, warnings]
@@ -124,16 +125,20 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
     return then is not None and (then == named or not places(named).isdisjoint([*places(then), *bases]))
 
 
-def how_to_begin_anew(newest: Path, folder: Path, progress: Mapping[str, Any], config: Config) -> str:
-    """What to tell of a start that would cost a run its steps."""
-    run_dir, begun, by_path = newest.parent.parent, progress.get("begun_from"), config.resume not in ("auto", "never")
-    setting = "RESUME" if by_path else start_setting(config)
-    go_on = f"set {setting}={begun}" if begun and not by_path else f"leave {setting} away"
-    never = "" if by_path or is_inside(folder, run_dir) else ", or RESUME=never, which moves the old one aside"
-    anew = f"; to begin anew, choose another RUN_NAME with {setting}={folder}{never}"
+def how_to_begin_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], config: Config) -> str:
+    """What to tell of a start that would cost a run its steps, of which `newest` has the last."""
+    run_dir, by_path = newest.parent.parent, config.resume not in ("auto", "never")
+    begun, setting = own_state["progress"].get("begun_from"), "RESUME" if by_path else start_setting(config)
+    ways = []
+    if continues(own_state, True, config):
+        ways.append(f"to go on with it, {f'set {setting}={begun}' if begun and not by_path else f'leave {setting} away'}")
+    if not (is_inside(folder, run_dir) and config.lora_enabled):
+        ways.append(f"to begin anew, choose another RUN_NAME with {setting}={folder}")
+        if not by_path and not is_inside(folder, run_dir):
+            ways.append("RESUME=never moves the old one aside")
+    text = "; or ".join(ways)
     return (f"{run_dir} has a run at {newest.name} that began from {begun or 'initial weights'}, and the settings would begin it "
-            f"anew from {folder}. To go on with it, {go_on}"
-            f"{'' if is_inside(folder, run_dir) and config.lora_enabled else anew}")
+            f"anew from {folder}. {text[0].upper()}{text[1:]}")
 
 
 def start_setting(config: Config) -> str:
@@ -258,5 +263,5 @@ def refuse_own_weights(state: Mapping[str, Any], folder: Path, run_dir: Path, co
     of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
     whole = not state.get("settings", {}).get("LORA_ENABLED")
     if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
-        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, and this run would write over it; choose "
+        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, and this run would write over it. Choose "
                               f"another RUN_NAME, and set {start_setting(config)}={folder}")

@@ -203,7 +203,7 @@ def without_clocks(metrics: list[dict]) -> list[dict]:
 
 def ways_out(error: str) -> list[str]:
     """What the last error advises, one by one."""
-    return re.split(r"; or |; |, or ", error.strip().splitlines()[-1].rpartition(". ")[2])
+    return error.strip().splitlines()[-1].rpartition(". ")[2].split("; or ")
 
 
 def settings_of(way: str) -> dict[str, str]:

@@ -137,7 +137,7 @@ def test_a_run_with_steps_is_not_begun_anew_from_something_else_and_every_way_ou
     for number, way in enumerate(offered):
         copy = stages.run(mode, shutil.copytree(run.output_dir, tmp_path / f"way-{number}"), **UNMEASURED, MAX_STEPS=2)
         changes = {} if f"leave {named} away" in way else {named: stages.teacher}
-        assert copy.train(**changes | settings_of("RESUME=never" if "RESUME=never" in way else way)) == 0, way
+        assert copy.train(**changes | settings_of(way)) == 0, way
         assert list(copy.column("train_loss")) == [1, 2] or "another" in settings_of(way).values()
 
 
@@ -149,6 +149,26 @@ def test_a_run_is_not_begun_anew_over_itself(change, prepared, tmp_path, capsys)
     go_on, other = ways_out(capsys.readouterr().err)
     assert "leave PRETRAIN_CHECKPOINT away" in go_on and run.train(MAX_STEPS=3, **change) == 0
     assert run.train(**settings_of(other), **change) == 0
+
+
+@pytest.mark.parametrize(("mode", "before", "changes", "ways"), [
+    ("lora-sft", {}, {"LORA_RANK": 8}, 2), ("lora-sft", None, {"N_LAYERS": 3, "FFN_DIM": 64}, 1),
+    ("sft", {"RUN_NAME": "base"}, {}, 2), ("sft", {"RUN_NAME": "base", "PRETRAIN_CHECKPOINT": "step-00000002"}, {}, 1),
+    ("pretrain", None, {"SEED": 7}, 3)])
+def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes, ways, stages, tmp_path, capsys):
+    """Of adapters of another rank, a base of another shape, the folder of the base itself, a checkpoint of another seed."""
+    shutil.copytree(stages.base.parent.parent, tmp_path / "base")
+    run = stages.run("sft" if mode == "pretrain" else mode, tmp_path, **UNMEASURED, MAX_STEPS=3)
+    if mode == "pretrain":
+        run.settings |= TinyRun(stages.prepared, tmp_path, **UNMEASURED).settings | {"MAX_STEPS": 3, "TRAINING_STAGE": mode}
+    if before == {}:
+        assert run.train(MAX_STEPS=1) == 0
+    assert run.train(**before or {}, **changes) == 5
+    offered = ways_out(capsys.readouterr().err)
+    assert len(offered) == ways
+    for number, way in enumerate(offered):
+        fresh = {"RUN_NAME": f"way-{number}"} if before is None else {}
+        assert run.train(**{**(before or {}), **changes, **fresh, **settings_of(way)}) == 0, way
 
 
 # ------------------------------------------------------------------------------------------------ wherever the base has gone
