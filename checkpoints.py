@@ -52,7 +52,6 @@ def warn_on_console(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-
 def save(checkpoints_dir: Path, step: int, ranks: Ranks, write_files: Callable[[Path], None], state: Mapping[str, Any],
          optimizer_tensors: Mapping[str, Tensor], weight_bytes: int = 0, warn: Warn = warn_on_console) -> Path:
     """Publish the checkpoint of a step, replacing one of the same step, and return its folder.
@@ -203,7 +202,6 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
     content = json.dumps(manifest, indent=1, sort_keys=True)
     seal = hashlib.sha256(content.encode()).hexdigest()
     return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
-
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -367,7 +365,6 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
           warn: Warn = warn_on_console) -> list[Path]:
     """Delete what retention does not keep, and return it. Called on rank 0, under the run's lock.
@@ -424,7 +421,6 @@ def _remove(folder: Path, warn: Warn) -> None:
             trash.unlink()
     except OSError as error:
         warn(f"{folder} could not be deleted: {error}")
-
 
 
 @contextmanager
