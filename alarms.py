@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
 
-from safetensors import SafetensorError
-
 import diagnostics
 from dataloaders import Batch
 from errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
@@ -44,7 +42,7 @@ def keep_evidence(run: Run, batches: list[Batch], result: StepResult, first_bad:
               for name in ("tokens_BT", "targets_BT")}
     try:
         diagnostics.write_dump(folder, own, inputs)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
     try:
         if run.saved is None and not bad_weights(everyone):

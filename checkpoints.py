@@ -52,7 +52,6 @@ def warn_on_console(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
-
 def save(checkpoints_dir: Path, step: int, ranks: Ranks, write_files: Callable[[Path], None], state: Mapping[str, Any],
          optimizer_tensors: Mapping[str, Tensor], weight_bytes: int = 0, warn: Warn = warn_on_console) -> Path:
     """Publish the checkpoint of a step, replacing one of the same step, and return its folder.
@@ -205,7 +204,6 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The checkpoint's manifest, itself verified; the files that it lists are not.
 
@@ -306,6 +304,11 @@ def _folders(checkpoints_dir: Path) -> list[Path]:
     return [Path(checkpoints_dir) / name for name in names]
 
 
+def places(name: str, run_dir: Path) -> tuple[Path, ...]:
+    """The folders that a flag may mean, the first that is there first."""
+    return Path(run_dir) / "checkpoints" / name, Path(run_dir) / name, Path(name).expanduser()
+
+
 def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     """The folder that a flag names: a step of this run, or the path of a checkpoint, of a run, or of a Hugging Face model.
 
@@ -313,7 +316,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    for place in (Path(run_dir) / "checkpoints" / name, Path(run_dir) / name, Path(name).expanduser()):
+    for place in places(name, run_dir):
         if not os.path.isdir(place):
             continue
         for checkpoints_dir in (place, place / "checkpoints"):
@@ -360,7 +363,6 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
 
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
@@ -419,7 +421,6 @@ def _remove(folder: Path, warn: Warn) -> None:
             trash.unlink()
     except OSError as error:
         warn(f"{folder} could not be deleted: {error}")
-
 
 
 @contextmanager

@@ -46,6 +46,7 @@ class RunConfig(Section):
     pretrain_checkpoint: Optional[str] = safe(None, "start from this pretraining checkpoint (step name or path)")
     instruct_checkpoint: Optional[str] = safe(None, "start from this SFT checkpoint (step name or path)")
     dpo_checkpoint: Optional[str] = safe(None, "start from this DPO checkpoint (step name or path)")
+    random_init: bool = safe(False, "sft without a checkpoint to start from trains random weights; refused unless this is true")
     reset_optimizer: bool = safe(False, "take only the weights of the checkpoint; optimizer and step begin anew")
     start_step: Optional[int] = safe(None, "count steps from here, whatever the checkpoint says", ge=0)
     allow_resume_mismatch: str = safe("", "settings that may differ from the checkpoint's, with commas")
@@ -333,6 +334,9 @@ def rules(config: Config) -> Iterator[Problem]:
     if len(checkpoints) > 1:
         yield Problem(tuple(checkpoints), f"{' and '.join(n.upper() for n in checkpoints)} are both set; "
                                           "start from one checkpoint")
+    if c.random_init and checkpoints:
+        yield Problem(("random_init", *checkpoints), f"RANDOM_INIT=true begins with random weights, and {checkpoints[0].upper()} "
+                                                     "with trained ones; leave one of them away")
     layers = {name.strip() for name in c.lora_target_modules.split(",")}
     if c.lora_enabled and not layers <= (known := set(LoraConfig().lora_target_modules.split(","))):
         yield Problem(("lora_target_modules",), f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of "

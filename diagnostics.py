@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Optional
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config import ModelConfig
+from tensor_files import write_tensors
 
 # Dense bf16 TFLOP/s from the vendors' data sheets.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "B200": 2250, "GB200": 2250, "A100": 312,
@@ -164,8 +164,7 @@ def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
     """Keep what one rank knows of a failed step: `rank-N.json` to read, `rank-N.safetensors` with its batch."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{report['rank']}.json").write_text(json.dumps(report, indent=2) + "\n")
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-              folder / f"rank-{report['rank']}.safetensors")
+    write_tensors(folder / f"rank-{report['rank']}.safetensors", tensors)
 
 
 def bad_ranks(reports: list[dict]) -> list[int]:

@@ -13,6 +13,7 @@ from config import ModelConfig
 from convert import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json, vocabulary_rows
 from errors import CheckpointError
 from model import Transformer, padded
+from resume_rules import AS_SET, MODEL_SHAPE, assignments
 from tokenizer import load_tokenizer
 
 
@@ -70,13 +71,16 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
     refuse_adapters(folder)
     theirs = model_config_of(folder)
 
-    def differing(*names: str) -> str:
-        return "; ".join(f"{name.upper()} is {getattr(theirs, name)} there and {getattr(config, name)} here"
-                         for name in names if getattr(theirs, name) != getattr(config, name))
+    def differing(*names: str) -> dict[str, Any]:
+        return {name.upper(): getattr(theirs, name) for name in names if getattr(theirs, name) != getattr(config, name)}
 
-    if another := differing("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "tie_embeddings"):
-        raise CheckpointError(f"{folder} holds another model: {another}. Set these as they are there")
+    def shown(others: dict[str, Any]) -> str:
+        return "; ".join(f"{AS_SET.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
+                         for name, value in others.items())
+
+    if others := differing(*map(str.lower, MODEL_SHAPE)):
+        raise CheckpointError(f"{folder} holds another model: {shown(others)}. To start from it, {assignments(others)}")
     # The same weights compute something else with these, which is done on purpose to learn longer contexts.
     scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len") if theirs.rope_scaling_factor else ()
-    other = differing("norm_eps", "rope_theta", "rope_scaling_factor", *scaling)
-    return [f"the model in {folder} was made with other settings: {other}"] if other else []
+    others = differing("norm_eps", "rope_theta", "rope_scaling_factor", *scaling)
+    return [f"the model in {folder} was made with other settings: {shown(others)}"] if others else []

@@ -17,6 +17,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     Linear warm-up, then cosine decay, or a plateau with a linear decay at the end (wsd), or a plateau.
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
+    assert step >= 0, f"a schedule that is {-step} updates before its beginning"
     peak, final = config.learning_rate, config.final_learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -28,7 +29,9 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     progress = (step - begin) / max(1, config.max_steps - begin)
     progress = min(1.0, max(0.0, progress))
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
-    return final + share * (peak - final)
+    rate = final + share * (peak - final)
+    assert math.isfinite(rate) and rate >= 0, rate
+    return rate
 
 
 def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:

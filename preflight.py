@@ -10,7 +10,6 @@ from typing import Any, Optional, TypeVar
 import numpy as np
 import torch
 
-import checkpoints
 from attention_kernels import choose_kernel
 from config import PREPARED_BY, Config
 from errors import CheckpointError, PaddockError, SettingsError
@@ -21,17 +20,10 @@ from model import Transformer
 from model_folder import check_model
 from model_utils import choose_device, choose_dtype, make_deterministic, why_not_compile
 from ranks import Ranks
-from resume_rules import check_changes
 from run_log import duration
-from run_state import (
-    Inputs,
-    Run,
-    continues,
-    find_checkpoint,
-    read_inputs,
-    refuse_own_weights,
-)
+from run_state import Inputs, Run, read_inputs
 from settings import Loaded
+from starts import find_checkpoint, start_at
 from teachers import find_teacher
 from tokenizer import load_tokenizer
 
@@ -234,28 +226,19 @@ def check_teacher(config: Config, tokenizer) -> tuple[Path, str]:
 def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tuple[Optional[Path], str]:
     """The checkpoint that the run would start from, if any. Raises CheckpointError where it cannot be used."""
     run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
-    folder, own, warnings = find_checkpoint(config, run_dir, Ranks())
-    if folder is None:
-        text = f"from initial weights, into {run_dir}"
-    else:
-        state = checkpoints.read_state(folder)
-        goes_on = continues(state, own, config)
-        whole = Path(state["progress"]["base"]) if goes_on and config.lora_enabled else folder
-        warnings += check_model(whole, config)
-        if goes_on:
-            if inputs:
-                notes, more = check_changes(state, config, inputs.identity(config), config.world_size, folder)
-                warnings += more
-                for note in notes:
-                    report.tell("ok", "start", note)
-            step = state["progress"]["step"]
-            text = f"from {folder}, {max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
-        else:
-            refuse_own_weights(state, folder, run_dir, config)
-            text = f"from the weights of {folder}; optimizer, schedule and step begin anew"
-    for warning in warnings:
-        report.tell("warn", "start", warning)
-    return folder, text
+    identity = inputs.identity(config) if inputs else None
+    start = start_at(*find_checkpoint(config, run_dir, Ranks()), config, identity, run_dir, Ranks())
+    if start.state:
+        start.warnings.extend(check_model(start.base if config.lora_enabled else start.folder, config))
+    for mark, messages in (("ok", start.notes), ("warn", start.warnings)):
+        for message in messages:
+            report.tell(mark, "start", message)
+    if start.folder is None:
+        return None, f"from initial weights, into {run_dir}"
+    if not start.state:
+        return start.folder, f"from the weights of {start.folder}, into {run_dir}"
+    step = start.state["progress"]["step"] if start.own or config.start_step is None else config.start_step
+    return start.folder, f"from {start.folder}, {max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
 
 
 def tell_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype, report: Report) -> None:

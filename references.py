@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dataloaders import Batch
@@ -22,6 +21,7 @@ from objectives import pair_logprobs
 from pulse import PULSE
 from ranks import Ranks, StopSignals, leave_if_stopped
 from run_log import duration
+from tensor_files import sync, write_tensors
 
 PROGRESS_SECONDS = 15
 
@@ -112,11 +112,10 @@ def write(path: Path, logprob_E2: Tensor, facts: dict[str, str]) -> None:
     """
     unfinished = path.with_name(f"tmp-{os.getpid()}-{path.name}")
     try:
-        save_file({"logprob_E2": logprob_E2}, unfinished, metadata={**facts, "sha256": digest(logprob_E2)})
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
+        write_tensors(unfinished, {"logprob_E2": logprob_E2}, {**facts, "sha256": digest(logprob_E2)})
+        sync(unfinished)
         unfinished.replace(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise DataError(f"{path} cannot be written: {error}; make the folder writable, or set DPO_REFERENCE=live") from error
 
 

@@ -38,9 +38,10 @@ from optim import Optimizer, learning_rate
 from ranks import Ranks, StopSignals
 from row_reports import RowReport, describe_parameters, describe_row, examine_rows, numbered
 from run_log import RunLog
-from run_state import Run, StepResult, named_checkpoint, place_weights, read_inputs, resume, start_at
+from run_state import Run, StepResult, place_weights, read_inputs, resume, segments
 from settings import Layer, read_json_file, validate
-from stages import choose_objective
+from stages import Base, choose_objective
+from starts import find_base, named_checkpoint, start_at
 from train import train_step
 
 ROUNDING = 1e-3  # relative: what other kernels, or sums in another order, make of a loss at most
@@ -52,15 +53,18 @@ Say = Callable[[str], Any]
 # --------------------------------------------------------------------------------------------------------- what there was then
 
 
-def read_settings(run_dir: Path, flags: Layer) -> tuple[Config, int]:
-    """The settings of a run for a replay in one process, changed by flags, and the number of ranks that the run had.
+def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
+    """The settings that a step of a run was taken with, for a replay in one process, changed by flags; and the number of ranks
+    that the run had.
 
     Raises:
         SettingsError: there is no such run, or its settings and the flags do not go together.
     """
-    file = run_dir / "config.json"
+    parts = [file for begins, file in segments(run_dir) if begins <= step]
+    file = parts[-1] if parts else run_dir / "config.json"
     if not file.is_file():
-        raise SettingsError(f"{run_dir} is no run's folder, it holds no config.json; name one, such as runs/first")
+        raise SettingsError(f"{run_dir} is no run's folder, or no step was taken in it: it holds no config.json; name one, "
+                            "such as runs/first")
     kept = read_json_file(file)
     merged = {**kept.values, **flags.values, "world_size": (1, "replay")}
     config, invalid = validate(merged)
@@ -95,14 +99,21 @@ def find_weights(run_dir: Path, step: int, config: Config) -> tuple[Optional[Pat
     Raises:
         CheckpointError: there are checkpoints, and none of them verifies; or what the run began with is gone.
     """
-    folder, messages = checkpoints.newest_verified(run_dir / "checkpoints", step - 1)
+    checkpoints_dir = run_dir / "checkpoints"
+    folder, messages = checkpoints.newest_verified(checkpoints_dir, step - 1)
     named = named_checkpoint(config)
     if folder or named is None:
         return folder, folder is not None, messages
-    folder = checkpoints.locate(named, run_dir, messages.append)
+    by_path = config.resume == named
+    later, _ = checkpoints.newest_verified(checkpoints_dir)
+    progress = checkpoints.read_state(later)["progress"] if later else {}
+    if progress.get("base") and not by_path:  # the very weights, wherever they are now
+        folder = find_base(config, progress, run_dir, messages.append)
+    else:
+        folder = checkpoints.locate(named, run_dir, messages.append)
     if (folder / checkpoints.MANIFEST).exists():
         checkpoints.verify(folder)
-    return folder, config.resume == named, messages
+    return folder, by_path, messages
 
 
 class AsRanks:
@@ -143,7 +154,7 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
     ranks = Ranks(device=torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
     model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
-    start = start_at(*find_weights(run_dir, step, config), config, inputs, run_dir, ranks)
+    start = start_at(*find_weights(run_dir, step, config), config, inputs.identity(config), run_dir, ranks)
     for message in (*start.warnings, *start.notes):
         say(f"Note: {message}")
     if start.own and not config.lora_enabled:  # as they are, which may not be finite
@@ -157,7 +168,8 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
     if progress.step >= step:
         raise SettingsError(f"--step {step}: this run began with step {progress.step + 1} (START_STEP, or a checkpoint's)")
     signals, log = StopSignals(), RunLog(config, 0, device_type)
-    objective, inputs = choose_objective(config, inputs, model, dtype, progress.base, ranks, signals, say)
+    base = Base(config, progress, run_dir, say)
+    objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, say)
     compile_where_possible(model, config, device_type)
     return Run(config, ranks, signals, inputs, run_dir, model, optimizer, scaler, progress, objective, start.folder, log)
 
@@ -231,6 +243,8 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
     bad = [report for report in reports if report.is_bad]
     losses = [report.loss for report in reports if math.isfinite(report.loss)]
     then_finite = then["loss"] is not None and then["grad_norm"] is not None
+    apart = [name for name, now in (("loss", result.loss), ("gradient norm", result.grad_norm))
+             if difference(now, then["loss" if name == "loss" else "grad_norm"]) > ROUNDING]
     if bad_parameters:
         met = f", and row{'s' if len(bad) > 1 else ''} {named(bad)} met what is bad" if bad else ""
         return f"The weights were not finite before this step{met}: replay an earlier one to see what made them so."
@@ -243,9 +257,16 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
                  "but it has other rows or weights than then")
         return f"It is finite now and was not then: {blame}."
     out = [report for report in reports if spike_height(report.loss, losses, 0) > STANDS_OUT]
+    stands = ""
     if out:
-        return (f"All is finite; {f'rows {named(out)} stand' if len(out) > 1 else f'row {named(out)} stands'} out: a loss of "
-                f"{out[0].loss:.4f} beside {float(np.median(losses)):.4f} of the median row.")
+        stands = (f"{f'rows {named(out)} stand' if len(out) > 1 else f'row {named(out)} stands'} out: a loss of "
+                  f"{out[0].loss:.4f} beside {float(np.median(losses)):.4f} of the median row")
+    if apart or not alike:
+        why = f"it has another {' and '.join(apart)}" if alike else "it has other rows or weights"
+        return (f"This is not the step that was: {why}. As it is now, all is finite and {stands or 'no row stands out'}, which "
+                "says nothing about the step then.")
+    if stands:
+        return f"All is finite; {stands}."
     return "Nothing is wrong with this step: all is finite, and no row stands out."
 
 

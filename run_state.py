@@ -2,10 +2,11 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -16,23 +17,24 @@ import checkpoints
 import convert
 import diagnostics
 import lora
-from config import START_FROM, Config
+from config import Config
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
-from errors import CheckpointError, DataError
+from errors import DataError
 from example_rows import ExampleRows, open_example_set
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
-from model_folder import check_model
 from objectives import Objective
 from optim import Optimizer
 from pulse import PULSE
 from ranks import Ranks, StopSignals
-from resume_rules import check_changes, identity
+from resume_rules import identity
 from run_log import RunLog, naming_refusals
 from shards import open_token_set
+from starts import Start, find_checkpoint, start_at
 from tokenizer import load_tokenizer
 
 Rows = Union[TokenRows, ExampleRows]
+SEGMENTS = "configs"  # the folder of the settings of each part of a run
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Progress:
 
     step: int = 0  # finished steps
     tokens_seen: int = 0
-    skipped_steps: int = 0  # fp16 overflows
+    skipped_steps: int = 0  # whose update was left out: fp16 overflows, loss spikes
     val_loss: Optional[float] = None  # of the weights as they are now
     best_val_loss: Optional[float] = None
     best_step: int = 0
@@ -128,7 +130,8 @@ class Progress:
     recent_losses: list[float] = field(default_factory=list)  # that a loss spike stands out from
     begun_from: Optional[str] = None  # the checkpoint that the settings named when this run began
     base: Optional[str] = None  # where that was: what adapters stand on, and preferences are held against
-    base_sha256: Optional[str] = None  # of its weights, where adapters stand on them
+    base_sha256: Optional[str] = None  # of its weights
+    base_beside: Optional[str] = None  # where it was from the run's folder on, for a tree that is moved as a whole
     # The metrics of the last step, while what is due after it is still to be measured: a signal may come in between.
     pending_metrics: Optional[dict[str, Any]] = field(default_factory=dict)
 
@@ -221,15 +224,43 @@ def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack, warn: Callable
         if config.resume == "never" and (run_dir / "checkpoints").exists():
             aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
             aside.mkdir()
-            for entry in ("checkpoints", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "config.json", "log", "debug",
-                          "tensorboard"):
+            for entry in ("checkpoints", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "config.json", SEGMENTS, "log",
+                          "debug", "tensorboard"):
                 if (run_dir / entry).exists():
                     (run_dir / entry).rename(aside / entry)
         checkpoints.sweep(run_dir / "checkpoints", warn)
-        (run_dir / "config.json").write_text(json.dumps(config.public(), indent=2) + "\n")
 
     ranks.main_first(start)
     return run_dir
+
+
+def segments(run_dir: Path) -> list[tuple[int, Path]]:
+    """The settings that each part of a run was trained with: the first step of that part, and the file; in their order."""
+    return sorted((int(path.stem.removeprefix("step-")), path) for path in (run_dir / SEGMENTS).glob("step-*.json"))
+
+
+def keep_settings(run: Run) -> None:
+    """Write down what the step that follows is taken with, the first one of this process; config.json is the newest of these.
+
+    Collective: every rank must call it.
+    """
+    first, newest = run.progress.step + 1, run.folder / "config.json"
+
+    @naming_refusals(newest)
+    def write() -> None:
+        kept = segments(run.folder)
+        (run.folder / SEGMENTS).mkdir(exist_ok=True)
+        if first > 1 and not kept and newest.exists():  # of a version that kept the newest alone
+            shutil.copyfile(newest, run.folder / SEGMENTS / "step-00000001.json")
+        for begins, path in kept:
+            if begins > first:  # steps that are taken again
+                path.unlink()
+        for path in (run.folder / SEGMENTS / f"step-{first:08d}.json", newest):
+            unfinished = path.with_name(f"tmp-{path.name}")
+            unfinished.write_text(json.dumps(run.config.public(), indent=2) + "\n")
+            unfinished.replace(path)
+
+    run.ranks.main_first(write)
 
 
 def check_room(run_dir: Path, model: Transformer, ranks: Ranks) -> None:
@@ -243,107 +274,14 @@ def check_room(run_dir: Path, model: Transformer, ranks: Ranks) -> None:
     ranks.main_first(lambda: checkpoints.check_writable(run_dir / "checkpoints", 3 * weights, 2 * weights))
 
 
-def named_checkpoint(config: Config) -> Optional[str]:
-    """The checkpoint that the settings name to start from, if any."""
-    if config.resume not in ("auto", "never"):
-        return config.resume
-    return next((getattr(config, name) for name in START_FROM if getattr(config, name)), None)
-
-
-def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Optional[Path], bool, list[str]]:
-    """The checkpoint to start from, if any, whether it continues this very run, and warnings.
-
-    Collective: every rank must call it.
-
-    A run that began from the named checkpoint goes on from its own newest, so that the command which started a job also
-    continues it when it was pre-empted.
-
-    Raises:
-        CheckpointError: the checkpoint that was asked for is missing or damaged, or all of the run's are.
-    """
-    def find() -> list:
-        newest, warnings = (None, []) if config.resume == "never" else checkpoints.newest_verified(run_dir / "checkpoints")
-        named = named_checkpoint(config)
-        if named is None or (newest and checkpoints.read_state(newest)["progress"]["begun_from"] == named):
-            return [newest and str(newest), newest is not None, warnings]
-        folder = checkpoints.locate(named, run_dir, warnings.append)
-        if (folder / checkpoints.MANIFEST).exists():
-            checkpoints.verify(folder)
-        if newest and newest.resolve() != folder.resolve():
-            warnings.append(f"{newest} is left behind, because the settings name {folder}")
-        return [str(folder), config.resume == named, warnings]
-
-    folder, own, warnings = ranks.broadcast(ranks.main_first(find))
-    return (Path(folder) if folder else None), own, warnings
-
-
-class Start(NamedTuple):
-    """Where a run begins."""
-
-    folder: Optional[Path]  # a checkpoint or a model folder; None = initial weights
-    own: bool  # it is of this very run
-    state: dict[str, Any]  # the trainer's, to go on with; empty where optimizer and step begin anew
-    base: Optional[Path]  # whose weights the run began with
-    base_sha256: Optional[str]  # of these weights, where they are to be adapted
-    notes: list[str]
-    warnings: list[str]
-
-
 def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> Start:
     """What RESUME and the checkpoint settings ask for. Collective: every rank must call it.
 
     Raises:
         CheckpointError: it is missing, damaged, or belongs to another run than the settings describe.
+        SettingsError: there is nothing to begin with.
     """
-    return start_at(*find_checkpoint(config, run_dir, ranks), config, inputs, run_dir, ranks)
-
-
-def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Config, inputs: Inputs, run_dir: Path,
-             ranks: Ranks) -> Start:
-    """How a run begins with what `find_checkpoint` has found. Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: it belongs to another run than the settings describe.
-    """
-    if folder is None:
-        return Start(None, False, {}, None, None, [], warnings)
-    state, notes = checkpoints.read_state(folder), []
-    if continues(state, own, config):
-        notes, more = ranks.together(lambda: check_changes(state, config, inputs.identity(config), ranks.world_size, folder))
-        warnings += more
-    else:
-        refuse_own_weights(state, folder, run_dir, config)
-        warnings += ranks.together(lambda: check_model(folder, config))
-        warnings.append(f"weights from {folder}; optimizer, schedule and step begin anew")
-        state, own = {}, False
-    remembered = state["progress"].get("base") if state else None
-    base = Path(remembered) if own and remembered else folder
-    base_sha256 = None
-    if config.lora_enabled:
-        base_sha256 = ranks.broadcast(ranks.main_first(lambda: weights_sha256(base)))
-    return Start(folder, own, state, base, base_sha256, notes, warnings)
-
-
-def refuse_own_weights(state: dict[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
-    """Raises CheckpointError where a stage would write over the very weights that it begins with, or what the last one told."""
-    inside = folder.resolve().parent == (run_dir / "checkpoints").resolve()
-    of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
-    if inside and (of_another_stage or config.lora_enabled):
-        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, and this run would write over it; choose "
-                              "another RUN_NAME")
-
-
-def weights_sha256(folder: Path) -> str:
-    """The hash of a model folder's weights; the same in whatever files they lie."""
-    adapter_files.refuse_adapters(folder)
-    return convert.weights_sha256(convert.load_model_weights(folder))
-
-
-def continues(state: dict[str, Any], own: bool, config: Config) -> bool:
-    """Whether a run goes on where this trainer's state was, or takes no more than the weights."""
-    if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
-        return False
-    return own or not (config.reset_optimizer or config.lora_enabled or state["settings"]["LORA_ENABLED"])
+    return start_at(*find_checkpoint(config, run_dir, ranks), config, inputs.identity(config), run_dir, ranks)
 
 
 def place_weights(config: Config, start: Start, model: Transformer, inputs: Inputs, dtype: torch.dtype, ranks: Ranks) -> None:
@@ -389,14 +327,10 @@ def resume(config: Config, start: Start, model: Transformer, optimizer: Optimize
         optimizer.load_state_tensors(restore_padding(checkpoints.read_optimizer(start.folder), model))
         if scaler is not None and start.state["scaler"]:
             scaler.load_state_dict(start.state["scaler"])
-    if not start.own:
-        progress.wandb_run_id, progress.begun_from = None, named_checkpoint(config)
-        progress.base, progress.base_sha256 = str(start.base.resolve()) if start.base else None, start.base_sha256
-        if config.start_step is not None:
-            progress.step = config.start_step
-    elif config.resume not in ("auto", "never"):
-        progress.begun_from = config.resume
-    return progress
+    if not start.own and config.start_step is not None:  # what was counted along with the steps is counted anew
+        progress = Progress(step=config.start_step, tokens_seen=config.start_step * config.total_batch_size,
+                            recent_losses=progress.recent_losses)
+    return replace(progress, **start.remembered)
 
 
 def load_weights(folder: Path, model: Transformer) -> None:

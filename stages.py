@@ -1,10 +1,9 @@
 """Which objective a stage has, and what it needs besides the model: a reference to be held against, or a teacher."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Optional
 
 import numpy as np
 import torch
@@ -18,19 +17,41 @@ from model_utils import build_model, compile_where_possible
 from objectives import PREFERENCE_OBJECTIVES, NextToken, Objective, Reference, stored_reference
 from ranks import Ranks, StopSignals
 from references import frozen_logprobs, with_stored_reference
-from run_state import Inputs, load_weights, weights_sha256
+from run_state import Inputs, Progress, load_weights
+from starts import find_base_together, weights_sha256
 from teacher_store import with_stored_teacher
 from teachers import find_teacher, load_teacher, teacher_facts
 
 
-def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Optional[str], ranks: Ranks,
+@dataclass(frozen=True)
+class Base:
+    """The weights that a run began with, looked for only where they are needed."""
+
+    config: Config
+    progress: Progress
+    run_dir: Path
+    warn: Callable[[str], None]
+
+    def find(self, ranks: Ranks) -> Path:
+        """The folder. Raises CheckpointError where it is gone. Collective: every rank must call it."""
+        return find_base_together(self.config, asdict(self.progress), self.run_dir, ranks, self.warn)
+
+    def sha256(self, ranks: Ranks) -> str:
+        """The hash of the weights. Collective: every rank must call it."""
+        if self.progress.base_sha256:
+            return self.progress.base_sha256
+        folder = self.find(ranks)  # a version before this one kept the hash for adapters alone
+        return ranks.broadcast(ranks.main_first(lambda: weights_sha256(folder)))
+
+
+def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base, ranks: Ranks,
                      signals: StopSignals, say: Callable[[str], None]) -> tuple[Objective, Inputs]:
     """What the settings learn by, and the inputs with what was computed for it before the first step.
 
     Collective: every rank must call it.
 
     Args:
-        base: the folder whose weights the run began with.
+        base: whose weights the run began with.
     Raises:
         CheckpointError, DataError: what it needs is missing, or does not fit.
         Interrupted: a rank was signalled.
@@ -39,7 +60,7 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: 
         objective = PREFERENCE_OBJECTIVES[config.preference_objective]
         if not objective.needs_reference:
             return objective(config), inputs
-        reference, inputs = choose_reference(config, inputs, model, dtype, Path(base), ranks, signals, say)
+        reference, inputs = choose_reference(config, inputs, model, dtype, base, ranks, signals, say)
         return objective(config, reference), inputs
     if config.distillation_enabled:
         return choose_teacher(config, inputs, ranks, signals, say)
@@ -80,7 +101,7 @@ def rows_of_run(config: Config, n_rows: int) -> np.ndarray:
                                      for step in range(config.max_steps)] or [np.arange(0)]))
 
 
-def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Path, ranks: Ranks,
+def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base, ranks: Ranks,
                      signals: StopSignals, say: Callable[[str], None]) -> tuple[Reference, Inputs]:
     """Where the reference's log-probabilities come from. Collective: every rank must call it."""
     if config.lora_enabled and config.dpo_reference != "stored":
@@ -88,16 +109,16 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
 
     @cache
     def frozen() -> Transformer:
+        folder = base.find(ranks)
         reference = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
-        ranks.together(lambda: load_weights(base, reference))
+        ranks.together(lambda: load_weights(folder, reference))
         lora.keep_base_in(reference.requires_grad_(False), dtype)
         compile_where_possible(reference, config, ranks.device.type)
         return reference.eval()
 
     if config.dpo_reference == "live":
         return partial(frozen_logprobs, frozen()), inputs
-    weights = ranks.broadcast(ranks.main_first(lambda: weights_sha256(base)))
-    facts = {"weights_sha256": weights, "compute_dtype": str(dtype)}
+    facts = {"weights_sha256": base.sha256(ranks), "compute_dtype": str(dtype)}
 
     def stored(rows, split: str):
         return rows and with_stored_reference(rows, split, facts, frozen, config.micro_batch_size, ranks, signals, say)

@@ -50,13 +50,14 @@ from run_state import (
     StepResult,
     check_room,
     find_start,
+    keep_settings,
     open_inputs,
     place_weights,
     resume,
     save_checkpoint,
     start_run_dir,
 )
-from stages import choose_objective
+from stages import Base, choose_objective
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -111,7 +112,8 @@ def train(loaded: Loaded) -> int:
         for message in (*loaded.notes, *start.notes):
             log.say(message)
         try:
-            objective, inputs = choose_objective(config, inputs, model, dtype, progress.base, ranks, signals, log.say)
+            base = Base(config, progress, folder, log.warn)
+            objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.say)
         except Interrupted:
             log.say("Stopped by a signal before the first step; the same command begins again.")
             return EXIT_PREEMPTED
@@ -135,7 +137,7 @@ def take_steps(run: Run) -> int:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A run begins with a measurement, and a resumed one with what a signal has cut off.
             reached = {} if progress.pending_metrics is None else finish_step(run)
-            baseline = reached if progress.step == 0 else {}
+            baseline, first = reached if progress.step == 0 else {}, progress.step
             while not run.finished:
                 throughput.skip_pause()
                 PULSE.enter("data", progress.step + 1)
@@ -143,6 +145,8 @@ def take_steps(run: Run) -> int:
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 rate = learning_rate(progress.updates, config)
                 result = train_step(run, trained, batches, count, rate)
+                if progress.step == first:
+                    keep_settings(run)
                 enter_in_ledger(run, result)
                 if not result.finite:
                     stop_non_finite(run, batches, result, first_bad, partial(own_part_is_finite, run, batches, result.count))

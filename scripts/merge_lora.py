@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import adapter_files
-from checkpoints import MANIFEST, publish, verify
+from checkpoints import MANIFEST, publish, read_state, verify
 from config import ModelConfig
 from convert import (
     MAX_SHARD_BYTES,
@@ -39,17 +39,20 @@ TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order
 
 
 def base_of(adapter: Path, base: Optional[Path]) -> Path:
-    """The base's folder: the one that was named, or the one that the adapters name.
+    """The base's folder: the one that was named, or the one that the adapters name, also where it was moved along with their run.
 
     Raises:
         CheckpointError: it is not here.
     """
     named = base or read_json(adapter / adapter_files.CONFIG_FILE).get("base_model_name_or_path")
-    if not named or not os.path.isfile(f"{named}/config.json"):
+    beside = read_state(adapter).get("progress", {}).get("base_beside")
+    places = [named, adapter.resolve().parents[1] / beside] if beside and not base else [named]
+    found = next((place for place in places if place and os.path.isfile(f"{place}/config.json")), None)
+    if found is None:
         what = f"{named} is no model folder here" if named else "the adapters do not name their base"
         raise CheckpointError(f"{what}; name the base's folder with --base (one on the hub is fetched with: "
                               "hf download NAME --local-dir FOLDER)")
-    return Path(str(named))
+    return Path(str(found))
 
 
 def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype: torch.dtype = torch.float32) -> float:

@@ -28,13 +28,13 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
-        raise SettingsError("command line: the run's own config.json has its settings; name those that are to differ, one by one")
+        raise SettingsError("command line: the run's own folder has its settings; name those that are to differ, one by one")
 
     # These take seconds, as they bring torch.
     from ranks import explain
     from replay import read_settings, replay
 
-    config, world_size = read_settings(args.run, flags.layer)
+    config, world_size = read_settings(args.run, flags.layer, args.step)
     try:
         replay(args.run, args.step, config, world_size, args.rows, args.at_checkpoint)
     except (MemoryError, RuntimeError) as error:

@@ -73,7 +73,7 @@ def where_it_starts(config: Config) -> tuple[dict[str, Any], int]:
         CheckpointError: it is not there.
     """
     import checkpoints
-    from run_state import continues, named_checkpoint
+    from starts import continues, named_checkpoint
 
     named = named_checkpoint(config)
     if named is None:
@@ -83,7 +83,8 @@ def where_it_starts(config: Config) -> tuple[dict[str, Any], int]:
     setting = "RESUME" if config.resume == named else next(name.upper() for name in START_FROM if getattr(config, name))
     goes_on = continues(state, config.resume == named, config)
     done = state["progress"]["step"] if goes_on else 0
-    return {"RESUME": "auto", setting: folder}, done if config.resume == named else (config.start_step or done)
+    counts_anew = config.resume != named and config.start_step is not None
+    return {"RESUME": "auto", setting: folder}, config.start_step if counts_anew else done
 
 
 def load(flags: list[str], ranks: int) -> Config:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -198,6 +199,19 @@ CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
 def without_clocks(metrics: list[dict]) -> list[dict]:
     """The lines without what differs from one run to the next."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
+
+
+def ways_out(error: str) -> list[str]:
+    """What the last error advises, one by one."""
+    return error.strip().splitlines()[-1].rpartition(". ")[2].split("; or ")
+
+
+def settings_of(way: str) -> dict[str, str]:
+    """The settings that a piece of advice says to set."""
+    found = {name: value for name, value in re.findall(r"\b([A-Z_]+)=([^\s,;]+)", way)}
+    flags = re.findall(r"--([a-z-]+)(?: (?!--)([^\s,;]+))?", way)
+    found |= {flag.replace("-", "_").upper(): value or "true" for flag, value in flags}
+    return found | ({"RUN_NAME": "another"} if "RUN_NAME" in way or "run-name" in way else {})
 
 
 # ------------------------------------------------------------------------------------------------------------------- one step

@@ -32,7 +32,7 @@ ROW_TOKENS = 32
 def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
     """What a replay tells, by the run's folder."""
     lines = []
-    config, world_size = read_settings(run.folder, read_flags(flags).layer)
+    config, world_size = read_settings(run.folder, read_flags(flags).layer, step)
     replay(run.folder, step, config, **{"world_size": world_size, **options}, say=lines.append)
     return "\n".join(lines)
 
@@ -98,15 +98,52 @@ def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(s
 
 def test_older_weights_are_called_so(finished):
     text = replayed(finished, 4, at_checkpoint=True)
-    assert "those after step 2, which are older" in text and "ANOTHER" in text
+    assert "those after step 2, which are older" in text and "ANOTHER" in text and NOTHING not in text
 
 
 def test_other_settings_than_the_run_had_are_noticed(finished):
     text = replayed(finished, 4, "--learning-rate", "0.1")
     assert "LEARNING_RATE was 0.01, is 0.1" in text, "the checkpoint knows"
-    assert "ANOTHER" in text
+    assert "ANOTHER" in text and NOTHING not in text
     assert "BUT step 5 has a loss of" in replayed(finished, 6, "--norm-eps", "0.1", "--allow-resume-mismatch", "NORM_EPS")
     assert "NOT those of the ledger" in replayed(finished, 2, "--seed", "5")
+
+
+@pytest.fixture
+def in_parts(tiny_run) -> TinyRun:
+    """A run whose settings changed at step 4, and of which a command was told afterwards that had nothing to do."""
+    run = tiny_run(**UNMEASURED)
+    assert run.train(MAX_STEPS=3) == run.train(LEARNING_RATE=0.03) == 0
+    newest = (run.folder / "config.json").read_text()
+    assert run.train(LEARNING_RATE=0.5, MAX_STEPS=5) == 0
+    assert (run.folder / "config.json").read_text() == newest and json.loads(newest)["LEARNING_RATE"] == 0.03
+    return run
+
+
+def test_each_part_of_a_run_is_replayed_with_its_own_settings(in_parts):
+    parts = {path.name: json.loads(path.read_text())["LEARNING_RATE"] for path in (in_parts.folder / "configs").iterdir()}
+    assert parts == {"step-00000001.json": 0.01, "step-00000004.json": 0.03}
+    for step in (3, 6):
+        text = replayed(in_parts, step)
+        check_same(text)
+        assert NOTHING in text
+    # Taken back to step 2, the run has its later part no more.
+    assert in_parts.train(RESUME="step-00000002", LEARNING_RATE=0.02) == 0
+    assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000003.json"]
+    for step in (2, 6):
+        check_same(replayed(in_parts, step))
+
+
+def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
+    """As a version before this one left it, whose config.json alone had the settings of the newest command."""
+    shutil.rmtree(in_parts.folder / "configs")
+    check_same(replayed(in_parts, 6))
+    text = replayed(in_parts, 2)
+    assert "ANOTHER" in text and NOTHING not in text
+    assert text.splitlines()[-1].startswith("This is not the step that was: it has another loss")
+    assert in_parts.train(MAX_STEPS=7) == 0
+    assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000007.json"]
+    check_same(replayed(in_parts, 6))
 
 
 # -------------------------------------------------------------------------------------------------------- what was planted in it
@@ -285,7 +322,7 @@ def test_a_step_that_never_was_is_refused_with_those_that_were(finished):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(SettingsError, match="no run's folder"):
-        read_settings(tmp_path, Layer({}, []))
+        read_settings(tmp_path, Layer({}, []), 1)
 
 
 def test_flags_are_settings(finished):

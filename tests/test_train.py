@@ -11,7 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import TinyRun, a_step, at_step, furthest, prepare, stop_at, uneven_batches, without_clocks
+from helpers import (
+    UNMEASURED,
+    TinyRun,
+    a_step,
+    at_step,
+    furthest,
+    prepare,
+    settings_of,
+    stop_at,
+    uneven_batches,
+    ways_out,
+    without_clocks,
+)
 
 import checkpoints
 import evaluation
@@ -221,17 +233,25 @@ def finished(whole, prepared, tmp_path) -> TinyRun:
     return TinyRun(prepared, tmp_path / "runs", MAX_STEPS=8)
 
 
-@pytest.mark.parametrize(("names", "changes"), [
-    (("SEED",), {"SEED": 7}), (("MAX_SEQ_LEN",), {"MAX_SEQ_LEN": 64}), (("TOTAL_BATCH_SIZE",), {"TOTAL_BATCH_SIZE": 512}),
-    (("DIM", "HIDDEN_DIM"), {"DIM": 64}), (("N_LAYERS",), {"N_LAYERS": 3}), (("DOCUMENT_MASK",), {"DOCUMENT_MASK": "false"}),
-    (("OPTIMIZER",), {"OPTIMIZER": "muon"}), (("PRETRAIN_DATA_PATH",), "data"),
-    (("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "tokenizer")])
-def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, finished, others, capsys):
+@pytest.mark.parametrize(("names", "changes", "ways"), [
+    (("SEED",), {"SEED": 7}, 4), (("MAX_SEQ_LEN",), {"MAX_SEQ_LEN": 64}, 4),
+    (("TOTAL_BATCH_SIZE",), {"TOTAL_BATCH_SIZE": 512}, 4), (("DIM", "FFN_DIM"), {"DIM": 64}, 2),
+    (("N_LAYERS",), {"N_LAYERS": 3}, 2), (("FFN_DIM",), {"MULTIPLE_OF": 128}, 2),
+    (("DOCUMENT_MASK",), {"DOCUMENT_MASK": "false"}, 4), (("OPTIMIZER",), {"OPTIMIZER": "muon"}, 3),
+    (("PRETRAIN_DATA_PATH",), "data", 4), (("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "tokenizer", 2)])
+def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, ways, finished, others, capsys):
+    """And every way out that it offers works."""
     changes = others[changes] if isinstance(changes, str) else changes
     assert finished.train(**changes) == 5
     error = capsys.readouterr().err
-    assert all(f"{name} was" in error for name in names) and f"ALLOW_RESUME_MISMATCH={','.join(names)}" in error
-    assert finished.steps_saved() == [2, 4, 6]
+    assert all(f"{name} was" in error for name in names) and finished.steps_saved() == [2, 4, 6]
+    offered = ways_out(error)
+    assert len(offered) == ways
+    for number, way in enumerate(offered):
+        copy = TinyRun.__new__(TinyRun)
+        copy.output_dir = Path(shutil.copytree(finished.output_dir, finished.output_dir.with_name(f"way-{number}")))
+        copy.settings = finished.settings | UNMEASURED | {"OUTPUT_DIR": copy.output_dir}
+        assert copy.train(**({} if "bring back" in way.lower() else changes) | settings_of(way)) == 0, way
 
 
 def test_a_mismatch_can_be_allowed_by_name(finished, capsys):
@@ -280,7 +300,8 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     settings = {"PRETRAIN_CHECKPOINT": finished.checkpoint(6), "RESET_OPTIMIZER": "true"}
     with stop_at(2):
         assert run.train(**settings, SEED=3) == train.EXIT_PREEMPTED
-    assert "begin anew" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "begin anew" in told.out and not told.err, "it is what was asked for, and nothing to warn of"
     assert run.column("val_loss")[0] == pytest.approx(whole.column("val_loss")[6], rel=1e-6)
     assert list(run.column("train_loss")) == [1, 2] and run.column("learning_rate")[1] == 0.005
     # After a pre-emption the same command continues the run and resets nothing.
