@@ -160,7 +160,7 @@ def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished
 @pytest.mark.parametrize("mode", MODES)
 def test_every_stage_learns(mode, run):
     steps = 32 if "lora" in mode else 8  # adapters begin at nothing
-    learned = run(mode, MAX_STEPS=steps, VALIDATE_EVERY=steps, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, SAVE_EVERY=0, LEARNING_RATE=0.02)
+    learned = run(mode, MAX_STEPS=steps, VALIDATE_EVERY=steps, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, LEARNING_RATE=0.02)
     assert learned.train() == 0
     losses = learned.column("train_loss")
     assert losses[steps] < losses[1] and learned.column("val_loss")[steps] < learned.column("val_loss")[0]
