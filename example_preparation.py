@@ -18,7 +18,8 @@ from chat_formats import ChatFormat, Segments, TemplateFormat, load_chat_format
 from chats import CHAT_SHORTCUTS, PAIR_SHORTCUTS, Chat, Pair, read_chats, read_pairs, with_system
 from data_preparation_utils import SPLITS, Encoding, Kind, Tokenized, prepare, split_of, worker_tokenizer
 from errors import DataError, SettingsError
-from records import Mix, Source, mix_of, source_of
+from mixes import Mix, mix_of
+from records import Source, source_of
 from shard_writer import Tokens
 from shards import HEADER_BYTES
 from tokenizer import load_tokenizer

@@ -15,7 +15,7 @@ from typing import Any
 
 import tiktoken
 
-from downloads import first_line, hub_folder
+from downloads import HUB_NAME, hub_folder, why_not
 from errors import DataError, SettingsError
 
 # How Llama 3 cuts text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
@@ -43,7 +43,6 @@ KNOWN_NAMES = {
                   "<|END_OF_TURN_TOKEN|>"),
 }
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
 # Renders what chat_formats.ChatFormat encodes.
@@ -446,5 +445,5 @@ def _hub_folder(name: str) -> Path:
         return hub_folder(name, "tokenizer.json", lambda folder: (folder / "tokenizer.json").is_file(),
                           allow_patterns=list(HUGGINGFACE_FILES))
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        raise DataError(f"TOKENIZER_PATH={name} is no local file, and the hub gives no tokenizer.json: {first_line(error)}; "
+        raise DataError(f"TOKENIZER_PATH={name} is no local file, and the hub gives no tokenizer.json: {why_not(error)}; "
                         "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a local path") from error

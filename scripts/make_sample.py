@@ -27,7 +27,7 @@ VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # What the sample's bytes follow from: it is made anew when one of them has changed.
 SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py",
-           "shard_writer.py", "chats.py", "chat_formats.py", "example_preparation.py")
+           "mixes.py", "shard_writer.py", "chats.py", "chat_formats.py", "example_preparation.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:

@@ -18,7 +18,8 @@ from chat_formats import ChatFormat, load_chat_format
 from data_preparation_utils import describe_prepared, prepare_pretrain
 from errors import DataError, SettingsError
 from example_preparation import prepare_examples
-from records import Mix, Source
+from mixes import Mix
+from records import Source
 from shards import HEADER_BYTES, MANIFEST, open_token_set
 from tokenizer import load_tokenizer, train_bpe, write_tiktoken
 
