@@ -165,8 +165,8 @@ def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[Ch
             future, done = pending.popleft()
             yield future.result(), done
     except BrokenProcessPool as error:
-        raise PaddockError(f"a tokenising process was killed, perhaps for want of memory; set PREPARATION_WORKERS={workers // 2} and "
-                           "start again, it goes on where it was") from error
+        raise PaddockError(f"a tokenising process was killed, perhaps for want of memory; set "
+                           f"PREPARATION_WORKERS={workers // 2} and start again, it goes on where it was") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

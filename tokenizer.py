@@ -15,6 +15,7 @@ from typing import Any
 
 import tiktoken
 
+from config import SAMPLE
 from downloads import HUB_NAME, hub_folder, why_not
 from errors import DataError, SettingsError
 
@@ -257,8 +258,10 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
         file = file / "tokenizer.json"
     if not os.path.isfile(file):
         what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
-        raise DataError(f"TOKENIZER_PATH={path}: {what}; give a BPE file in tiktoken's format (such as Llama 3's "
-                        "tokenizer.model), a tokenizer.json, or train one with scripts/train_tokenizer.py")
+        raise DataError(f"TOKENIZER_PATH={path}: {what}; " + (
+            f"make the embedded sample with scripts/make_sample.py --folder {SAMPLE}" if file.is_relative_to(SAMPLE) else
+            "give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a tokenizer.json, or train one with "
+            "scripts/train_tokenizer.py"))
     try:
         return HuggingFaceTokenizer(file, path) if backend == "huggingface" else Tokenizer(read_tiktoken(file))
     except OSError as error:

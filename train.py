@@ -55,6 +55,7 @@ from run_state import (
     save_checkpoint,
     start_run_dir,
 )
+from sample_world import provide_sample
 from stages import choose_objective
 
 
@@ -63,6 +64,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     export_secrets(loaded.config)
     try:
+        provide_sample(loaded.config, may_write=not loaded.check)
         code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watch()

@@ -70,14 +70,20 @@ def main() -> None:
     folder, stories = arguments.folder.absolute(), arguments.stories
     if is_up_to_date(folder, stories):
         return
-    os.chdir(ROOT)
-    print(f"Making the embedded sample in {folder} (once, less than a minute) ...", flush=True)
-    unfinished = folder.with_name(f".sample-{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    make(unfinished, stories)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    from shard_writer import locked
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f".{folder.name}.lock")):
+        if is_up_to_date(folder, stories):
+            return
+        os.chdir(ROOT)
+        print(f"Making the embedded sample in {folder} (once, less than a minute) ...", flush=True)
+        unfinished = folder.with_name(f".sample-{os.getpid()}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        make(unfinished, stories)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
 
 
 if __name__ == "__main__":
