@@ -121,7 +121,7 @@ def test_the_folder_that_is_spoilt_was_sound(command, place, capsys):
 
 @contextlib.contextmanager
 def no_right_to_read_everything() -> Iterator[None]:
-    """Root is held to the modes of files, as anybody else. Its own folders stay open: a clone may lie where nobody else may go."""
+    """Root is held to the modes of files, as anybody else. Its own folders stay open, so a clone may lie anywhere."""
     if os.geteuid():
         yield
         return
