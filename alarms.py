@@ -84,7 +84,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
     where = (f"was not finite on rank {', '.join(map(str, culprits))}" if culprits else
              "was not finite, but is on every rank when computed again: that is transient, most likely a fault of hardware or "
              "of communication")
-    advice = ("try a lower LEARNING_RATE, --preset stable, or DEBUG=true to name the first bad module" if culprits else
+    presets = ",".join(filter(None, (run.config.preset, "stable")))
+    advice = (f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true to name the first bad module" if culprits else
               "go on with the same command; where it comes again, look for the machine that it comes from")
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {kept(run, everyone)}, and {folder} "
                            f"holds its rows and tensors. Look at it with {how_to_look(run)}, or {advice}")

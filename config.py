@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from errors import is_url, without_passwords
 
+SAMPLE = "data/sample"  # as presets/sample*.env name it; scripts/make_sample.py makes it
 LARGEST = 2**53  # a number above it is a slip, and would not survive JSON
 
 
@@ -322,8 +323,8 @@ def rules(config: Config) -> Iterator[Problem]:
     path = f"{c.training_stage}_data_path"
     if getattr(c, path) is None:
         script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"
-        yield Problem((path,), f"{path.upper()} is not set; prepare data with {script}, or try the embedded sample: "
-                               "bash scripts/run.sh --preset sample")
+        sample = ", or try the embedded sample: bash scripts/run.sh --preset sample" if c.training_stage == "pretrain" else ""
+        yield Problem((path,), f"{path.upper()} is not set; prepare data with {script}{sample}")
     if c.tokenizer_path is None:
         yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
                                            "or train one with scripts/train_tokenizer.py")

@@ -29,7 +29,8 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import DataError, PaddockError, SettingsError, without_passwords
-from records import Mix, Reading, Source, draw, fraction_read, identify, mix_of, pinned, read_texts
+from mixes import Mix, draw, fraction_read, mix_of, pinned
+from records import Reading, Source, identify, kind_of, read_texts
 from shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
 from shards import HEADER_BYTES, MANIFEST, dtype_for
 from tokenizer import load_tokenizer
@@ -164,8 +165,8 @@ def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[Ch
             future, done = pending.popleft()
             yield future.result(), done
     except BrokenProcessPool as error:
-        raise PaddockError("a tokenising process was killed, perhaps for want of memory; lower PREPARATION_WORKERS and start "
-                           "again, it goes on where it was") from error
+        raise PaddockError(f"a tokenising process was killed, perhaps for want of memory; set "
+                           f"PREPARATION_WORKERS={workers // 2} and start again, it goes on where it was") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -300,11 +301,21 @@ def write_shards(kind: Kind, mix: Mix, encoding: Encoding, folder: Path, shard_t
     skipped = {"empty": sum(reading.empty for reading in readings), "bad": sum(reading.bad for reading in readings),
                "bad_records": [where for reading in readings for where in reading.bad_records]}
     if not splits["train"]["documents"]:
-        one, more = ("example", "give more") if kind.name else ("document", "cut the text into more documents (--documents)")
         sources = ", ".join(without_passwords(source.path) or source.name for source in mix.sources)
-        raise DataError(f"{sources}: no {one} is left to train on: {splits['validation']['documents']} fell into validation, "
-                        f"{skipped['empty']} were empty, {skipped['bad']} bad; lower VALIDATION_FRACTION, or {more}")
+        held_out, one = splits["validation"]["documents"], "example" if kind.name else "document"
+        gone = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"]}
+        why = ", ".join(f"{count:,} {what}" for what, count in gone.items() if count) or "the source is empty"
+        bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
+        more = how_to_have_more(kind.name, [source.path for source in mix.sources])
+        more = f"lower VALIDATION_FRACTION (0 holds nothing out), or {more}" if held_out else more
+        raise DataError(f"{sources}: no {one} is left to train on: {why}{bad}; {more}")
     return {"splits": splits, "skipped": skipped}
+
+
+def how_to_have_more(kind: str | None, paths: Iterable[str]) -> str:
+    """What to do where there are too few documents, or examples of a kind: a file of plain text can be cut into more."""
+    is_text = not kind and any(kind_of(path)[0] == "text" for path in paths)
+    return f"give more {'examples' if kind else 'documents'}" + (", or cut the text into more (--documents)" if is_text else "")
 
 
 def publish(kind: Kind, working: Path, folder: Path, prepared: dict, tokenizer, mix: Mix, identities: list[dict],
@@ -344,9 +355,9 @@ def describe_prepared(folder: Path) -> str:
         lines.append(f"{name}: {split['tokens']:,} tokens{learned} in {split['documents']:,} {kind or 'documents'}, "
                      f"{len(split['shards'])} shards")
     if manifest["settings"]["validation_fraction"] and not splits["validation"]["documents"]:
-        lines.append("Warning: nothing fell into validation; raise VALIDATION_FRACTION" if kind else
-                     "Warning: no document fell into validation; raise VALIDATION_FRACTION, or cut the text into more documents "
-                     "(--documents)")
+        more = how_to_have_more(kind, [source.get("path", "") for source in manifest["source"]["sources"]])
+        more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
+        lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     lines.append(f"Skipped: {'' if kind else format(skipped['empty'], ',') + ' empty documents, '}{skipped['bad']:,} bad records")
     lines += [f"  {where}" for where in skipped["bad_records"][:20]]
     if skipped["bad"] > 20:

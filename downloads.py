@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import re
 import socket
 import sys
 import time
@@ -22,6 +23,9 @@ PASSING_STATUS = {408, 425, 429, *range(500, 600)}
 PASSING_ERRORS = {"ConnectionError", "NetworkError", "TimeoutError", "TimeoutException", "RemoteProtocolError", "Timeout",
                   "ChunkedEncodingError", "ClientConnectionError", "ClientPayloadError", "IncompleteRead", "gaierror"}
 LASTING_ERRORS = {"OfflineModeIsEnabled", "SSLCertVerificationError", "ClientConnectorCertificateError"}
+# As the hub has them: owner/name, or a name alone, which never has a dot. Anything else can only be a path.
+HUB_NAME = re.compile(r"(?!.*(--|\.\.))(\w([\w.-]{,94}\w)?/\w([\w.-]{,94}\w)?|\w([\w-]{,94}\w)?)")
+HUB_SECONDS = 5
 
 
 def first_line(error: BaseException) -> str:
@@ -48,11 +52,17 @@ def may_pass(error: BaseException) -> bool:
     names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
     if names & LASTING_ERRORS or any(isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN for cause in chain):
         return False
-    for cause in chain:
+    status = status_of(error)
+    return bool(names & PASSING_ERRORS) if status is None else status in PASSING_STATUS
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that a server answered with; None where none answered."""
+    for cause in causes(error):
         status = getattr(cause, "status", None) or getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
-            return status in PASSING_STATUS
-    return bool(names & PASSING_ERRORS)
+            return status
+    return None
 
 
 def try_again(what: str, ask: Callable[[], T]) -> T:
@@ -74,6 +84,23 @@ def try_again(what: str, ask: Callable[[], T]) -> T:
     return ask()
 
 
+def ask_hub(name: str, ask: Callable[[], T]) -> T:
+    """What ask() gives. What may be a mistyped path is asked for once; again only where the hub answers to come back later."""
+    try:
+        return ask()
+    except Exception as error:  # the clients share no base class
+        if status_of(error) is None or not may_pass(error):
+            raise
+    return try_again(name, ask)
+
+
+def why_not(error: Exception) -> str:
+    """Why the hub does not give something, in a few words."""
+    if status_of(error) in (401, 403, 404):
+        return f"it has none of that name that may be seen from here (HTTP {status_of(error)})"
+    return first_line(error)
+
+
 def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted: list[str]) -> Path:
     """The local copy of a model on the hub: from the cache where it is whole, else downloaded now.
 
@@ -93,10 +120,10 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
         pass
 
     def download() -> Path:
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, proof), timeout=5)
         with PULSE.kept_moving():  # the hub's client has time-outs of its own
             return Path(hub.snapshot_download(name, **wanted))
 
+    ask_hub(name, lambda: hub.get_hf_file_metadata(hub.hf_hub_url(name, proof), timeout=HUB_SECONDS))
     return try_again(name, download)
 
 
@@ -104,14 +131,16 @@ def hub_revision(name: str, revision: str) -> str:
     """The commit of a dataset on the hub that a revision (empty = the newest) means now.
 
     Raises:
-        DataError: the hub does not know it, or cannot be reached.
+        DataError: the hub does not know it, or cannot be reached; or no dataset can have that name.
     """
+    if not HUB_NAME.fullmatch(name):
+        raise DataError(f"{name} is no name of a dataset on the hub, which is owner/name; mend it, or give a path")
     with needing("huggingface_hub", f"{name}, a dataset of the hub,"):
         from huggingface_hub import HfApi
     try:
-        return try_again(name, lambda: HfApi().dataset_info(name, revision=revision or None).sha)
+        return ask_hub(name, lambda: HfApi().dataset_info(name, revision=revision or None, timeout=HUB_SECONDS).sha)
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        raise DataError(f"{name} is no file or folder here, and the hub does not give it: {first_line(error)}; "
+        raise DataError(f"{name} is no file or folder here, and the hub does not give it: {why_not(error)}; "
                         "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error
 
 

@@ -5,10 +5,10 @@ An example is a run of tokens, cut into segments. A segment is one uint32 in a s
 prompt, which is stored once, and the two answers.
 """
 
+import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain
-from json import dumps
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +18,14 @@ from chat_formats import ChatFormat, Segments, TemplateFormat, load_chat_format
 from chats import CHAT_SHORTCUTS, PAIR_SHORTCUTS, Chat, Pair, read_chats, read_pairs, with_system
 from data_preparation_utils import SPLITS, Encoding, Kind, Tokenized, prepare, split_of, worker_tokenizer
 from errors import DataError, SettingsError
-from records import Mix, Source, mix_of, source_of
+from mixes import Mix, mix_of
+from records import Source, source_of
 from shard_writer import Tokens
 from shards import HEADER_BYTES
 from tokenizer import load_tokenizer
 
-# Part of the cache key: raise it when the same record would give other tokens or segments.
-EXAMPLES_VERSION = 1
+# Part of the cache key: raise it when the same record would give other tokens or segments, or fall into another split.
+EXAMPLES_VERSION = 2
 READERS = {"chats": read_chats, "pairs": read_pairs}
 SHORTCUTS = {"chats": CHAT_SHORTCUTS, "pairs": PAIR_SHORTCUTS}
 SHOWN_TOKENS = 64  # at either end of a segment
@@ -47,7 +48,7 @@ def prepare_examples(kind: str, source: str | Source | Mix, tokenizer_path: str,
     Args:
         kind: "chats" or "pairs".
         system_prompt: put before examples that have no system message; "" = nothing is.
-        validation_fraction: share of examples held out, chosen by the hash of what is said in them.
+        validation_fraction: share of prompts whose examples are held out, chosen by `split_key`.
         max_documents: the first so many examples only; 0 = all.
         Others: as `data_preparation_utils.prepare_pretrain`.
     Raises:
@@ -73,6 +74,19 @@ def characters_of(example: Chat | Pair) -> int:
     if isinstance(example, Chat):
         return sum(len(message["content"]) for message in example.messages)
     return sum(len(message["content"]) for message in example.prompt) + len(example.chosen) + len(example.rejected)
+
+
+def split_key(example: Chat | Pair) -> str:
+    """What decides the split of an example: the user's first message, in the form in which texts compare equal.
+
+    All chats and pairs that begin with the same request fall on one side, so that no answer to what is held out is ever
+    learned, in neither stage. Answers and later turns have no say in it; nor has a system message, which may come from
+    SYSTEM_PROMPT and would part the same request. White space, letter case and Unicode's ways to write a character have none
+    because formats and tokenizers strip, lower and normalise: what gives the same tokens must give the same key.
+    """
+    messages = example.messages if isinstance(example, Chat) else example.prompt
+    asked = next(message["content"] for message in messages if message["role"] == "user")
+    return " ".join(unicodedata.normalize("NFKC", asked).casefold().split())
 
 
 @lru_cache(maxsize=1)
@@ -102,7 +116,7 @@ def tokenize_examples(recipe: Recipe, encoding: Encoding, examples: Sequence[Cha
         if fault := label_fault(example, segments, chat_format):
             raise DataError(f"{example.where}: its labels are wrong, and so would be what is learned from it: {fault}; "
                             "use another chat template or tokenizer")
-        kept[split_of(dumps(example[1:]), encoding.validation_fraction)].append(segments)
+        kept[split_of(split_key(example), encoding.validation_fraction)].append(segments)
     return Tokenized({split: flattened(chosen, encoding.dtype) for split, chosen in kept.items()}, refused)
 
 

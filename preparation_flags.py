@@ -8,7 +8,8 @@ from data_preparation_utils import describe_prepared, prepare_pretrain
 from errors import SettingsError, local_path, run_script
 from example_preparation import SHORTCUTS as EXAMPLE_SHORTCUTS
 from example_preparation import prepare_examples
-from records import SHORTCUTS, read_mix, source_of
+from mixes import read_mix
+from records import SHORTCUTS, source_of
 from settings import export, load_config
 from shards import KINDS
 

@@ -9,19 +9,16 @@ import io
 import json
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
-from pathlib import Path
-from random import Random
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import fsspec
 from fsspec.core import url_to_fs
 
-from downloads import RemoteFile, first_line, hub_revision, may_pass, try_again
+from downloads import HUB_NAME, RemoteFile, first_line, hub_revision, may_pass, try_again
 from errors import DataError, PaddockError, SettingsError, needing, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
@@ -29,6 +26,8 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "p
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS = 1000
+COMMIT = re.compile(r"[0-9a-f]{40}")
+TRIED_BYTES = 8192  # by which a file is told to be text or not
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
 
 
@@ -63,8 +62,8 @@ def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: 
         raise SettingsError("a source is empty; give a file, folder or glob, or the name of a dataset on the hub")
     if text in shortcuts:
         return replace(shortcuts[text], **fields)
-    is_path = "://" in text or os.path.exists(text) or any(sign in text for sign in "*?[") or kind_of(text)[0]
-    return Source(path=text, **fields) if is_path else Source(name=text, **fields)
+    could_be_on_hub = HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
+    return Source(name=text, **fields) if could_be_on_hub else Source(path=text, **fields)
 
 
 @dataclass
@@ -234,6 +233,8 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
             if file.compression not in fsspec.compression.compr:
                 raise DataError(f"{file.url}: {file.compression} needs a package: pip install zstandard")
             lines = fsspec.compression.compr[file.compression](lines, mode="rb")
+        if file.kind == "text":
+            lines = chain(beginning_of_text(file.url, lines), lines)
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -245,6 +246,25 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
                 reading.refuse(f"{file.url}:{number}", f"byte {error.start + 1} of the line is not UTF-8")
                 continue
             yield f"{file.url}:{number}", text
+
+
+def beginning_of_text(url: str, lines: Iterable[bytes]) -> list[bytes]:
+    """The first lines of a file, which must be text for the most part, whatever is to be done with a bad line.
+
+    Raises:
+        DataError: more than half of them are none: it is a binary file, or text in another encoding.
+    """
+    first, size = [], 0
+    for line in lines:
+        first.append(line)
+        size += len(line)
+        if size >= TRIED_BYTES:
+            break
+    bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
+    if 2 * bad > len(first):
+        raise DataError(f"{url}: is no text in UTF-8: {bad} of its first {len(first)} lines hold NULs, or bytes that UTF-8 has "
+                        "not; convert it, or leave the file out")
+    return first
 
 
 def read_jsonl(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
@@ -294,10 +314,11 @@ def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
     """The rows of a dataset on the hub, streamed at one fixed commit."""
     with needing("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
+    revision = source.revision if COMMIT.fullmatch(source.revision) else hub_revision(source.name, source.revision)
     with naming(f"{source.name} ({source.config or 'default'}, {source.split})"):
         # What comes later, datasets and the hub's client ask for again themselves.
         rows = try_again(source.name, lambda: datasets.load_dataset(
-            source.name, source.config or None, split=source.split, streaming=True, revision=source.revision or None,
+            source.name, source.config or None, split=source.split, streaming=True, revision=revision or None,
             data_files={source.split: source.files} if source.files else None))
         for number, record in enumerate(rows, 1):
             yield f"{source.name}[{source.split}] row {number}", record
@@ -360,92 +381,3 @@ def flaw_of(text: Any) -> str | None:
     except UnicodeEncodeError as error:
         return f"holds a lone surrogate at character {error.start + 1}"
     return None
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Several sources, drawn from at random by weight, document by document."""
-
-    sources: tuple[Source, ...]
-    seed: int = 0
-    stop: str = "first_exhausted"  # or all_exhausted: the others go on alone; no document comes twice
-
-
-def read_mix(path: str | Path) -> Mix:
-    """The mix that a JSON file describes: {"sources": [{"path" or "name": ..., "weight": ...}, ...], "seed": 0, "stop": ...}.
-
-    Raises:
-        SettingsError: the file cannot be read, or a field is unknown, missing or impossible.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{path}: cannot be read as JSON: {error}; mend it, --help shows one") from error
-    sources = content.get("sources") if isinstance(content, dict) else None
-    if not isinstance(sources, list) or not sources or not all(isinstance(source, dict) for source in sources):
-        raise SettingsError(f'{path}: expected {{"sources": [{{"path" or "name": ..., "weight": ...}}, ...]}}')
-    refuse_unknown(f"{path}", content, {"sources", "seed", "stop"})
-    known = {field.name for field in fields(Source)}
-    for number, source in enumerate(sources, 1):
-        where = f"{path}: source {number}"
-        refuse_unknown(where, source, known)
-        if ("path" in source) == ("name" in source):
-            raise SettingsError(f"{where}: give either a path (files) or a name (a dataset of the hub)")
-        weight = source.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= 1e9:
-            raise SettingsError(f"{where}: weight={weight!r:.40} must be a number above 0, 1e9 at most")
-        for name in known - {"weight"}:
-            if not isinstance(source.get(name, ""), str) or (name in ("path", "name") and source.get(name) == ""):
-                raise SettingsError(f"{where}: {name}={source[name]!r:.40} must be a string that says something")
-    mix = Mix(tuple(Source(**source) for source in sources), content.get("seed", 0), content.get("stop", "first_exhausted"))
-    if mix.stop not in ("first_exhausted", "all_exhausted") or not isinstance(mix.seed, int):
-        raise SettingsError(f"{path}: stop must be first_exhausted or all_exhausted, and seed a whole number; "
-                            f"got {mix.stop!r} and {mix.seed!r}")
-    return mix
-
-
-def refuse_unknown(where: str, given: Iterable[str], known: set[str]) -> None:
-    """Raise SettingsError where a mix names a field that does not exist."""
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise SettingsError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
-
-
-def draw(mix: Mix, streams: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Documents of several streams in the proportion of their weights, the same at every call.
-
-    Not datasets.interleave_datasets: our streams say file:line of each record, and its all_exhausted repeats documents.
-    """
-    random, live, weights = Random(mix.seed), list(streams), [source.weight for source in mix.sources]
-    while live:
-        bounds = list(accumulate(weights))
-        index = min(bisect_right(bounds, random.random() * bounds[-1]), len(live) - 1)
-        document = next(live[index], None)
-        if document is not None:
-            yield document
-        elif mix.stop == "first_exhausted":
-            return
-        else:
-            del live[index], weights[index]
-
-
-def fraction_read(mix: Mix, readings: Sequence[Reading]) -> float | None:
-    """The share of a mix's bytes that was read, None where their number is not known."""
-    if not all(reading.bytes_total for reading in readings):
-        return None
-    if mix.stop == "first_exhausted":
-        return max(reading.bytes_done / reading.bytes_total for reading in readings)
-    return sum(reading.bytes_done for reading in readings) / sum(reading.bytes_total for reading in readings)
-
-
-def mix_of(source: str | Source | Mix) -> Mix:
-    """Whatever names a source, as a mix of one or several."""
-    if isinstance(source, str):
-        source = source_of(source)
-    return Mix((source,)) if isinstance(source, Source) else source
-
-
-def pinned(mix: Mix, identities: Sequence[dict]) -> Mix:
-    """The mix with each dataset of the hub at the very commit that its identity names."""
-    return replace(mix, sources=tuple(replace(source, revision=identity.get("revision", source.revision))
-                                      for source, identity in zip(mix.sources, identities)))

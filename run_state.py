@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
+import numpy as np
 import torch
 
 import adapter_files
@@ -55,6 +56,13 @@ class Inputs:
     def identity(self, config: Config) -> dict[str, Any]:
         """What is read, by content, for a resumed run to be held against."""
         return identity(config, self.fingerprint, self.tokenizer.sha256)
+
+    def used_ids(self) -> list[int]:
+        """The ids that occur in what is learned from, ascending; reads everything."""
+        used = np.zeros(self.tokenizer.vocab_size, bool)
+        for block in self.rows.token_set.blocks():
+            used[block] = True
+        return np.flatnonzero(used).tolist()
 
     def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int) -> StepLoader:
         """This rank's micro-batches of every step from `first_step` on, with what the objective counts in them."""
@@ -299,7 +307,7 @@ def place_weights(config: Config, start: Start, model: Transformer, inputs: Inpu
 
     used_ids: list[int] = []
     if config.lora_train_tokens == "auto" and not start.own:
-        used_ids = ranks.broadcast(ranks.main_first(lambda: inputs.rows.token_set.used_ids(model.vocab_size).tolist()))
+        used_ids = ranks.broadcast(ranks.main_first(inputs.used_ids))
 
     def place() -> None:
         load_weights(start.base, model)

@@ -118,13 +118,6 @@ class TokenSet:
                 for start in range(0, shard.tokens, size):
                     yield np.fromfile(file, np.dtype(shard.dtype).newbyteorder("<"), min(size, shard.tokens - start))
 
-    def used_ids(self, vocab_size: int) -> np.ndarray:
-        """The ids that occur, ascending; reads everything."""
-        used = np.zeros(vocab_size, bool)
-        for block in self.blocks():
-            used[block] = True
-        return np.flatnonzero(used)
-
 
 def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_sha256: str | None = None,
                    document_start_id: int | None = None, minimum_tokens: int = 2, verify: str = "auto",
@@ -182,7 +175,7 @@ def _open(path: str | Path, split: str, vocab_size: int, tokenizer_sha256: str |
     token_set = TokenSet(tuple(shards), fingerprint, document_start_id)
     if token_set.tokens < minimum_tokens:
         raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but {minimum_tokens:,} are "
-                        "needed; prepare more text, or lower TOTAL_BATCH_SIZE or MAX_SEQ_LEN")
+                        f"needed; prepare more text, or lower {'TOTAL_BATCH_SIZE' if split == 'train' else 'MAX_SEQ_LEN'}")
     if verify != "never":
         _verify(shards, vocab_size, trust_earlier=verify == "auto")
     return token_set
@@ -252,8 +245,9 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     of_split = [file for file in files if (_split_in_name(file) or ("train" if chosen_by_hand else None)) == split]
     if not of_split:
         word = SPLIT_WORDS[split][0]
+        without = "; set VALIDATE_EVERY=0 where there is none" if split == "validation" else ""
         raise DataError(f"{path}: no token file for {split} (with '{word}' in its name) among "
-                        f"{', '.join(file.name for file in files[:5])}{' ...' if len(files) > 5 else ''}")
+                        f"{', '.join(file.name for file in files[:5])}{' ...' if len(files) > 5 else ''}{without}")
     kinds = {file.suffix for file in of_split}
     if len(kinds) > 1:
         raise DataError(f"{path}: the {split} files are of several kinds ({', '.join(sorted(kinds))}), perhaps the "
@@ -344,6 +338,10 @@ def _npy_shard(path: Path, size: int, head: bytes) -> Shard:
 
 
 def _wrong_magic(path: Path, head: bytes) -> DataError:
+    if b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
+        name = "" if path.suffix else "call it .txt or .jsonl, and "
+        return DataError(f"{path}: holds text or records, not tokens; {name}prepare it with "
+                         f"{KINDS['documents'][1]} --source {path}")
     return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
                      f"({' or '.join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())}) or .npy; files without a "
                      "header are read where they are called train.bin or val.bin")

@@ -24,13 +24,13 @@ from convert import (
     weights_sha256,
 )
 from dataloaders import Batch
-from downloads import first_line, hub_folder
+from downloads import HUB_NAME, hub_folder, why_not
 from errors import CheckpointError, SettingsError
 from model import Transformer
 from model_folder import transformer_of
 from model_utils import compile_where_possible
 from numerics import linear
-from tokenizer import HUB_NAME, load_tokenizer
+from tokenizer import load_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
@@ -73,7 +73,7 @@ def _hub_folder(name: str) -> Path:
         return hub_folder(name, "config.json", _is_whole, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*"])
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
         raise CheckpointError(f"TEACHER_MODEL={name} is no local folder, and the hub gives no model of that name: "
-                              f"{first_line(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a "
+                              f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a "
                               "path") from error
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import tiktoken
 
-from downloads import first_line, hub_folder
+from config import SAMPLE
+from downloads import HUB_NAME, hub_folder, why_not
 from errors import DataError, SettingsError
 
 # How Llama 3 cuts text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
@@ -43,7 +44,6 @@ KNOWN_NAMES = {
                   "<|END_OF_TURN_TOKEN|>"),
 }
 HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
 # Renders what chat_formats.ChatFormat encodes.
@@ -258,8 +258,10 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
         file = file / "tokenizer.json"
     if not os.path.isfile(file):
         what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
-        raise DataError(f"TOKENIZER_PATH={path}: {what}; give a BPE file in tiktoken's format (such as Llama 3's "
-                        "tokenizer.model), a tokenizer.json, or train one with scripts/train_tokenizer.py")
+        raise DataError(f"TOKENIZER_PATH={path}: {what}; " + (
+            f"make the embedded sample with scripts/make_sample.py --folder {SAMPLE}" if file.is_relative_to(SAMPLE) else
+            "give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a tokenizer.json, or train one with "
+            "scripts/train_tokenizer.py"))
     try:
         return HuggingFaceTokenizer(file, path) if backend == "huggingface" else Tokenizer(read_tiktoken(file))
     except OSError as error:
@@ -446,5 +448,5 @@ def _hub_folder(name: str) -> Path:
         return hub_folder(name, "tokenizer.json", lambda folder: (folder / "tokenizer.json").is_file(),
                           allow_patterns=list(HUGGINGFACE_FILES))
     except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        raise DataError(f"TOKENIZER_PATH={name} is no local file, and the hub gives no tokenizer.json: {first_line(error)}; "
+        raise DataError(f"TOKENIZER_PATH={name} is no local file, and the hub gives no tokenizer.json: {why_not(error)}; "
                         "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a local path") from error

@@ -57,6 +57,7 @@ from run_state import (
     save_checkpoint,
     start_run_dir,
 )
+from sample_world import provide_sample
 from stages import Base, choose_objective
 
 
@@ -65,6 +66,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     try:
         with ending_with_reader() if loaded.check else nullcontext():
+            provide_sample(loaded.config, may_write=not loaded.check)
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watch()

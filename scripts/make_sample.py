@@ -27,7 +27,7 @@ VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # What the sample's bytes follow from: it is made anew when one of them has changed.
 SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py",
-           "shard_writer.py", "chats.py", "chat_formats.py", "example_preparation.py")
+           "mixes.py", "shard_writer.py", "chats.py", "chat_formats.py", "example_preparation.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:
@@ -70,14 +70,20 @@ def main() -> None:
     folder, stories = arguments.folder.absolute(), arguments.stories
     if is_up_to_date(folder, stories):
         return
-    os.chdir(ROOT)
-    print(f"Making the embedded sample in {folder} (once, less than a minute) ...", flush=True)
-    unfinished = folder.with_name(f".sample-{os.getpid()}")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    make(unfinished, stories)
-    shutil.rmtree(folder, ignore_errors=True)
-    unfinished.rename(folder)
+    from shard_writer import locked
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_name(f".{folder.name}.lock")):
+        if is_up_to_date(folder, stories):
+            return
+        os.chdir(ROOT)
+        print(f"Making the embedded sample in {folder} (once, less than a minute) ...", flush=True)
+        unfinished = folder.with_name(f".sample-{os.getpid()}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        make(unfinished, stories)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ SHARDS = group(
     too_few=(env(TOTAL_BATCH_SIZE=65536), "has 3,960 tokens, but 65,537 are needed"),
     set_missing=(gone("set"), "set: no such file or folder"), set_loop=(instead("set", loop), "set: no such file"),
     set_pipe=(instead("set", os.mkfifo), "set: no such file"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
-    set_text=(instead("set", lambda name: Path(name).write_text("x")), "wrong magic"),
+    set_text=(instead("set", lambda name: Path(name).write_text("x")), "call it .txt or .jsonl, and prepare it"),
+    set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with scripts/load_pretrain_dataset.py --source x.jsonl"),
     set_model=(env(PRETRAIN_DATA_PATH="model"), "model: holds neither manifest"),
     glob=(env(PRETRAIN_DATA_PATH="no/*.bin"), "no such file"),
     too_long=(env(PRETRAIN_DATA_PATH=LONG), "File name too long; check"),
@@ -163,7 +164,7 @@ RECORDS = group(
     missing=(nothing, "in.jsonl: no such file"), folder=(lambda: os.mkdir("in.jsonl"), "in.jsonl: no such"),
     pipe=(lambda: os.mkfifo("in.jsonl"), "in.jsonl: no such file"), loop=(lambda: loop("in.jsonl"), "symbolic links"),
     device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "no such file")) + [
-    Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name, content), words)
+    Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
     for name, content, words in (
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; see that it is"),
         ("junk.jsonl.gz", b"junk", "Not a gzipped file"), ("empty.jsonl.gz", b"", "no document is left"),
@@ -173,9 +174,16 @@ RECORDS = group(
         ("empty.parquet", b"", "empty.parquet: "),
         ("x.docx", b"PK", "no file of a kind that can be read"),
         ("plain", b"x", "no file of a kind"), ("b.txt", b"a\n\xff\n", "b.txt:2: byte 1"),
-        ("n.txt", b"a\n\0\n", "n.txt:2: .*NUL"), ("e.txt", b"", "no document is left"))] + commands(
+        ("n.txt", b"a\n\0\n", "n.txt:2: .*NUL"), ("e.txt", b"", "e.txt: no document is left.* the source is empty; give more"),
+        ("l.txt", b"caf\xe9\n", "l.txt: is no text"),
+        ("b.txt --on-bad-record skip", bytes(range(256)), "b.txt: is no text in UTF-8: 2 of its first 2 lines"))] + commands(
     "source", 3, none=(f"scripts/load_pretrain_dataset.py --source 'q*.jsonl' {PREPARE}", "nothing that matches"),
     protocol=(f"scripts/load_pretrain_dataset.py --source nosuch://x/y.jsonl {PREPARE}", "Protocol not known"),
+    closed=(f"scripts/load_pretrain_dataset.py --source nope/ {PREPARE}", "nope/: no such file or folder"),
+    deep=(f"scripts/load_dpo_dataset.py --source a/b/c {PREPARE}", "a/b/c: no such file or folder"),
+    suffix=("scripts/load_hellaswag_dataset.py --source x.md --output h.jsonl", "x.md: no such file or folder"),
+    hub_items=("scripts/load_hellaswag_dataset.py --source no/such --output h.jsonl", "no/such is no file or folder here"),
+    hub_name=(f"scripts/load_pretrain_dataset.py --source mytext {PREPARE}", "mytext is no file or folder here, and the hub"),
     hub=(f"scripts/load_pretrain_dataset.py --source no/such {PREPARE}", "no/such is no file or folder here"),
     too_long=(f"scripts/load_pretrain_dataset.py --source {LONG}.jsonl {PREPARE}", "aaa"),
     held_out=(f"scripts/load_pretrain_dataset.py --source y.jsonl --column prompt --validation-fraction 0.99999 {PREPARE}",
@@ -249,7 +257,7 @@ EXAMPLES = [
     blank=(put("in.jsonl", "\n\n"), "no example is left"),
     a_text=(put("in.jsonl", "Why?\n"), "in.jsonl:1: not valid JSON")) + [
     Case("pairs-too-long", "train.py --training-stage dpo --pretrain-checkpoint model", 3, nothing,
-         "none of the 46 pairs keeps a target.*set it to 68")]
+         "none of the 53 pairs keeps a target.*set it to 68")]
 
 ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record)), f"{file}:2: .*{words}")
               for by, command, file in (("script", ITEMS, "in.jsonl"),

@@ -5,12 +5,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # For the server that the tests' ranks come from.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+
+# Nothing that a clock, an earlier run or chance decides: not even whether drawing an example was quick enough.
+settings.register_profile("paddock", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("paddock")
 
 
 @pytest.fixture(autouse=True)

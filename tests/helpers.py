@@ -121,13 +121,16 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
     def nouns(count: int) -> str:
         return " ".join(NOUNS[up_to(len(NOUNS)) - 1] for _ in range(count))
 
+    def letter() -> str:
+        return chr(ord("a") + up_to(26) - 1)
+
     def chat() -> dict:
-        turns = [(f"{nouns(1)}?", nouns(up_to(3))) for _ in range(up_to(3))]
+        turns = [(f"{letter()}at?", nouns(up_to(3))) for _ in range(up_to(3))]
         return {"messages": [{"role": role, "content": text} for turn in turns
                              for role, text in zip(("user", "assistant"), turn)]}
 
     def pair() -> dict:
-        return {"prompt": f"{nouns(1)[0]}?", "chosen": nouns(1)[:up_to(3)], "rejected": "ox" * up_to(18)}
+        return {"prompt": f"{letter()}?", "chosen": nouns(1)[:up_to(3)], "rejected": "ox" * up_to(18)}
 
     paths = []
     for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120)):

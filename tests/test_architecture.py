@@ -75,8 +75,8 @@ def test_only_the_rooms_of_communication_import_torch_distributed():
 
 
 def test_settings_and_data_need_no_torch():
-    rooms = ["config", "errors", "settings", "memory_estimate", "tokenizer", "shards", "records", "data_preparation_utils",
-             "sample_world", "packing", "chats", "chat_formats", "shard_writer", "example_preparation"]
+    rooms = ["config", "errors", "settings", "memory_estimate", "tokenizer", "shards", "records", "mixes",
+             "data_preparation_utils", "sample_world", "packing", "chats", "chat_formats", "shard_writer", "example_preparation"]
     code = f"import sys; sys.path.insert(0, '.'); import {', '.join(rooms)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 

@@ -5,6 +5,7 @@ there, in this process: what would be a traceback is an exception here.
 """
 
 import contextlib
+import ctypes
 import os
 import re
 import runpy
@@ -118,7 +119,24 @@ def test_the_folder_that_is_spoilt_was_sound(command, place, capsys):
     assert run_here(command, capsys).code == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody who may not read a file")
+@contextlib.contextmanager
+def no_right_to_read_everything() -> Iterator[None]:
+    """Root is held to the modes of files, as anybody else. Its own folders stay open, so a clone may lie anywhere."""
+    if os.geteuid():
+        yield
+        return
+    libc, held = ctypes.CDLL(None), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3; this thread, and those that it starts
+    assert libc.capget(header, held) == 0
+    fewer = type(held)(*held)
+    fewer[0] &= ~0b110  # of the effective: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    assert libc.capset(header, fewer) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, held) == 0
+
+
 @pytest.mark.parametrize("command, code, secret", [
     ("train.py", 3, "set/train-00001.bin"), ("train.py", 3, "set/manifest.json"), ("train.py", 3, "set"),
     ("train.py", 3, "tokenizer.model"), ("train.py", 3, "items.jsonl"), ("train.py", 2, ".env"),
@@ -128,19 +146,11 @@ def test_the_folder_that_is_spoilt_was_sound(command, place, capsys):
     ("scripts/generate.py model --max-new-tokens 1", 5, "model/config.json"),
     (f"scripts/load_instruct_dataset.py --source x.jsonl {PREPARE}", 3, "x.jsonl")])
 def test_what_may_not_be_read_is_named(command, code, secret, place, capsys):
-    assert run_here(command, capsys).code == 0, "and everything is imported that somebody else may not read"
-    shutil.rmtree("runs", ignore_errors=True)
-    shutil.rmtree("out", ignore_errors=True)
-    nobody = 65534
-    for path in (place, *place.rglob("*")):
-        os.chown(path, nobody, nobody)
-    os.chown(secret, 0, 0)
+    mode = os.stat(secret).st_mode
     os.chmod(secret, 0)
-    os.seteuid(nobody)
-    try:
+    with no_right_to_read_everything():
         outcome = run_here(command, capsys)
-    finally:
-        os.seteuid(0)
+    os.chmod(secret, mode)
     assert outcome.code == code and secret in outcome.errors and "ermission" in outcome.errors, outcome
 
 

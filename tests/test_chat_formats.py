@@ -5,14 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chat_formats import ChatFormat, TemplateFormat, load_chat_format
 from errors import DataError
 from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
 
-no_deadline = settings(deadline=None, database=None)  # the machine may be busy
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
              "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
@@ -80,7 +79,6 @@ messages_of = st.fixed_dictionaries({
     "content": st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text)})
 
 
-@no_deadline
 @given(st.lists(messages_of, min_size=1), st.booleans())
 @example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}], True)
 def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages, ask):

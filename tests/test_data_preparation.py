@@ -18,7 +18,8 @@ import pytest
 import data_preparation_utils as preparation
 from data_preparation_utils import describe_prepared, prepare_pretrain, split_of
 from errors import DataError, PaddockError, SettingsError
-from records import Mix, Source
+from mixes import Mix
+from records import Source
 from shards import HEADER_BYTES, MANIFEST, open_token_set
 from tokenizer import load_tokenizer
 
@@ -314,7 +315,7 @@ def die(encoding, texts):
 
 def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
     monkeypatch.setattr(preparation, "tokenize_chunk", die)
-    with pytest.raises(PaddockError, match="lower PREPARATION_WORKERS"):
+    with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
         prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
 
 

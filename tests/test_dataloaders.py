@@ -19,13 +19,12 @@ CPU = torch.device("cpu")
 # The order of rows
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(n, seed, epoch):
     assert sorted(permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(n=st.integers(10**10, 2**59), seed=st.integers(0, 2**31))
 def test_permutation_of_ten_billion_rows_and_more_stays_inside_without_repeats(n, seed):
     positions = np.concatenate([np.arange(1000), np.arange(n - 1000, n)])
@@ -73,7 +72,6 @@ def test_the_order_looks_random():
         assert chi_squared(np.bincount(part * 50 // n, minlength=50)) < 49 + 6 * np.sqrt(2 * 49)
 
 
-@settings(deadline=None)
 @given(n=st.integers(1, 60), rows_per_step=st.integers(1, 150))
 def test_each_row_comes_once_an_epoch(n, rows_per_step):
     steps = -(-3 * n // rows_per_step)
@@ -137,7 +135,6 @@ def test_documents_are_numbered_from_one_at_each_start():
     assert batch.documents_BT.dtype == torch.int32
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_document_numbers_equal_a_naive_count(ids):
     expected = [[1 + sum(token == 0 for token in row[1:end + 1]) for end in range(6)] for row in ids]

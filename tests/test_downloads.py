@@ -13,7 +13,7 @@ from helpers import free_port
 import downloads
 from downloads import TRIES, hub_folder, may_pass, try_again
 from errors import DataError
-from records import Reading, Source, list_files, read_texts
+from records import Reading, Source, list_files, read_texts, source_of
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
 CONTENT = "".join(LINES).encode()
@@ -193,6 +193,31 @@ def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
     assert capfd.readouterr().err.count("someone/model: ") == 4
 
 
+@pytest.mark.parametrize(("error", "tries", "told"), [
+    (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "none of that name .*HTTP 404"),
+    (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
+def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries, told, capfd):
+    asked = []
+
+    def dataset_info(self, name, revision=None, timeout=None):
+        asked.append(timeout)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    with pytest.raises(DataError, match=f"my/text is no file or folder here, and the hub does not give it: .*{told}"):
+        downloads.hub_revision("my/text", "")
+    assert asked == [downloads.HUB_SECONDS] * (tries + (tries > 1))
+    assert capfd.readouterr().err.count("trying again") == tries - 1
+
+
+@pytest.mark.parametrize("name", ["nope/", "a/b/c", "./a", "/a/b", "~/a", "a--b/c", "a/..", "notes.md", "", "a b", "x" * 97])
+def test_what_can_be_no_name_on_the_hub_is_not_asked_for(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)
+    with pytest.raises(DataError, match="is no name of a dataset on the hub"):
+        downloads.hub_revision(name, "")
+    assert not name or source_of(name).path == name
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_the_hub_is_not_asked_again_where_it_refuses(hub, status):
     hub.errors_to_raise += [hub_error(status)] * 9
@@ -235,7 +260,8 @@ def test_what_is_given_comes_back_and_a_bug_is_raised_at_once(capfd):
     assert calls == [1] and capfd.readouterr().err == ""
 
 
-def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path):
+def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("records.hub_revision", lambda name, revision: "")
     folder = tmp_path / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

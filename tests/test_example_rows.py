@@ -91,7 +91,7 @@ DRAW = {"chats": draw_chats, "pairs": draw_pairs}
 
 
 @pytest.mark.parametrize("kind", DRAW)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(count=st.integers(1, 40), seed=st.integers(0, 1000), row_tokens=st.integers(36, 64), cut=st.integers(1, 2))
 def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_factory, count, seed, row_tokens, cut):
     examples = DRAW[kind](count, seed)

@@ -25,7 +25,7 @@ def rooms_of(packing, lengths, capacity):
     return sorted(capacity - int(lengths[packing.items_in(bin)].sum()) for bin in range(len(packing)))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(problems)
 def test_every_item_is_packed_once_and_as_the_naive_way_packs_it(problem):
     lengths, capacity = np.array(problem[0], np.int64), problem[1]
@@ -36,7 +36,6 @@ def test_every_item_is_packed_once_and_as_the_naive_way_packs_it(problem):
     assert rooms_of(packing, lengths, capacity) == best_fit_decreasing(lengths.tolist(), capacity)
 
 
-@settings(deadline=None)
 @given(problems, st.randoms(use_true_random=False))
 def test_the_bins_follow_from_the_lengths_alone(problem, random):
     lengths, capacity = np.array(problem[0], np.int64), problem[1]

@@ -18,7 +18,8 @@ from chat_formats import ChatFormat, load_chat_format
 from data_preparation_utils import describe_prepared, prepare_pretrain
 from errors import DataError, SettingsError
 from example_preparation import prepare_examples
-from records import Mix, Source
+from mixes import Mix
+from records import Source
 from shards import HEADER_BYTES, MANIFEST, open_token_set
 from tokenizer import load_tokenizer, train_bpe, write_tiktoken
 
@@ -105,7 +106,7 @@ def examples_of(folder, split):
 def test_every_chat_is_there_with_its_answers_marked(tmp_path, tokenizer_path, folder_path, path):
     path = tokenizer_path if path == "tiktoken" else folder_path
     tokenizer = load_tokenizer(path)
-    records = [record for record in chats(60) if path == tokenizer_path or record["messages"][0]["role"] != "system"]
+    records = [record for record in chats(80) if path == tokenizer_path or record["messages"][0]["role"] != "system"]
     folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", records), path, tmp_path / "out")
     manifest, encoded = json.loads((folder / MANIFEST).read_text()), []
     for record in records:
@@ -179,6 +180,34 @@ def test_an_example_falls_on_the_same_side_wherever_it_comes_from(tmp_path, toke
     assert held_out[0] == held_out[1][::-1] and 1 < len(held_out[0]) < 20
 
 
+def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(tmp_path, tokenizer_path):
+    """In chats and pairs alike."""
+    def ways(number):
+        asked = f"Is {number} \ufb01ne?"
+        return (asked, f"\n {asked}\t", asked.upper(), asked.replace("\ufb01", "fi"), asked.replace(" ", "  "))
+
+    def said(asked, answer, *more):
+        return {"messages": [*more, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+    later = said("And why?", "So.")["messages"]
+    dialogs = [record for number in range(60) for record in (
+        *[said(asked, f"{number} is.") for asked in ways(number)],
+        said(ways(number)[0], f"{number} is not."), {"messages": said(ways(number)[0], f"Hm, {number}.")["messages"] + later},
+        said(ways(number)[0], f"{number} is.", {"role": "system", "content": "Be kind."}))]
+    preferences = [record for number in range(60) for asked in ways(number) for record in (
+        {"prompt": asked, "chosen": f"{number} yes", "rejected": "no"}, {"prompt": asked, "chosen": "no", "rejected": "yes"})]
+    sides = {number: set() for number in range(60)}
+    for kind, records, count in (("chats", dialogs, 480), ("pairs", preferences, 600)):
+        folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", records), tokenizer_path, tmp_path / "out",
+                         validation_fraction=0.3)
+        found = [(split, example) for split in ("train", "validation") for example in examples_of(folder, split)]
+        assert len(found) == count
+        for split, example in found:
+            text = load_tokenizer(tokenizer_path).decode(example[0][0]).lower()
+            sides[int(text.split("is ")[1].split()[0])].add(split)
+    assert all(len(side) == 1 for side in sides.values()) and 9 < sum(side == {"validation"} for side in sides.values()) < 30
+
+
 def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):
     records = [{**chat, **pair} for chat, pair in zip(chats(40, seed=1), pairs(40))]
     records = [{**record, "messages": record["messages"][-2:]} for record in records]
@@ -192,7 +221,7 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, f
     (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE.replace(": ", ":"))
     names.append(name(path=folder_path))
     (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)
-    monkeypatch.setattr(example_preparation, "EXAMPLES_VERSION", 2)
+    monkeypatch.setattr(example_preparation, "EXAMPLES_VERSION", example_preparation.EXAMPLES_VERSION + 1)
     names.append(name())
     assert len(set(names)) == len(names)
     monkeypatch.undo()

@@ -9,7 +9,8 @@ import pytest
 
 import records
 from errors import DataError, SettingsError
-from records import Mix, Reading, Source, draw, identify, list_files, read_mix, read_records, read_texts, source_of
+from mixes import Mix, draw, read_mix
+from records import Reading, Source, identify, list_files, read_records, read_texts, source_of
 
 
 def texts_of(path, skip_bad=False, **fields):

@@ -5,13 +5,19 @@ import json
 import re
 from collections import Counter
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import sample_world
+from errors import DataError
 from sample_plots import KIND, PLOTS, QUESTIONS, UNKIND
-from sample_world import POOLS, RIVALS, documents, epilogues, items, preferences, questions, slots_of, texts
+from sample_world import POOLS, RIVALS, documents, epilogues, items, preferences, provide_sample, questions, slots_of, texts
+from settings import load_config
+from tokenizer import load_tokenizer
 
+ROOT = Path(__file__).parent.parent
 COUNT = 2000
 # Of 2,000 guesses at four endings, 25 % +- 4 standard deviations.
 CHANCE = pytest.approx(0.25, abs=0.039)
@@ -186,3 +192,29 @@ def test_training_tells_kind_and_unkind_epilogues_alike():
     kind = {re.match(r"{hero} (.*)\.", way)[1].replace("{friend}", "X") for way in KIND}
     share = sum(re.sub(r"\b(" + "|".join(POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
     assert abs(share - 0.5) < 0.05
+
+
+def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    made, codes = [], [0, 1]
+    monkeypatch.setattr(sample_world.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
+        returncode=codes.pop(0)))
+    sample = load_config(["--preset", "sample"], {}).config
+    own = sample.model_copy(update={"pretrain_data_path": "set", "hellaswag_path": None, "tokenizer_path": "t.model"})
+    provide_sample(own, may_write=False)
+    with pytest.raises(DataError, match=r"make it with scripts/make_sample.py --folder data/sample"):
+        provide_sample(sample, may_write=False)
+    assert not made
+    provide_sample(sample, may_write=True)
+    assert [command[1:] for command in made] == [[str(ROOT / "scripts" / "make_sample.py"), "--folder", "data/sample"]]
+    with pytest.raises(DataError, match="could not be made in data/sample; see above why"):
+        provide_sample(sample, may_write=True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    provide_sample(sample, may_write=True)
+    monkeypatch.delenv("LOCAL_RANK")
+    (tmp_path / "data" / "sample").mkdir(parents=True)
+    provide_sample(sample, may_write=True)
+    assert len(made) == 2
+    with pytest.raises(DataError, match="there is no file .*; make the embedded sample with scripts/make_sample.py --folder"):
+        load_tokenizer(sample.tokenizer_path)

@@ -672,7 +672,7 @@ names = st.one_of(st.sampled_from(sorted(name.upper() for name in Config.model_f
                   st.text(max_size=12))
 values = st.one_of(st.text(max_size=12), st.integers().map(str), st.floats().map(str), st.just("9" * 400),
                    st.sampled_from(["true", "none", "", "1e400", "auto", "debug", "-0", "0x10", "1_000", " 7 "]))
-everything = hypothesis_settings(deadline=None, database=None, max_examples=150)
+everything = hypothesis_settings(max_examples=150)
 
 
 def loads_or_raises(*arguments):

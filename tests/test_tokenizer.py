@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
@@ -40,9 +40,6 @@ any_text = st.text(st.characters()) | st.text("aelo '\n\r\t 1!é\u0301") | st.li
     st.sampled_from((*HARD_TEXTS, *SPECIALS[:12], *SENTENCES))).map("".join)
 
 
-no_deadline = settings(deadline=None, database=None)  # the machine may be busy
-
-
 @pytest.fixture(scope="module")
 def ranks():
     return train_bpe(SENTENCES * 3, RANKS)
@@ -59,7 +56,6 @@ def with_hard_texts(test):
     return test
 
 
-@no_deadline
 @with_hard_texts
 @given(any_text)
 def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transformers_tokenizer, text):
@@ -70,7 +66,6 @@ def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transfor
         assert plain == ids
 
 
-@no_deadline
 @with_hard_texts
 @given(any_text)
 def test_text_comes_back_and_never_becomes_a_control_token(ours, theirs, text):
@@ -80,13 +75,11 @@ def test_text_comes_back_and_never_becomes_a_control_token(ours, theirs, text):
     assert ours.decode(ids) == theirs.decode(ids) == expected
 
 
-@no_deadline
 @given(st.lists(st.integers(0, RANKS + 255)))
 def test_any_ids_decode_alike(ours, theirs, transformers_tokenizer, ids):
     assert ours.decode(ids) == theirs.decode(ids) == transformers_tokenizer.decode(ids)
 
 
-@no_deadline
 @given(st.text("abc ", min_size=1), st.lists(st.text("abc", min_size=2, max_size=5), max_size=30, unique=True))
 @example("abc", ["abc"])  # in the ranks, but no merge leads there
 @example("aaaaa", ["aa", "aaa"])
@@ -162,7 +155,6 @@ def test_long_texts_are_cut_alike_and_come_back(ours, theirs, text):
     assert theirs.encode(text) == ids
 
 
-@no_deadline
 @given(st.lists(st.sampled_from(["a", "bb", " ", "\n\n", "ccccc", "     ", "\ud800"])).map("".join))
 def test_pieces_are_where_the_reference_cuts(text):
     def reference(text, piece, run):
