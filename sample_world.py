@@ -151,9 +151,9 @@ def draw_story(dice: Dice, held_out: bool) -> Story:
     return Story(plot, facts, title, sentences, dice.choose(plot.endings))
 
 
-def draw_epilogue(dice: Dice, facts: Facts) -> str:
-    """What happened after the story: a kind or an unkind thing, as likely as not."""
-    return tell(dice.choose(dice.choose((KIND, UNKIND))), facts)
+def draw_epilogue(dice: Dice, facts: Facts, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> str:
+    """What happened after the story: one of several kinds of things, each as likely as the others."""
+    return tell(dice.choose(dice.choose(kinds)), facts)
 
 
 def documents(count: int, seed: int) -> Iterator[str]:
@@ -203,12 +203,12 @@ def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
         yield chat(f"{story.text}\n\n{tell(question, story.facts)}", tell(answer, story.facts))
 
 
-def epilogues(count: int, seed: int) -> Iterator[dict]:
+def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> Iterator[dict]:
     """Chats: a story and what happened then, kind or unkind, so that a model learns to tell both."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out=False)
-        yield chat(f"{story.text}\n\n{WHAT_THEN}", draw_epilogue(dice, story.facts))
+        yield chat(f"{story.text}\n\n{WHAT_THEN}", draw_epilogue(dice, story.facts, kinds))
 
 
 def preferences(count: int, seed: int, held_out: bool) -> Iterator[dict]:
@@ -235,10 +235,11 @@ def parts(stories: int) -> dict[str, Iterable[dict]]:
         stories: number of training texts, which the other numbers follow.
     """
     chats, held_out = stories // 5, min(500, stories // 8)
+    asked, told = questions(chats, 3, held_out=False), epilogues(chats, 4, (KIND, UNKIND, UNKIND, UNKIND))  # for DPO to turn
     return {
         "stories.jsonl": ({"text": text} for text in documents(stories, seed=1)),
         "items.jsonl": items(held_out, seed=2),
-        "questions.jsonl": (record for pair in zip(questions(chats, 3, held_out=False), epilogues(chats, 4)) for record in pair),
+        "questions.jsonl": (record for pair in zip(asked, told) for record in pair),
         "questions-held-out.jsonl": questions(held_out, 5, held_out=True),
         "preferences.jsonl": preferences(chats // 2, 6, held_out=False),
         "preferences-held-out.jsonl": preferences(held_out, 7, held_out=True),
