@@ -28,6 +28,7 @@ READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS = 1000
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TRIED_BYTES = 8192  # by which a file is told to be text or not
+WAYS_TO_CUT = ("whole", "line", "blank", "wikitext")  # text into documents; anything else is a line that lies between
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
 
 
@@ -75,6 +76,7 @@ class Reading:
     bad: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
     empty: int = 0
+    separators: int = 0  # lines that lay between documents
     bytes_done: int = 0
     bytes_total: int = 0  # 0 where it is not known
 
@@ -329,15 +331,18 @@ def read_texts(source: Source, reading: Reading) -> Iterator[str]:
     for kind, records in read_parts(source, reading):
         texts = sound_texts(records, source.column, reading)
         if kind == "text" or source.documents != "whole":
-            texts = join_lines(texts, source.documents)
+            texts = join_lines(texts, source.documents, reading)
         for text in texts:
             if text and not text.isspace():
                 yield text
             else:
                 reading.empty += 1
+    if source.documents not in WAYS_TO_CUT and not reading.separators:
+        raise DataError(f"{without_passwords(source.path) or source.name}: no line is {source.documents!r}, which is to lie "
+                        f"between documents; set --documents to such a line, or to {', '.join(WAYS_TO_CUT)}")
 
 
-def join_lines(lines: Iterable[str], documents: str) -> Iterator[str]:
+def join_lines(lines: Iterable[str], documents: str, reading: Reading) -> Iterator[str]:
     """Documents out of lines (of a text file, or rows that are lines, as WikiText's are on the hub).
 
     Args:
@@ -350,6 +355,7 @@ def join_lines(lines: Iterable[str], documents: str) -> Iterator[str]:
     kept: list[str] = []
     for line in lines:
         between = documents == "blank" and line.isspace() or line.rstrip("\n") == documents
+        reading.separators += between
         if kept and (between or documents == "wikitext" and WIKITEXT_TITLE.fullmatch(line)):
             yield "".join(kept)
             kept = []

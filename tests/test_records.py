@@ -71,6 +71,8 @@ def test_text_is_cut_into_documents_as_asked(tmp_path, documents, expected, newl
     path = tmp_path / "x.txt"
     path.write_text(" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree", newline=newline)
     assert texts_of(path, documents=documents)[0] == expected
+    with pytest.raises(DataError, match="no line is 'paragraphs'.* whole, line, blank, wikitext"):
+        texts_of(path, documents="paragraphs")
 
 
 def test_every_kind_of_file_in_a_folder_or_glob_is_read_in_the_order_of_names(tmp_path):
