@@ -74,7 +74,7 @@ def check_plain_lora(content: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {lacking[0]}'}; only plain LoRA can be read")
 
 
-def token_ids_of(content: Mapping[str, Any], tied: bool) -> TokenIds:
+def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
     """Whose rows learn, by an adapter_config.json's `trainable_token_indices`: a list means the embedding.
 
     Raises:
@@ -85,10 +85,10 @@ def token_ids_of(content: Mapping[str, Any], tied: bool) -> TokenIds:
     token_ids = {}
     for theirs, ids in found.items():
         layer = next((ours for ours, name in THEIR_LAYERS.items() if theirs.rpartition(".")[2] == name), None)
-        whole_numbers = isinstance(ids, list) and all(type(number) is int and number >= 0 for number in ids)
-        if layer is None or not whole_numbers or not ids or ids != sorted(set(ids)):
+        known = isinstance(ids, list) and all(type(number) is int and 0 <= number < padded_vocab for number in ids)
+        if layer is None or not known or not ids or ids != sorted(set(ids)):
             raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={found!r:.200}; only ascending ids of embed_tokens "
-                                  "and lm_head can be read")
+                                  f"and lm_head below {padded_vocab} can be read")
         token_ids[layer] = ids
     if tied and token_ids:
         if len(set(map(tuple, token_ids.values()))) > 1:
@@ -144,7 +144,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     content = read_json(folder / CONFIG_FILE)
     check_plain_lora(content)
     own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
-    token_ids = token_ids_of(content, model_config.tie_embeddings)
+    token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
     state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")

@@ -1,6 +1,6 @@
 """Low-rank adapters: a frozen base, and beside each of its matrices a product of two small ones that learns.
 
-Of embedding and head the rows of single tokens can learn besides: of control tokens that the base never met. The base can be
+Of embedding and head the rows of single tokens can learn besides: of those that the base never met. The base can be
 held in fewer bits with bitsandbytes. Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for the
 scale of rsLoRA; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
 """

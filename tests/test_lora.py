@@ -436,6 +436,7 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     (dict(bias="all"), "bias='all'"), (dict(rank_pattern={"q_proj": 8}), "rank_pattern"),
     (dict(trainable_token_indices={"norm": [3]}), "norm.*embed_tokens and lm_head"),
     (dict(trainable_token_indices=[5, 3]), "ascending ids"), (dict(trainable_token_indices=["x"]), "ascending ids"),
+    (dict(trainable_token_indices=[3, padded(VOCAB)]), f"below {padded(VOCAB)}"),
     (dict(trainable_token_indices={"embed_tokens": [3], "lm_head": [4]}), "other rows of the head"),
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
