@@ -7,8 +7,13 @@ every assistant turn with the control token that ends the turn are, headers and 
 import hashlib
 import json
 import re
+import resource
+import signal
+import threading
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -20,6 +25,9 @@ from tokenizer import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer
 Messages = Sequence[Mapping[str, str]]
 Segments = list[tuple[list[int], bool]]
 
+TEMPLATE_SECONDS = 10  # of this process's CPU time, for one rendering
+TEMPLATE_BYTES = 1 << 30  # of memory, for the same
+TEMPLATE_GROWTH, TEMPLATE_CHARACTERS = 10, 1 << 20  # a rendering may have so many times its chat's characters, and these more
 PRIVATE_USE = range(0xE000, 0xF900)
 # What a template is tried on before any record is: two turns show whether an earlier rendering begins the later one.
 TRIAL = [{"role": role, "content": f"{role} says {number}"} for number in (1, 2) for role in ("user", "assistant")]
@@ -102,9 +110,11 @@ class TemplateFormat:
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = raise_template_error
         try:
-            self._template = environment.from_string(tokenizer.chat_template)
-        except (TemplateError, RecursionError) as error:
-            raise DataError(f"the tokenizer's chat template cannot be read: {error}; mend its chat_template.jinja") from error
+            with bounded():
+                self._template = environment.from_string(tokenizer.chat_template)
+        except Exception as error:  # constants are computed here, so it can be any
+            raise DataError(f"the tokenizer's chat template cannot be read: {what_happened(error)}; mend its "
+                            "chat_template.jinja") from error
         longest_first = sorted(tokenizer.special_tokens, key=lambda token: len(token["content"]), reverse=True)
         if not longest_first or len(longest_first[-1]["content"]) < 2:
             raise DataError("the chat template cannot be used: its tokenizer needs control tokens, of two characters or more")
@@ -165,11 +175,19 @@ class TemplateFormat:
         return [{key: self._literal_start.sub(rf"\1{mark}", text) for key, text in message.items()} for message in messages], mark
 
     def _render(self, messages: Messages, ask: bool) -> str:
+        room = TEMPLATE_CHARACTERS + TEMPLATE_GROWTH * sum(len(message["content"]) for message in messages)
+        pieces = []
         try:
-            return self._template.render(messages=messages, tools=None, documents=None, add_generation_prompt=ask,
-                                         **self.tokenizer.control_tokens)
+            with bounded():
+                for piece in self._template.generate(messages=messages, tools=None, documents=None, add_generation_prompt=ask,
+                                                     **self.tokenizer.control_tokens):
+                    pieces.append(piece)
+                    room -= len(piece)
+                    if room < 0:
+                        raise TemplateError("it writes far more than the chat holds")
         except Exception as error:  # a template raises whatever Python's operators raise
-            raise DataError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
+            raise DataError(f"the chat template refuses it: {what_happened(error)}") from error
+        return "".join(pieces)
 
     def _end_of_answer(self, rendered: str, start: int, content: str) -> int:
         """Where the control token ends that follows an answer's words."""
@@ -224,6 +242,41 @@ class GenerationTag(Extension):
         """The enclosed statements."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True)).set_lineno(line)
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """A `with` block that runs a foreign template: it gets TEMPLATE_SECONDS (in the main thread) and TEMPLATE_BYTES (on Linux).
+
+    Raises:
+        TemplateError, MemoryError: it wants more.
+    """
+    def stop(*_) -> None:
+        raise TemplateError(f"it takes more than {TEMPLATE_SECONDS} s")
+
+    timed, status = threading.current_thread() is threading.main_thread(), Path("/proc/self/statm")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if timed:
+        handler = signal.signal(signal.SIGVTALRM, stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, TEMPLATE_SECONDS)
+    try:
+        if status.exists():
+            in_use = int(status.read_text().split()[0]) * resource.getpagesize()
+            allowed = [limit for limit in limits if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min([in_use + TEMPLATE_BYTES, *allowed]), limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler)
+
+
+def what_happened(error: Exception) -> str:
+    """Why a template could not be rendered."""
+    if isinstance(error, MemoryError):
+        return f"it takes more than {TEMPLATE_BYTES >> 30} GiB of memory"
+    return str(error) or type(error).__name__
 
 
 def to_json(value, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:

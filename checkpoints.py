@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from errors import CheckpointError
+from errors import CheckpointError, printable, tell
 from pulse import PULSE
 from ranks import Ranks
 from tensor_files import sync, write_tensors
@@ -49,7 +49,7 @@ Warn = Callable[[str], None]
 
 def warn_on_console(text: str) -> None:
     """A warning, where there is no run's log to take it."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    tell(f"warning: {printable(text)}", sys.stderr)
 
 
 def save(checkpoints_dir: Path, step: int, ranks: Ranks, write_files: Callable[[Path], None], state: Mapping[str, Any],

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from errors import DataError, PaddockError, SettingsError, without_passwords
+from errors import DataError, PaddockError, SettingsError, show, without_passwords
 from mixes import Mix, draw, fraction_read, mix_of, pinned
 from records import Reading, Source, identify, kind_of, read_texts
 from shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
@@ -278,7 +278,7 @@ def write_shards(kind: Kind, mix: Mix, encoding: Encoding, folder: Path, shard_t
                                                                   journal["splits"].get(split)))) for split in SPLITS}
         tokens_before = sum(writer.ids.tokens for writer in writers.values())
         if journal["chunks"]:
-            print(f"Going on behind the {tokens_before:,} tokens that are safely on disk", flush=True)
+            show(f"Going on behind the {tokens_before:,} tokens that are safely on disk")
         results = stack.enter_context(closing(tokenize_in_order(
             partial(kind.tokenize, encoding), islice(chunks, journal["chunks"], None), workers)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
@@ -363,5 +363,6 @@ def describe_prepared(folder: Path) -> str:
     if skipped["bad"] > 20:
         lines.append(f"  ... more of them in {folder / MANIFEST}")
     for number, example in enumerate(manifest["examples"], 1):
-        lines.append(f"Example {number}: {example if kind else repr(example[:300])}")
+        first, *further = (example if kind else repr(example[:300])).split("\n")
+        lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]  # so that none looks like a line of ours
     return "\n".join(lines)

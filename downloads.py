@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from errors import DataError, needing, without_passwords
+from errors import DataError, needing, tell, without_passwords
 from pulse import PULSE
 
 T = TypeVar("T")
@@ -78,8 +78,8 @@ def try_again(what: str, ask: Callable[[], T]) -> T:
             if not may_pass(error):
                 raise
             seconds = FIRST_WAIT_SECONDS * 2 ** (number - 1) * random.uniform(0.5, 1)
-            print(f"{without_passwords(what)}: {first_line(error)}; trying again in {seconds:.1f} s ({number + 1} of {TRIES})",
-                  file=sys.stderr, flush=True)
+            tell(f"{without_passwords(what)}: {first_line(error)}; trying again in {seconds:.1f} s ({number + 1} of {TRIES})",
+                 sys.stderr)
         time.sleep(seconds)
     return ask()
 

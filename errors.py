@@ -4,6 +4,7 @@ import os
 import re
 import select
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,19 +20,29 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(:/{1,2}[^\s?'\"]*\?)[^\s'\"]+", r"\1***", text)
 
 
+# What a terminal obeys, or shows as another line or in another order: controls but the tab, ends of lines, marks of direction.
+CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The same as one line that a terminal shows and does not obey: control characters become their escapes, as `\\x1b`."""
+    return CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def is_url(text: str) -> bool:
     """Whether a path is a URL; with one slash too, which a mistyped or normalised one has."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text) is not None
 
 
 class PaddockError(Exception):
-    """One sentence for the user: what was got, what was expected, what to change. Passwords in URLs are not shown."""
+    """A sentence for the user, or several: what was got, what was expected, what to change. Passwords in URLs are not shown, and
+    control characters as their escapes."""
 
     exit_code = 1
     shared = False  # every rank raises the same, so one of a machine is to tell it
 
-    def __init__(self, text: str = ""):
-        super().__init__(without_passwords(text))
+    def __init__(self, *sentences: str):
+        super().__init__("\n".join(printable(without_passwords(sentence)) for sentence in sentences))
 
 
 class SettingsError(PaddockError):
@@ -99,17 +110,28 @@ def local_path(text: str) -> Path:
 
 
 def tell(text: str, stream: TextIO) -> Optional[OSError]:
-    """Write a line at once; returns why that could not be: the stream is a file on a full disk, or a pipe that nobody reads.
+    """Write a line, or several, at once; returns why that could not be: the stream is a file on a full disk, or a pipe that
+    nobody reads. Control characters are shown as their escapes.
 
     From then on the stream leads nowhere, so that neither later lines nor the end of the process, which flushes it, fail too.
     """
     try:
-        stream.write(text + "\n")  # print writes the two apart, and lines of several ranks would glue
+        stream.write("\n".join(map(printable, text.split("\n"))) + "\n")  # print writes the two apart, and lines of several ranks would glue
         stream.flush()
     except OSError as error:
         lead_nowhere(stream)
         return error
     return None
+
+
+def tell_traceback(*failure) -> None:
+    """`sys.excepthook` of a program of ours: the traceback, with control characters as their escapes."""
+    tell("".join(traceback.format_exception(*failure)).rstrip("\n"), sys.stderr)
+
+
+def show(*lines: str) -> None:
+    """Print lines at once, with control characters as their escapes."""
+    print("\n".join(map(printable, lines)), flush=True)
 
 
 def lead_nowhere(stream: TextIO) -> None:
@@ -122,6 +144,7 @@ def lead_nowhere(stream: TextIO) -> None:
 
 def write_whole_lines() -> None:
     """From now on a printed line is one write, also of a traceback and under `python -u`, as torchrun starts its ranks."""
+    sys.excepthook = tell_traceback
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)
 
@@ -160,6 +183,7 @@ def ending_with_reader() -> Iterator[None]:
 
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
     """Run a script's main; a user's mistake, or Ctrl-C, ends the process with one line and an exit code."""
+    sys.excepthook = tell_traceback
     with ending_with_reader():
         try:
             main()

@@ -22,6 +22,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from model import SHARED_PREFIX, Transformer
 from records import flaw_of
 
 ENDINGS = 4
+LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # that one may have when it is unpacked; HellaSwag's have 3 kB and 13 MB
 
 
 class Item(NamedTuple):
@@ -96,7 +98,13 @@ def read_items(path: str | Path) -> list[Item]:
         raise DataError(f"HELLASWAG_PATH={path} is no file; get one with scripts/load_hellaswag_dataset.py")
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            room = FILE_BYTES
+            for number, line in enumerate(iter(partial(lines.readline, LINE_BYTES + 1), b""), start=1):
+                room -= len(line)
+                if len(line) > LINE_BYTES or room < 0:
+                    what = "a line of more than 1 MiB" if len(line) > LINE_BYTES else "more than 1 GiB"
+                    raise DataError(f"{path}:{number}: unpacked there is {what}, so it is not HellaSwag; get it with "
+                                    "scripts/load_hellaswag_dataset.py")
                 if line.strip():
                     items.append(parse_item(line, f"{path}:{number}"))
     except (OSError, EOFError, zlib.error) as error:

@@ -12,7 +12,7 @@ import torch
 
 from attention_kernels import choose_kernel
 from config import PREPARED_BY, Config
-from errors import CheckpointError, PaddockError, SettingsError
+from errors import CheckpointError, PaddockError, SettingsError, show, tell
 from hellaswag_utils import prepare_tasks, read_items
 from lora import trained_token_ids
 from memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
@@ -129,7 +129,7 @@ class Report:
     def tell(self, mark: str, name: str, text: str) -> None:
         """One line, or several of one name."""
         for part in text.splitlines():
-            print(f"  {mark:<4}  {name}: {part}", flush=True)
+            show(f"  {mark:<4}  {name}: {part}")
 
     def ask(self, name: str, question: Callable[[], tuple[T, str]]) -> Optional[T]:
         """The answer to a question, whose second half is told; None where a PaddockError came instead."""
@@ -176,8 +176,10 @@ def check(loaded: Loaded) -> int:
             tell_memory(config, tokenizer.vocab_size, *hardware, report)
         report.ask("disk", lambda: check_disk(config, tokenizer.vocab_size))
     failures = len(report.exit_codes)
-    print(f"{failures} problem{'s' if failures > 1 else ''} to mend." if failures else "Ready to train.",
-          file=sys.stderr if failures else sys.stdout)
+    if failures:
+        tell(f"{failures} problem{'s' if failures > 1 else ''} to mend.", sys.stderr)
+    else:
+        show("Ready to train.")
     return report.exit_codes[0] if failures else 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_preparation_utils import describe_prepared, prepare_pretrain
-from errors import SettingsError, local_path, run_script
+from errors import SettingsError, local_path, run_script, show
 from example_preparation import SHORTCUTS as EXAMPLE_SHORTCUTS
 from example_preparation import prepare_examples
 from mixes import read_mix
@@ -101,10 +101,9 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
 
     def main() -> None:
         if {"-h", "--help"} & set(argv):
-            print(usage(kind, records))
+            show(*usage(kind, records).split("\n"))
             return
         folder = prepare_by_flags(kind, argv)
-        print(describe_prepared(folder))
-        print(f"Ready. {legend}The line for .env:\n{KINDS[kind][0]}={folder}")
+        show(*describe_prepared(folder).split("\n"), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}")
 
     run_script(main, "Stopped. The same command goes on where it was.")

@@ -230,7 +230,7 @@ class Watch:
             with open(self.pulse.folder / f"stacks-rank-{self.rank}.txt", "w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
         except OSError as error:
-            print(f"no stacks of rank {self.rank} in {self.pulse.folder}: {error}", file=sys.stderr, flush=True)
+            print(f"no stacks of rank {self.rank}: {error}", file=sys.stderr, flush=True)
 
     def _table(self, silent: list[int]) -> str:
         """A line for each rank: what it does, and since when."""

@@ -114,7 +114,7 @@ class Ranks:
         for rank, failed in enumerate(self.gather(failure)):
             if failed is not None:
                 name, text = failed
-                error = getattr(errors, name)(f"rank {rank}: {text}" if rank else text)
+                error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
                 error.shared = True
                 raise error
         return value

@@ -23,7 +23,7 @@ import convert
 from config import Config, rules
 from dataloaders import Batch
 from diagnostics import spike_height
-from errors import NonFiniteError, SettingsError
+from errors import NonFiniteError, SettingsError, printable, show
 from model import padded
 from model_utils import (
     build_model,
@@ -70,7 +70,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     config, invalid = validate(merged)
     problems = [*kept.problems, *flags.problems, *invalid.values()] or [problem.message for problem in rules(config)]
     if problems:
-        raise SettingsError("\n".join(problems))
+        raise SettingsError(*problems)
     return config, int(kept.values.get("world_size", (1, ""))[0])
 
 
@@ -273,7 +273,7 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
 def print_wrapped(text: str) -> None:
     """Print one entry, on lines of at most 120 columns, with what belongs to it indented."""
     indent = " " * (4 + len(text) - len(text.lstrip()))
-    print(textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False), flush=True)
+    show(*textwrap.wrap(printable(text), 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def replay(run_dir: Path, step: int, config: Config, world_size: int, rows_shown: int = 3, at_checkpoint: bool = False,

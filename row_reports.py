@@ -20,6 +20,7 @@ from tqdm import tqdm
 from chunked_head import IGNORE_INDEX
 from dataloaders import Batch, TokenRows
 from diagnostics import count_bad, describe_tensors
+from errors import printable
 from model_utils import gradient_norm
 from run_state import Rows, Run, is_vocabulary
 
@@ -175,11 +176,6 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
     raise AssertionError("a row beyond the last shard")
 
 
-def printable(text: str) -> str:
-    """The text on one line, without what could do something to a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def excerpt(tokenizer, ids: Sequence[int], marked: int) -> str:
     """The text around one token, which stands between >> and <<."""
     first, last = max(0, marked - CONTEXT_TOKENS), marked + 1 + CONTEXT_TOKENS
@@ -222,12 +218,12 @@ def describe_row(run: Run, bare: Rows, report: RowReport, count: int) -> list[st
             lines.append(f"  first NaN in a gradient: from {operation}")
         lines.append(f"  first bad gradient: {report.bad_gradient}")
         if report.bad_token is not None:
-            lines.append(f"  where: at token {worst} of the row, {printable(tokenizer.decode(ids[worst:worst + 1]))!r}")
+            lines.append(f"  where: at token {worst} of the row, {tokenizer.decode(ids[worst:worst + 1])!r}")
         marked = worst
     else:
         losses = [(float(loss), token) for token, loss in enumerate(loss_T.tolist()) if loss == loss and
                   within.start <= token < within.stop]
-        most = [f"{printable(tokenizer.decode([ids[token + 1]]))!r} {loss:.2f}" for loss, token in sorted(losses)[:-6:-1]]
+        most = [f"{tokenizer.decode([ids[token + 1]])!r} {loss:.2f}" for loss, token in sorted(losses)[:-6:-1]]
         lines.append(f"  hardest targets: {', '.join(most)}")
         marked = worst + 1
     end = min(within.stop + 1, len(ids)) if marked >= within.stop else within.stop
@@ -241,7 +237,7 @@ def describe_parameters(run: Run) -> list[str]:
         if entry["kind"] == "parameter":
             parameter = dict(run.model.named_parameters())[entry["tensor"]]
             at = (~parameter.isfinite()).nonzero()[0].tolist()
-            token = f" (token {printable(run.inputs.tokenizer.decode(at[:1]))!r})" if is_vocabulary(entry["tensor"]) else ""
+            token = f" (token {run.inputs.tokenizer.decode(at[:1])!r})" if is_vocabulary(entry["tensor"]) else ""
             lines.append(f"Parameter {entry['tensor']} {tuple(entry['shape'])}: {entry['non_finite']} of its numbers are not "
                          f"finite, the first at {at}{token}")
     return lines

@@ -7,7 +7,6 @@ import queue
 import shutil
 import sys
 import threading
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from config import Config
-from errors import CheckpointError, needing, tell
+from errors import CheckpointError, needing, printable, tell, tell_traceback
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
@@ -156,7 +155,7 @@ def leaving_trackers_behind() -> Iterator[None]:
         if Tracker.broken:
             error = sys.exc_info()[1]
             if error is not None and not isinstance(error, SystemExit):
-                traceback.print_exc()
+                tell_traceback(*sys.exc_info())
             with suppress(OSError):
                 sys.stdout.flush()
             os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(error is not None))
@@ -236,6 +235,7 @@ class RunLog:
         self._tell(f"{self.prefix} warning: {text}", sys.stderr, self.on_console)
 
     def _tell(self, line: str, console: TextIO, on_console: bool) -> None:
+        line = printable(line)
         error = tell(line, console) if on_console else None
         if self.file:
             self.file.write(line)

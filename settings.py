@@ -21,7 +21,7 @@ from dotenv.variables import Variable, parse_variables
 from pydantic import ValidationError
 
 from config import SECRETS, Config, describe_settings, rules
-from errors import SettingsError, ending_with_reader, tell, without_passwords
+from errors import SettingsError, ending_with_reader, printable, show, tell, without_passwords
 from launched import first_here
 
 PRESETS_DIR = Path(__file__).parent / "presets"
@@ -82,7 +82,7 @@ def unknown(where: str, name: str) -> str:
 
 def shown(text: str) -> str:
     """Text from a user on one line, not longer than what a line of a report can bear."""
-    text = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -340,7 +340,7 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
             problems += launch_problems(config, environ, flags.check)
         problems += [problem.message for problem in rules(config) if not set(problem.settings) & set(invalid)]
     if problems:
-        raise SettingsError("\n".join(problems))
+        raise SettingsError(*problems)
     return Loaded(config, {name: where for name, (_, where) in merged.items()}, [*notes(layers, merged, environ)], warnings,
                   flags.check, flags.rest, exported(layers))
 
@@ -428,7 +428,7 @@ def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
     if "--help" in argv or "-h" in argv:
         with first_here() as first, ending_with_reader():
             if first:
-                print(help_text(usage))
+                show(*help_text(usage).split("\n"))
         raise SystemExit(0)
     try:
         loaded = load_config(argv)

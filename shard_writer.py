@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from errors import DataError
+from errors import DataError, show
 from shards import HEADER_BYTES, header_bytes
 
 
@@ -174,7 +174,7 @@ def locked(path: Path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            print(f"{path.parent}: {file.read().strip() or 'another process'} prepares the same data; waiting for it", flush=True)
+            show(f"{path.parent}: {file.read().strip() or 'another process'} prepares the same data; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -9,7 +9,7 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Optional
 
-from errors import SettingsError, ending_with_reader, tell, write_whole_lines
+from errors import SettingsError, ending_with_reader, printable, tell, write_whole_lines
 from launched import EXIT_PREEMPTED, end_with_launcher, first_here, leave_at_signals, tell_end
 from settings import Loaded, exit_with, load_or_exit
 
@@ -72,7 +72,8 @@ def main(argv: Optional[list[str]] = None) -> int:
         stop_watch()
         ending = explain(error)
         if ending is None:
-            tell_end(1, f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", traceback.format_exc())
+            sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
+            tell_end(1, sentence, traceback.format_exc())
             raise
         if not tell_end(ending.code, ending.sentence, victim=ending.victim):
             if isinstance(error, SettingsError):

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from chat_formats import load_chat_format
-from errors import run_script
+from errors import run_script, show
 from generate import generate
 from model_folder import load_model_folder
 
@@ -71,10 +71,10 @@ def main() -> None:
     options = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
     if args.chat:
         replies = answers(folder, args.prompt, args.system, **options)
-        print("\n\n".join(f"> {prompt}\n\n{reply}" for prompt, reply in zip(args.prompt, replies)))
+        texts = [f"> {prompt}\n\n{reply}" for prompt, reply in zip(args.prompt, replies)]
     else:
-        texts = continuations(folder, args.prompt, **options)
-        print("\n\n".join(prompt + text for prompt, text in zip(args.prompt, texts)))
+        texts = [prompt + text for prompt, text in zip(args.prompt, continuations(folder, args.prompt, **options))]
+    show(*"\n\n".join(texts).split("\n"))
 
 
 if __name__ == "__main__":

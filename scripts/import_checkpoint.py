@@ -31,7 +31,7 @@ from convert import (
     save_model_folder,
     vocabulary_rows,
 )
-from errors import CheckpointError, local_path, run_script
+from errors import CheckpointError, local_path, run_script, show
 from tokenizer import load_tokenizer
 
 
@@ -91,7 +91,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; name the model's own with "
                               "--tokenizer")
     if tokenizer.vocab_size < rows:
-        print(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are left out.")
+        show(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are left out.")
     size = sum(tensor.nbytes for tensor in state.values())
     publish(output, lambda folder: save_model_folder(folder, state, config, tokenizer, max_seq_len),
             {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
@@ -107,9 +107,9 @@ def main() -> None:
                         help="of a model in Meta's format, which may not say it (default: 8, and 32 for tied heads)")
     args = parser.parse_args()
     config = import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer, args.rope_scaling_factor)
-    print(f"{args.output} is ready. The lines for .env:\nPRETRAIN_CHECKPOINT={args.output}\nTOKENIZER_PATH={args.output}")
+    show(f"{args.output} is ready. The lines for .env:", f"PRETRAIN_CHECKPOINT={args.output}", f"TOKENIZER_PATH={args.output}")
     for name, value in config.model_dump(exclude_defaults=True).items():
-        print(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}")
+        show(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tqdm import tqdm
 
-from errors import DataError, local_path, run_script
+from errors import DataError, local_path, run_script, show
 from hellaswag_utils import parse_item
 from records import Reading, read_records, source_of
 from settings import export, load_config
@@ -47,8 +47,7 @@ def main(argv: list[str]) -> None:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}; choose another --output") from error
-    print(f"{count:,} items, every one checked. The line for .env:")
-    print(f"HELLASWAG_PATH={output}")
+    show(f"{count:,} items, every one checked. The line for .env:", f"HELLASWAG_PATH={output}")
 
 
 def write_items(records, path: Path) -> int:

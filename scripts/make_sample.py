@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from errors import run_script  # noqa: E402
+from errors import run_script, show  # noqa: E402
 
 FOLDER = Path("data/sample")
 STAMP = "made-from.json"
@@ -49,7 +49,7 @@ def make(folder: Path, stories: int) -> None:
     from tokenizer import train_bpe, write_tiktoken
 
     for name, records in parts(stories).items():
-        print(f"  {name}: {write_jsonl(folder / name, records):,} records", flush=True)
+        show(f"  {name}: {write_jsonl(folder / name, records):,} records")
     tokenizer = folder / "tokenizer.model"
     write_tiktoken(train_bpe(islice(texts(), stories // 4), RANKS), tokenizer)
     prepare_pretrain(str(folder / "stories.jsonl"), str(tokenizer), "tiktoken", folder / "pretrain",
@@ -77,7 +77,7 @@ def main() -> None:
         if is_up_to_date(folder, stories):
             return
         os.chdir(ROOT)
-        print(f"Making the embedded sample in {folder} (once, less than a minute) ...", flush=True)
+        show(f"Making the embedded sample in {folder} (once, less than a minute) ...")
         unfinished = folder.with_name(f".sample-{os.getpid()}")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()

@@ -28,7 +28,7 @@ from convert import (
     vocabulary_rows,
     weights_sha256,
 )
-from errors import CheckpointError, local_path, run_script
+from errors import CheckpointError, local_path, run_script, show
 from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import padded
 from model_folder import transformer_of
@@ -73,7 +73,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     adapter = adapter_files.load_adapter_folder(adapter_folder, config, padded(rows))
     adapter.check_base(weights_sha256(tensors), base)
     if adapter.base_sha256 is None:
-        print(f"The adapters do not say which weights they were trained on; {base} is taken on trust.")
+        show(f"The adapters do not say which weights they were trained on; {base} is taken on trust.")
     tokenizer = load_tokenizer(str(adapter_folder if (adapter_folder / "tokenizer.json").is_file() else base))
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; take the base's own")
@@ -110,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     base = args.base.expanduser() if args.base else None
     difference = merge(args.adapter.expanduser(), args.output.expanduser(), base, DTYPES[args.dtype])
-    print(f"{args.output} is ready; its logits differ from base and adapters' by {difference:.2g} at most.")
+    show(f"{args.output} is ready; its logits differ from base and adapters' by {difference:.2g} at most.")
 
 
 if __name__ == "__main__":

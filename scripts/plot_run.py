@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import needing, run_script  # noqa: E402
+from errors import PaddockError, needing, run_script, show  # noqa: E402
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -48,7 +48,7 @@ def draw(run: Path, output: Path, title: str) -> None:
     axes[-1][0].set_xlabel("step")
     for row in axes:
         row[0].grid(alpha=0.3)
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # no formula, whatever a name holds
     figure.tight_layout()
     figure.savefig(output, dpi=110)
 
@@ -60,10 +60,10 @@ def main() -> None:
     parser.add_argument("--title", help="above the picture; the run's name unless given")
     arguments = parser.parse_args()
     if not (arguments.run / "metrics.jsonl").is_file():
-        sys.exit(f"error: {arguments.run} holds no metrics.jsonl; give a run's folder, such as runs/first")
+        raise PaddockError(f"{arguments.run} holds no metrics.jsonl; give a run's folder, such as runs/first")
     output = arguments.output or arguments.run / "curves.png"
     draw(arguments.run, output, arguments.title or arguments.run.name)
-    print(output)
+    show(str(output))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from config import START_FROM, Config  # noqa: E402
-from errors import PaddockError, SettingsError, run_script  # noqa: E402
+from errors import PaddockError, SettingsError, run_script, show  # noqa: E402
 from settings import exit_with, load_config  # noqa: E402
 
 CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ from one run to the next
@@ -399,14 +399,14 @@ def main() -> None:
     folder, failed = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir)), True
 
     def say(name: str, text: str) -> None:
-        print(f"  {name:<18}{text}", flush=True)
+        show(f"  {name:<18}{text}")
 
     def tell(verdict: Verdict) -> bool:
         say(verdict.name, f"{'ok' if verdict.alike else 'DIFFERS'}: {verdict.text}")
         return verdict.alike
 
     try:
-        print(f"Training ({config.training_stage}, ranks: {args.nproc_per_node}) in {folder}")
+        show(f"Training ({config.training_stage}, ranks: {args.nproc_per_node}) in {folder}")
         alike = [tell(verdict) for verdict in check_resume(flags, config, folder, args.steps, say)] if args.steps else []
         alike += [tell(verdict) for verdict in check_layouts(flags, config, folder, layouts)] if layouts else []
         failed = not all(alike)
@@ -415,7 +415,7 @@ def main() -> None:
         raise
     finally:
         if failed:
-            print(f"What was trained is left in {folder}")
+            show(f"What was trained is left in {folder}")
         else:
             shutil.rmtree(folder)
     if failed:

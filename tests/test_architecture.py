@@ -105,6 +105,11 @@ def test_nothing_is_unpickled_and_no_foreign_code_runs(room):
     assert "trust_remote_code" not in CODE[room].read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("room", sorted(set(MODULES) - {"errors", "pulse"}))
+def test_what_is_printed_has_its_control_characters_escaped(room):
+    assert not [call.lineno for name, call in calls(CODE[room]) if name == "print" or name.startswith(("sys.stdout.w", "sys.stderr.w"))]
+
+
 @pytest.mark.parametrize("room", CODE)
 def test_no_exception_is_swallowed_unnamed(room):
     for node in ast.walk(tree(CODE[room])):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -262,6 +264,22 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
 def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint, with_template):
     with pytest.raises(DataError, match=complaint):
         load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", "<odd>"))
+
+
+@pytest.mark.parametrize("template, complaint", [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s"),
+    ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", "more than 0.1 s"),
+    ("{% for a in range(99999) %}{{ messages }}{% endfor %}", "far more than the chat holds"),
+    ("{{ messages[0].content * 10**11 }}", "1 GiB of memory"), ("{{ 'a' * 10**11 }}", "1 GiB of memory"),
+    ("{{ 'a' | center(10**11) }}", "1 GiB of memory"),
+])
+def test_a_template_that_never_ends_or_grows_without_end_is_refused(template, complaint, with_template, monkeypatch):
+    monkeypatch.setattr("chat_formats.TEMPLATE_SECONDS", 0.1)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(DataError, match=complaint):
+        load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == limits
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
 
 
 def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(with_template, tmp_path):

@@ -129,6 +129,16 @@ def test_a_bad_line_is_named(tmp_path, line, word):
     assert f"{path}:2: " in str(error.value) and word in str(error.value)
 
 
+def test_a_file_that_unpacks_to_far_more_than_hellaswag_is_refused_by_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("hellaswag_utils.FILE_BYTES", 1 << 16)
+    for name, content, words in (("line", b"\0" * (2 << 20), "bomb-line.jsonl.gz:1: .* a line of more than 1 MiB"),
+                                 ("lines", b"\n" * (1 << 17), "bomb-lines.jsonl.gz:65537: .* more than 1 GiB")):
+        path = tmp_path / f"bomb-{name}.jsonl.gz"
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(DataError, match=words):
+            read_items(path)
+
+
 def test_files_without_items_are_refused(tmp_path):
     for name, content in (("empty.jsonl", b""), ("blank.jsonl", b"\n \n"), ("none.jsonl.gz", gzip.compress(b""))):
         (tmp_path / name).write_bytes(content)

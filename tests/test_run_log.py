@@ -15,6 +15,7 @@ from helpers import UNMEASURED
 
 import run_log
 from config import Config
+from errors import DataError, show, tell_traceback
 from run_log import LineFile, RunLog, console_line, duration, keep_lines_up_to
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +67,23 @@ def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_pa
     assert shown.out == "[GPU0] hello\n[GPU0] Sample: Once upon\n" and shown.err == "[GPU0] warning: careful\n"
     assert (tmp_path / "log" / "rank-1.txt").read_text() == "[GPU1] hello\n[GPU1] warning: careful\n[GPU1] Sample: Once upon\n"
     assert len(written(tmp_path / "metrics.jsonl")) == len(written(tmp_path / "samples.jsonl")) == 1
+
+
+def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tmp_path):
+    prompt, text = "\x1b]0;owned\x07a", "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
+    log = make_log(tmp_path, 0)
+    log.sample(3, prompt, text)
+    log.warn(f"{prompt}{text}")
+    log.close()
+    one_line = (r"\x1b]0;owned\x07a\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c" "\td \U0001f469\u200d\U0001f466\u3000")
+    shown = capsys.readouterr()
+    assert shown.out == f"[CPU0] Sample: {one_line}\n" and shown.err == f"[CPU0] warning: {one_line}\n"
+    assert (tmp_path / "log" / "rank-0.txt").read_text() == shown.out + shown.err
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 3, "prompt": prompt, "text": text}
+    assert str(DataError(f"{prompt}{text}", "two")) == f"{one_line}\ntwo"
+    tell_traceback(ValueError, ValueError(prompt), None)
+    show(prompt)
+    assert capsys.readouterr() == ("\\x1b]0;owned\\x07a\n", "ValueError: \\x1b]0;owned\\x07a\n")
 
 
 def test_all_ranks_speak_when_asked(capsys, tmp_path):

@@ -536,7 +536,7 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as caught:
-        exit_with(SettingsError("a\nb"))
+        exit_with(SettingsError("a", "b"))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "2 things to mend in the settings:\n  a\n  b\n"
     monkeypatch.setenv("LOCAL_RANK", "1")
