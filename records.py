@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -27,6 +28,7 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS = 1000
 COMMIT = re.compile(r"[0-9a-f]{40}")
+LINE_BYTES = 1 << 30  # that a line may have, which is held in memory; compressed files can unpack to far more
 TRIED_BYTES = 8192  # by which a file is told to be text or not
 WAYS_TO_CUT = ("whole", "line", "blank", "wikitext")  # text into documents; anything else is a line that lies between
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
@@ -234,12 +236,16 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
         if file.compression:
             if file.compression not in fsspec.compression.compr:
                 raise DataError(f"{file.url}: {file.compression} needs a package: pip install zstandard")
-            lines = fsspec.compression.compr[file.compression](lines, mode="rb")
+            lines = io.BufferedReader(fsspec.compression.compr[file.compression](lines, mode="rb"), 1 << 20)  # zstd's has no lines
+        lines = iter(partial(lines.readline, LINE_BYTES + 1), b"")
         if file.kind == "text":
             lines = chain(beginning_of_text(file.url, lines), lines)
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
+            if len(line) > LINE_BYTES:
+                raise DataError(f"{file.url}:{number}: a line of more than {LINE_BYTES >> 20:,} MiB, which is no record; mend it, or "
+                                "leave the file out")
             if number % 64 == 0 or len(line) > 1 << 16:
                 reading.bytes_done = before + raw.tell()
             try:

@@ -11,6 +11,7 @@ from helpers import prepare
 
 import convert
 from config import ModelConfig
+from errors import printable
 from model import Transformer
 from tokenizer import load_tokenizer
 
@@ -62,7 +63,9 @@ def test_the_command_prints_prompt_and_continuation(script, folder):
     texts = script.continuations(folder, PROMPTS[:2], max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3)
     done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
                            "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
-    expected = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts)) + "\n"
+    whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
+    assert "\x1b" in whole  # which a terminal would obey
+    expected = "\n".join(map(printable, whole.split("\n"))) + "\n"
     assert done.returncode == 0 and done.stdout.decode() == expected, done.stderr.decode()
 
 

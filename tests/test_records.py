@@ -1,11 +1,14 @@
 """Records arrive whole and in order, and what cannot be used is refused by file and line."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 from itertools import islice
 
 import pytest
+import zstandard
 
 import records
 from errors import DataError, SettingsError
@@ -57,6 +60,17 @@ def test_empty_documents_are_counted_not_given(tmp_path):
     path.write_text(jsonl("", "a", " \n\t", "b"))
     texts, reading = texts_of(path)
     assert texts == ["a", "b"] and reading.empty == 2
+
+
+@pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
+def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
+    path = tmp_path / f"x.jsonl.{suffix}"
+    path.write_bytes(packed.compress((jsonl("one", "two").encode())))
+    assert texts_of(path)[0] == ["one", "two"]
+    monkeypatch.setattr("records.LINE_BYTES", 1 << 20)
+    path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))
+    with pytest.raises(DataError, match=f"{path.name}:2: a line of more than 1 MiB"):
+        texts_of(path)
 
 
 @pytest.mark.parametrize("documents, expected", [
