@@ -116,7 +116,8 @@ def tell(text: str, stream: TextIO) -> Optional[OSError]:
     From then on the stream leads nowhere, so that neither later lines nor the end of the process, which flushes it, fail too.
     """
     try:
-        stream.write("\n".join(map(printable, text.split("\n"))) + "\n")  # print writes the two apart, and lines of several ranks would glue
+        # print writes the two apart, and lines of several ranks would glue
+        stream.write("\n".join(map(printable, text.split("\n"))) + "\n")
         stream.flush()
     except OSError as error:
         lead_nowhere(stream)

@@ -236,7 +236,8 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
         if file.compression:
             if file.compression not in fsspec.compression.compr:
                 raise DataError(f"{file.url}: {file.compression} needs a package: pip install zstandard")
-            lines = io.BufferedReader(fsspec.compression.compr[file.compression](lines, mode="rb"), 1 << 20)  # zstd's has no lines
+            unpacked = fsspec.compression.compr[file.compression](lines, mode="rb")
+            lines = io.BufferedReader(unpacked, 1 << 20)  # zstandard's has no lines
         lines = iter(partial(lines.readline, LINE_BYTES + 1), b"")
         if file.kind == "text":
             lines = chain(beginning_of_text(file.url, lines), lines)
@@ -244,8 +245,8 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if len(line) > LINE_BYTES:
-                raise DataError(f"{file.url}:{number}: a line of more than {LINE_BYTES >> 20:,} MiB, which is no record; mend it, or "
-                                "leave the file out")
+                raise DataError(f"{file.url}:{number}: a line of more than {LINE_BYTES >> 20:,} MiB, which is no record; mend it, "
+                                "or leave the file out")
             if number % 64 == 0 or len(line) > 1 << 16:
                 reading.bytes_done = before + raw.tell()
             try:

@@ -115,7 +115,8 @@ def test_the_command_prints_the_turns_of_a_chat(script, folder, monkeypatch, cap
     argv = ["generate.py", str(folder), "--chat", "--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "6"]
     monkeypatch.setattr(sys, "argv", [*argv, "--prompt", "The cat", "Why?"])
     script.main()
-    assert capsys.readouterr().out == f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
+    expected = f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
+    assert capsys.readouterr().out == "\n".join(map(printable, expected.split("\n")))
     for bad, reason in ((argv, "--chat needs a --prompt"), ([*argv[:2], *argv[3:]], "--system goes with --chat")):
         monkeypatch.setattr(sys, "argv", bad)
         with pytest.raises(SystemExit):

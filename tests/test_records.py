@@ -65,7 +65,7 @@ def test_empty_documents_are_counted_not_given(tmp_path):
 @pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
 def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
     path = tmp_path / f"x.jsonl.{suffix}"
-    path.write_bytes(packed.compress((jsonl("one", "two").encode())))
+    path.write_bytes(packed.compress(jsonl("one", "two").encode()))
     assert texts_of(path)[0] == ["one", "two"]
     monkeypatch.setattr("records.LINE_BYTES", 1 << 20)
     path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))

@@ -70,7 +70,8 @@ def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_pa
 
 
 def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tmp_path):
-    prompt, text = "\x1b]0;owned\x07a", "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
+    prompt = "\x1b]0;owned\x07a"
+    text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
     log = make_log(tmp_path, 0)
     log.sample(3, prompt, text)
     log.warn(f"{prompt}{text}")
