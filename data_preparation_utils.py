@@ -22,13 +22,14 @@ from dataclasses import asdict
 from functools import lru_cache, partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
+from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from errors import DataError, PaddockError, SettingsError, show, without_passwords
+from errors import DataError, PaddockError, SettingsError, is_url, show, without_passwords
 from mixes import Mix, draw, fraction_read, mix_of, pinned
 from records import Reading, Source, identify, kind_of, read_texts
 from shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
@@ -216,8 +217,12 @@ def prepare(kind: Kind, source: str | Source | Mix, tokenizer, tokenizer_path: s
         raise SettingsError(f"--on-bad-record {on_bad_record}: must be fail or skip")
     output_dir = Path(output_dir)
     with naming_disk_errors(output_dir):
-        output_dir.mkdir(parents=True, exist_ok=True)
         mix = mix_of(source)
+        for part in mix.sources:
+            if part.path and not is_url(part.path) and Path(realpath(output_dir)).is_relative_to(realpath(part.path)):
+                raise SettingsError(f"--output {output_dir} lies within the source {part.path}, and would be read as a part of "
+                                    "it the next time; choose a folder elsewhere")
+        output_dir.mkdir(parents=True, exist_ok=True)
         identities = identify_all(mix, output_dir)
         settings = {"code_version": CODE_VERSION, "shard_tokens": shard_tokens, "validation_fraction": validation_fraction,
                     "max_documents": max_documents, "seed": mix.seed, "stop": mix.stop,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import fsspec
@@ -26,7 +26,7 @@ KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "p
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
-LISTED_BAD_RECORDS = 1000
+LISTED_BAD_RECORDS, NAMED_COLUMNS = 1000, 20
 COMMIT = re.compile(r"[0-9a-f]{40}")
 LINE_BYTES = 1 << 30  # that a line may have, which is held in memory; compressed files can unpack to far more
 TRIED_BYTES = 8192  # by which a file is told to be text or not
@@ -159,6 +159,9 @@ def list_files(path: str) -> list[StoredFile]:
     readable = [file for file in files if file.kind]
     if not readable:
         raise DataError(f"{path}: no file of a kind that can be read; give {READABLE}")
+    for file in readable:
+        if flaw_of(file.name):  # it could stand in no list
+            raise DataError(f"{file.url}: the file's name is not UTF-8; rename it")
     return readable
 
 
@@ -245,8 +248,8 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if len(line) > LINE_BYTES:
-                raise DataError(f"{file.url}:{number}: a line of more than {LINE_BYTES >> 20:,} MiB, which is no record; mend it, "
-                                "or leave the file out")
+                raise DataError(f"{file.url}:{number}: a line of more than {LINE_BYTES >> 20:,} MiB, which is no record; mend "
+                                "it, or leave the file out")
             if number % 64 == 0 or len(line) > 1 << 16:
                 reading.bytes_done = before + raw.tell()
             try:
@@ -376,11 +379,17 @@ def sound_texts(records: Iterable[tuple[str, dict]], column: str, reading: Readi
     """The texts of a column; what is missing, no text, or cannot be encoded is refused."""
     for where, record in records:
         if column not in record:
-            reading.refuse(where, f"has no column {column!r}; it has {', '.join(map(repr, record)) or 'none'} (--column)")
+            reading.refuse(where, f"has no column {column!r}; it has {name_some(record)} (--column)")
         elif flaw := flaw_of(record[column]):
             reading.refuse(where, f"column {column!r} {flaw}")
         else:
             yield record[column]
+
+
+def name_some(record: Mapping[str, Any]) -> str:
+    """A record's columns, of many the first."""
+    names = [repr(name) for name in islice(record, NAMED_COLUMNS)] or ["none"]
+    return ", ".join(names) + (f" and {len(record) - len(names):,} more" if len(record) > NAMED_COLUMNS else "")
 
 
 def flaw_of(text: Any) -> str | None:

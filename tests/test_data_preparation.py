@@ -227,6 +227,14 @@ def test_impossible_settings_are_refused(tmp_path, tokenizer_path, options, reas
         prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", **options)
 
 
+def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
+    write_jsonl(tmp_path / "x.jsonl", ["a"])
+    for output in (tmp_path, tmp_path / "deep" / "out"):
+        with pytest.raises(SettingsError, match="lies within the source"):
+            prepare(str(tmp_path), tokenizer_path, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
     source, original = write_jsonl(tmp_path / "x.jsonl", stories(20)), preparation.tokenize_chunk
 

@@ -329,7 +329,7 @@ def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenize
     text = describe_prepared(folder)
     split = files_of(folder)[MANIFEST]["splits"]["train"]
     assert f"train: {split['tokens']:,} tokens, {split['target_tokens']:,} of them learned from in 4 chats" in text
-    assert shown[0] in text
+    assert shown[0].replace("\n", "\n    ") in text
     pair = prepare("pairs", write_jsonl(tmp_path / "y.jsonl", pairs(1)), tokenizer_path, tmp_path / "dpo", validation_fraction=0)
     record, = pairs(1)
     assert files_of(pair)[MANIFEST]["examples"][0].endswith(

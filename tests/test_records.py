@@ -73,6 +73,16 @@ def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(
         texts_of(path)
 
 
+def test_a_name_that_is_not_utf_8_and_a_record_of_many_columns_are_told(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({f"k{number}": 1 for number in range(100_000)}) + "\n")
+    with pytest.raises(DataError, match="has no column 'text'; it has 'k0', .*'k19' and 99,980 more"):
+        texts_of(path)
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("one")
+    with pytest.raises(DataError, match=r"\\udcff.txt: the file's name is not UTF-8"):
+        texts_of(tmp_path)
+
+
 @pytest.mark.parametrize("documents, expected", [
     ("whole", [" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree"]),
     ("line", [" = A = \n", "one\n", "two\n", " = = sub = = \n", "---\n", " = B = \n", "three"]),
