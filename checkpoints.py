@@ -27,11 +27,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from errors import CheckpointError, printable, tell
+from plain_files import plain, read_plain
 from pulse import PULSE
 from ranks import Ranks
+from run_files import FORMAT, NEWER, Manifest, parsed, read_state_file
 from tensor_files import sync, write_tensors
 
-FORMAT = 1
 PADDOCK_VERSION = "0.1"
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
@@ -115,8 +116,8 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
         _sync_and_hash(temporary / MANIFEST)
         for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             _sync_folder(inner)
-        if folder.exists():
-            if replaced.exists():
+        if os.path.lexists(folder):
+            if os.path.lexists(replaced):
                 _remove(replaced, warn)
             os.rename(folder, replaced)
         os.rename(temporary, folder)
@@ -127,7 +128,7 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
         if not isinstance(error, OSError) and type(error) is not Exception:
             raise
         raise CheckpointError(f"{folder} could not be written: {error}; {_space(folder.parent, needed_bytes)}") from error
-    if replaced.exists():
+    if os.path.lexists(replaced):
         _remove(replaced, warn)
 
 
@@ -208,11 +209,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The checkpoint's manifest, itself verified; the files that it lists are not.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format.
+        CheckpointError: it is missing, damaged, of another format, or does not say what it must.
     """
     path = Path(folder) / MANIFEST
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint of Paddock's, or not a whole one; "
                               "a model from elsewhere is brought in with scripts/import_checkpoint.py") from error
@@ -225,27 +226,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         sound = False
     if not sound:
         raise CheckpointError(f"{path} is damaged; take another checkpoint")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest['format']} (Paddock {manifest['paddock']}), and this version "
-                              f"reads {FORMAT}; take another checkpoint, or that version")
-    return manifest
+    if isinstance(number := manifest.get("format"), int) and number > FORMAT:
+        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}, or take another")
+    return parsed(content, Manifest, path)
 
 
 def verify(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint all of whose files have the size and SHA-256 that it says. Nothing else is parsed.
 
-    Files that the manifest does not list are ignored.
+    Files that the manifest does not list are ignored. The folder may be a link, but no file in it leads out of it; only in the
+    hub's cache, where a snapshot's files are links, it may lead elsewhere in the cache of that model.
     Raises:
-        CheckpointError: names the file that is missing or damaged.
+        CheckpointError: names the file that is missing or damaged, no file, or not in the folder.
     """
     folder = Path(folder)
-    manifest = read_manifest(folder)
+    manifest, home = read_manifest(folder), Path(os.path.realpath(folder))
+    home = home.parents[1] if home.parent.name == "snapshots" else home
     for name, expected in manifest["files"].items():
         path = folder / name
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise CheckpointError(f"{folder / MANIFEST} lists a file outside its folder: {name!r}")
+        if ".." in Path(name).parts or not Path(os.path.realpath(path)).is_relative_to(home):
+            raise CheckpointError(f"{folder / MANIFEST} lists a file outside its folder: {name!r}; put a copy of it "
+                                  "there, or take another checkpoint")
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=plain) as file:
                 size = os.fstat(file.fileno()).st_size
                 digest = _sha256(file) if size == expected["size"] else None
         except FileNotFoundError as error:
@@ -336,18 +339,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     """The trainer's state of a verified checkpoint; empty for an imported model, which has none.
 
     Raises:
-        CheckpointError: the file is no JSON object.
+        CheckpointError: the file does not say what it must (`run_files.State`).
     """
     path = Path(folder) / STATE
-    if not path.exists():
-        return {}
-    try:
-        state = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return state
+    return read_state_file(path) if path.exists() else {}
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
@@ -360,6 +355,7 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
     if not path.exists():
         return {}
     try:
+        open(path, "rb", opener=plain).close()  # safetensors would wait for a pipe
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -415,10 +411,10 @@ def _remove(folder: Path, warn: Warn) -> None:
             trash = folder
         else:
             os.rename(folder, trash)
-        if trash.is_dir():
+        if trash.is_dir() and not trash.is_symlink():
             shutil.rmtree(trash)
         else:
-            trash.unlink()
+            trash.unlink()  # a link goes, and what it leads to stays
     except OSError as error:
         warn(f"{folder} could not be deleted: {error}")
 
@@ -434,7 +430,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     path = Path(run_dir) / LOCK
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")
+        file = open(path, "a+", encoding="utf-8", opener=plain)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}; set OUTPUT_DIR to a folder that can") from error
     with file:

@@ -3,7 +3,6 @@
 Nothing is written into the run's folder, so that a run can be looked at while it goes on. Shapes: B rows, T tokens.
 """
 
-import json
 import math
 import textwrap
 import zlib
@@ -37,6 +36,7 @@ from objectives import LossSum, Objective
 from optim import Optimizer, learning_rate
 from ranks import Ranks, StopSignals
 from row_reports import RowReport, describe_parameters, describe_row, examine_rows, numbered
+from run_files import read_entries
 from run_log import RunLog
 from run_state import Run, StepResult, place_weights, read_inputs, resume, segments
 from settings import Layer, read_json_file, validate
@@ -80,13 +80,8 @@ def read_ledger(run_dir: Path, step: int) -> dict[int, dict[str, Any]]:
     Raises:
         SettingsError: there is none of this step.
     """
-    path, lines = run_dir / "ledger.jsonl", {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # a run that goes on is just writing it
-        lines[entry["step"]] = entry
+    path = run_dir / "ledger.jsonl"
+    lines = {entry["step"]: entry for entry in read_entries(path)}
     if step not in lines:
         there = f"{path} has the steps {min(lines)} to {max(lines)}" if lines else f"{path} has none yet"
         raise SettingsError(f"--step {step}: there is no such step of this run; {there}")

@@ -9,12 +9,14 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from config import Config
 from errors import CheckpointError, needing, printable, tell, tell_traceback
+from plain_files import NotAFileError, plain
+from run_files import read_lines
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
@@ -27,20 +29,27 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def keep_lines_up_to(path: Path, step: int) -> None:
-    """Drop the lines of steps after `step`, which a resumed run will write again, and a line that a crash has torn."""
+def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None:
+    """Drop the lines of steps after `step`, which a resumed run will write again, and a line that a crash has torn.
+
+    Others that cannot be read are set aside, in a file beside it.
+    Raises:
+        OSError: it cannot be read or written, or is no file.
+    """
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except ValueError:
-            continue
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    beside, aside, bad_lines = path.with_suffix(".tmp"), path.with_name(f"{path.name}.bad"), 0
+    with ExitStack() as stack:
+        kept, bad = stack.enter_context(open(beside, "wb", opener=plain)), None
+        for line, entry in read_lines(path):
+            if entry is None:
+                bad_lines += 1
+                bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
+            if entry is None or entry.step <= step:
+                (bad if entry is None else kept).write(line + b"\n")
     os.replace(beside, path)
+    if bad_lines:
+        warn(f"{path}: {bad_lines} line{'s' if bad_lines > 1 else ''} of it cannot be read; set aside in {aside.name}")
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +72,7 @@ class LineFile:
         with naming_refusals(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered: of what is buffered, nobody can say how much a full disk took.
-            self.file = open(path, "ab", buffering=0)
+            self.file = open(path, "ab", buffering=0, opener=plain)
 
     def write(self, line: str) -> None:
         """Append a line, unless the file is closed: a tracker may speak after the end."""
@@ -90,6 +99,8 @@ def naming_refusals(path: Path) -> Iterator[None]:
     """Turn what the system refuses into a CheckpointError with the path and the free space."""
     try:
         yield
+    except NotAFileError as error:
+        raise CheckpointError(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
         there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
         raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror}, {shutil.disk_usage(there).free:,} "
@@ -217,10 +228,14 @@ class RunLog:
         self.file = LineFile(run_dir / "log" / f"rank-{rank}.txt", self.warn)
         if rank > 0:
             return
-        for name, kept in (("metrics", step), ("samples", step), ("ledger", steps_taken)):
-            with naming_refusals(run_dir / f"{name}.jsonl"):
-                keep_lines_up_to(run_dir / f"{name}.jsonl", kept)
-            setattr(self, name, LineFile(run_dir / f"{name}.jsonl", self.warn))
+        try:
+            for name, kept in (("metrics", step), ("samples", step), ("ledger", steps_taken)):
+                with naming_refusals(run_dir / f"{name}.jsonl"):
+                    keep_lines_up_to(run_dir / f"{name}.jsonl", kept, self.warn)
+                setattr(self, name, LineFile(run_dir / f"{name}.jsonl", self.warn))
+        except CheckpointError:
+            self.close()
+            raise
         if config.wandb_enabled:
             self.trackers.append(Tracker("wandb", lambda: start_wandb(config, run_dir, self.wandb_run_id), self.warn))
         if config.tensorboard_enabled:

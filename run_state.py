@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
@@ -29,6 +29,7 @@ from optim import Optimizer
 from pulse import PULSE
 from ranks import Ranks, StopSignals
 from resume_rules import identity
+from run_files import SavedProgress
 from run_log import RunLog, naming_refusals
 from shards import open_token_set
 from starts import Start, find_checkpoint, start_at
@@ -124,24 +125,10 @@ def open_inputs(config: Config, ranks: Ranks) -> Inputs:
 
 
 @dataclass
-class Progress:
-    """What a checkpoint remembers besides weights and optimizer."""
+class Progress(SavedProgress):
+    """How far a run is, and what follows from that."""
 
-    step: int = 0  # finished steps
-    tokens_seen: int = 0
-    skipped_steps: int = 0  # whose update was left out: fp16 overflows, loss spikes
-    val_loss: Optional[float] = None  # of the weights as they are now
-    best_val_loss: Optional[float] = None
-    best_step: int = 0
-    validations_without_best: int = 0
-    wandb_run_id: Optional[str] = None
-    recent_losses: list[float] = field(default_factory=list)  # that a loss spike stands out from
-    begun_from: Optional[str] = None  # the checkpoint that the settings named when this run began
-    base: Optional[str] = None  # where that was: what adapters stand on, and preferences are held against
-    base_sha256: Optional[str] = None  # of its weights
-    base_beside: Optional[str] = None  # where it was from the run's folder on, for a tree that is moved as a whole
-    # The metrics of the last step, while what is due after it is still to be measured: a signal may come in between.
-    pending_metrics: Optional[dict[str, Any]] = field(default_factory=dict)
+    step: int = 0  # a run that begins
 
     @property
     def updates(self) -> int:

@@ -221,7 +221,7 @@ def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Con
     """
     if folder is None:
         return Start(None, False, {}, None, None, {}, [], warnings)
-    state, notes = checkpoints.read_state(folder), []
+    state, notes = ranks.together(lambda: checkpoints.read_state(folder)), []
     if continues(state, own, config):
         if identity is not None:
             notes, more = ranks.together(lambda: check_changes(state, config, identity, folder, own))

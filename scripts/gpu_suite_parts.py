@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from errors import run_script  # noqa: E402
+from run_files import read_entries  # noqa: E402
 
 
 class Skipped(Exception):
@@ -212,7 +213,7 @@ def stage(name: str, preset: str, base: Optional[str] = None, **settings: Any) -
         if done.returncode:
             task.note(fault=last_line(done.stdout))
             return
-        lines = [json.loads(line) for line in (task.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        lines = list(read_entries(task.folder / "runs" / name / "metrics.jsonl"))
         losses = [line["val_loss"] for line in lines if "val_loss" in line]
         trained = [line for line in lines if "tokens_per_second" in line]
         task.check("validation loss, first", len(losses) > 1, losses[0] if losses else None)

@@ -29,6 +29,7 @@ from example_rows import ExampleRows, open_example_set  # noqa: E402
 from generate import generate  # noqa: E402
 from model_folder import load_model_folder  # noqa: E402
 from objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from run_files import read_entries  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
@@ -73,7 +74,7 @@ class Pipeline:
 
 def curve(name: str, metric: str) -> list[tuple[int, float]]:
     """(step, value) of a metric wherever a run logged it."""
-    lines = map(json.loads, (RUNS / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    lines = read_entries(RUNS / name / "metrics.jsonl")
     return [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
 
 

@@ -1,18 +1,18 @@
 """Draw a run's curves from its metrics.jsonl: python scripts/plot_run.py runs/NAME [-o FILE.png]. Needs matplotlib."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from errors import PaddockError, needing, run_script, show  # noqa: E402
+from run_files import read_entries  # noqa: E402
 
 
 def read_metrics(run: Path) -> list[dict]:
     """The logged steps of a run."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return list(read_entries(run / "metrics.jsonl"))
 
 
 def draw(run: Path, output: Path, title: str) -> None:

@@ -11,7 +11,6 @@ The exit code is 0 where all was alike, 1 where it was not, 2 where a setting is
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from config import START_FROM, Config  # noqa: E402
 from errors import PaddockError, SettingsError, run_script, show  # noqa: E402
+from run_files import read_entries, read_state_file  # noqa: E402
 from settings import exit_with, load_config  # noqa: E402
 
 CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ from one run to the next
@@ -109,7 +109,7 @@ class Place(NamedTuple):
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The ledger's lines so far."""
-        return lines_of(self.folder / "ledger.jsonl")
+        return list(read_entries(self.folder / "ledger.jsonl"))
 
     @property
     def saved(self) -> list[int]:
@@ -120,12 +120,6 @@ class Place(NamedTuple):
     def output(self) -> Path:
         """What it has said."""
         return self.folder.with_suffix(".txt")
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of JSON lines; empty where it is not there."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def place(flags: list[str], folder: Path, ranks: int, settings: Mapping[str, Any]) -> Place:
@@ -277,8 +271,8 @@ def compare_runs(one: Place, other: Place, last: int) -> list[Verdict]:
                 for what in ("weights", "optimizer state")]
     verdicts += [compare_lines("rows", one.steps, other.steps, ("step", "rows_crc32")),
                  compare_lines("losses and norms", one.steps, other.steps),
-                 compare_lines("metrics", *(lines_of(run.folder / "metrics.jsonl") for run in (one, other)))]
-    states = [json.loads((folder / "trainer_state.json").read_text())["progress"] | {"wandb_run_id": None} for folder in folders]
+                 compare_lines("metrics", *(list(read_entries(run.folder / "metrics.jsonl")) for run in (one, other)))]
+    states = [read_state_file(folder / "trainer_state.json")["progress"] | {"wandb_run_id": None} for folder in folders]
     unlike = [name for name in states[0] if states[0][name] != states[1].get(name)]
     return [*verdicts, Verdict("progress", not unlike, ", ".join(unlike) if unlike else f"{len(states[0])} entries")]
 

@@ -1,6 +1,7 @@
 """What every test stands on: the modules on the path, one thread, and where real data may be."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -24,6 +25,19 @@ def no_broken_trackers():
     yield
     if "run_log" in sys.modules:
         sys.modules["run_log"].Tracker.broken.clear()
+
+
+@pytest.fixture
+def no_hang():
+    """A test that opens what would be waited for for ever ends after a while."""
+    def out_of_patience(*_):
+        raise AssertionError("it hangs")
+
+    earlier = signal.signal(signal.SIGALRM, out_of_patience)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, earlier)
 
 
 @pytest.fixture(scope="session")

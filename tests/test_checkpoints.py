@@ -28,6 +28,9 @@ from tensor_files import write_tensors
 fork_warning = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
+STATE = {"identity": {}, "world_size": 1, "settings": {"TRAINING_STAGE": "pretrain"}}
+
+
 def write_model(folder: Path) -> None:
     save_file({"weight": torch.arange(64.0)}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "llama"}')
@@ -35,7 +38,7 @@ def write_model(folder: Path) -> None:
 
 def save(folder: Path, step: int, val_loss=None, write=write_model, **options) -> Path:
     optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
-    return checkpoints.save(folder, step, Ranks(), write, {"step": step, "val_loss": val_loss}, optimizer,
+    return checkpoints.save(folder, step, Ranks(), write, {**STATE, "progress": {"step": step}, "val_loss": val_loss}, optimizer,
                             **options)
 
 
@@ -53,7 +56,8 @@ def test_saved_checkpoint_reads_back(tmp_path):
     for name, entry in manifest["files"].items():
         content = (folder / name).read_bytes()
         assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert checkpoints.read_state(folder) == {"step": 200, "val_loss": 1.5}
+    state = checkpoints.read_state(folder)
+    assert (state["progress"]["step"], state["val_loss"], state["settings"]) == (200, 1.5, STATE["settings"] | {"LORA_ENABLED": False})
     optimizer = checkpoints.read_optimizer(folder)
     assert torch.equal(optimizer["weight.exp_avg"], torch.full((64,), 200.0))
     assert optimizer["weight.step"].shape == () and optimizer["weight.step"] == 200
@@ -139,21 +143,52 @@ def test_unlisted_files_are_ignored_but_none_outside_the_folder_is_listed(tmp_pa
     folder = save(tmp_path, 1)
     (folder / "notes.txt").write_text("mine")
     checkpoints.verify(folder)
-    manifest = checkpoints.read_manifest(folder)
-    del manifest["sha256"]
-    manifest["files"]["../elsewhere"] = manifest["files"]["config.json"]
-    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed(manifest))
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        checkpoints.verify(folder)
+    files = checkpoints.read_manifest(folder)["files"]
+    shutil.copyfile(folder / "config.json", tmp_path / "elsewhere")
+    for name in ("../elsewhere", str(tmp_path / "elsewhere"), "link"):
+        (folder / "link").unlink(missing_ok=True)
+        (folder / "link").symlink_to(tmp_path / "elsewhere")
+        reseal(folder, files | {name: files["config.json"]})
+        with pytest.raises(CheckpointError, match="outside its folder.*put a copy of it there"):
+            checkpoints.verify(folder)
 
 
-def test_another_format_is_refused(tmp_path):
+def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_hub_are_followed(tmp_path):
+    folder = save(tmp_path / "models--us--ours" / "snapshots", 1)
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "config.json").rename(folder / "moved.json")
+    (folder / "config.json").symlink_to("moved.json")
+    (folder.parents[1] / "blobs").mkdir()
+    (folder / "model.safetensors").rename(folder.parents[1] / "blobs" / "5f3a")
+    (folder / "model.safetensors").symlink_to("../../blobs/5f3a")
+    assert checkpoints.verify(folder) == checkpoints.verify(tmp_path / "link")
+
+
+def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_hang):
     folder = save(tmp_path, 1)
-    manifest = {**checkpoints.read_manifest(folder), "format": 99}
-    del manifest["sha256"]
-    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed(manifest))
-    with pytest.raises(CheckpointError, match="format 99"):
+    files = checkpoints.read_manifest(folder)["files"]
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        reseal(folder, files | {name: {"size": 0, "sha256": "0" * 64}})
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no file"):
+            checkpoints.verify(folder)
+    (folder / "zero").symlink_to("/dev/zero")
+    reseal(folder, files | {"zero": {"size": 0, "sha256": "0" * 64}})
+    with pytest.raises(CheckpointError, match="outside its folder: 'zero'"):
         checkpoints.verify(folder)
+    for name, read in ((checkpoints.MANIFEST, checkpoints.verify), (checkpoints.STATE, checkpoints.read_state),
+                       (checkpoints.OPTIMIZER, checkpoints.read_optimizer)):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no file"):
+            read(folder)
+
+
+def reseal(folder: Path, files: dict) -> None:
+    """Let the manifest list these files."""
+    manifest = {name: value for name, value in checkpoints.read_manifest(folder).items() if name != "sha256"}
+    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed({**manifest, "files": files}))
 
 
 class Bomb:
@@ -176,8 +211,7 @@ def test_a_pickle_is_never_executed(tmp_path, name):
         checkpoints.verify(folder)
     if name == checkpoints.MANIFEST:
         return
-    manifest = {"format": 1, "files": {name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}}
-    (folder / checkpoints.MANIFEST).write_bytes(checkpoints._sealed(manifest))
+    reseal(folder, {name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}})
     checkpoints.verify(folder)
     for file_name, read in ((checkpoints.STATE, checkpoints.read_state), (checkpoints.OPTIMIZER, checkpoints.read_optimizer)):
         if name == file_name:
@@ -473,6 +507,23 @@ def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
     monkeypatch.undo()
     checkpoints.sweep(tmp_path)
     assert names(tmp_path) == ["step-00000002"]
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_goes_and_its_target_stays(tmp_path):
+    folder, elsewhere, told = tmp_path / "checkpoints", tmp_path / "elsewhere", []
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    elsewhere.mkdir()
+    for step in (1, 2):
+        target = (folder / f"step-0000000{step}").rename(elsewhere / f"step-0000000{step}")
+        (folder / f"step-0000000{step}").symlink_to(target)
+    (folder / "trash-of-an-earlier-version").symlink_to(elsewhere)
+    checkpoints.sweep(folder, told.append)
+    save(folder, 2, warn=told.append)
+    checkpoints.prune(folder, keep_last=1, keep_best=0, warn=told.append)
+    assert names(folder) == ["step-00000002"] and not told
+    for step in (1, 2):
+        checkpoints.verify(elsewhere / f"step-0000000{step}")
 
 
 # ---------------------------------------------------------------------------------------------------------------- by a name

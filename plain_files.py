@@ -1,0 +1,47 @@
+"""Files that end: what is opened here is no pipe, which would be waited for, and no device, which may never end."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+LARGEST_TEXT = 1 << 26  # bytes of what is read as a whole
+
+
+class NotAFileError(OSError):
+    """What stands there is a pipe, a socket, a device or a folder."""
+
+    def __init__(self, path: str | Path):
+        super().__init__(errno.EINVAL, "is no file but a pipe, a socket, a device or a folder", str(path))
+
+
+def plain(path: str, flags: int) -> int:
+    """An `opener` for `open`, which takes nothing but files, also behind links, and waits for nobody.
+
+    Raises:
+        NotAFileError: it is something else.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.EISDIR):  # a pipe that nobody reads, a socket; a folder
+            raise NotAFileError(path) from error
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise NotAFileError(path)
+
+
+def read_plain(path: Path) -> bytes:
+    """A file's content.
+
+    Raises:
+        OSError: it cannot be read, is no file, or is larger than any text of ours.
+    """
+    with open(path, "rb", opener=plain) as file:
+        content = file.read(LARGEST_TEXT + 1)
+    if len(content) > LARGEST_TEXT:
+        raise OSError(errno.EFBIG, f"is larger than {LARGEST_TEXT:,} bytes", str(path))
+    return content
