@@ -263,6 +263,13 @@ def test_an_env_file_that_cannot_be_read(content, words):
     assert words in problems("--env-file", "x.env")[0]
 
 
+def test_settings_are_not_awaited_from_a_pipe_or_a_device():
+    os.mkfifo("pipe")
+    for flag in ("--env-file", "--config"):
+        for path in ("pipe", "/dev/zero"):
+            assert problems(flag, path)[0] == f"{path}: cannot be read: is no file but a pipe, a socket, a device or a folder"
+
+
 @pytest.mark.parametrize("content, words", [
     ("{", "not valid JSON"), ("[1]", "expected an object of settings"), ("[" * 100_000, "not valid JSON"),
     ('{"max_steps": null}', "valid integer"), ('{"max_steps": true}', "expected a number or text"),
