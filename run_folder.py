@@ -91,10 +91,15 @@ def hold(config: Config, warn: Warn) -> Iterator[RunFolder]:
         yield RunFolder(path, handle)
 
 
+def numbered(path: Path) -> Iterator[Path]:
+    """The same, and with a number after the name, from 2 on."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
 def new_folder(path: Path) -> Path:
     """Make a folder that nobody else makes: of this name, or where there is one already with a number after it."""
-    for number in count(1):
-        folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+    for folder in numbered(path):
         try:
             folder.mkdir(parents=True)
             return folder
@@ -172,8 +177,8 @@ def make_again(run_dir: Path) -> Iterator[None]:
         try:
             run_dir.mkdir(parents=True)
         except FileExistsError as error:
-            raise CheckpointError(f"{run_dir} is another folder than the one that this run began in, which was deleted, or moved to "
-                                  "where this job cannot see it; nothing more can be saved") from error
+            raise CheckpointError(f"{run_dir} is another folder than the one that this run began in, which was deleted, or moved "
+                                  "to where this job cannot see it; nothing more can be saved") from error
     with lock_run(run_dir):
         yield
 
@@ -214,7 +219,8 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
         with suppress(OSError):
             moving.rmdir()
         raise
-    return moving.replace(new_folder(run_dir / moving.name.replace("moving", "before", 1)))
+    aside = numbered(run_dir / moving.name.replace("moving", "before", 1))
+    return moving.replace(next(folder for folder in aside if not os.path.lexists(folder)))
 
 
 def has_run(run_dir: Path) -> bool:

@@ -33,7 +33,7 @@ from resume_rules import identity
 from run_folder import SEGMENTS, RunFolder
 from run_log import RunLog, naming_refusals
 from shards import open_token_set
-from starts import Start, find_checkpoint, start_at
+from starts import Start, find_checkpoint, is_inside, start_at
 from tokenizer import load_tokenizer
 
 Rows = Union[TokenRows, ExampleRows]
@@ -241,9 +241,14 @@ def begin(run: Run) -> None:
         checkpoints.sweep(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # it has got back its name
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
+        if not goes_on:  # the settings of a run that has come to no checkpoint
+            (run.folder / "config.json").unlink(missing_ok=True)
+            shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
 
+    goes_on = run.started_from is not None and is_inside(run.started_from, run.folder)
+    taken = (run.progress.last_complete_step, run.progress.step) if goes_on else (-1, 0)
     run.ranks.main_first(clear)
-    run.ranks.together(lambda: run.log.open(run.folder, run.progress.last_complete_step, run.progress.step))
+    run.ranks.together(lambda: run.log.open(run.folder, *taken))
 
 
 def follow_folder(run: Run) -> bool:
@@ -416,8 +421,8 @@ def save_checkpoint(run: Run) -> None:
     """
     def lost() -> None:
         raise CheckpointError(f"{run.folder} was deleted while the run went on, or moved to where this job cannot see it. The "
-                              f"state after step {run.progress.step} is saved in a new folder of that name, without what was told "
-                              f"before. To go on: {how_to_go_on(run)}")
+                              f"state after step {run.progress.step} is saved in a new folder of that name, without what was "
+                              f"told before. To go on: {how_to_go_on(run)}")
 
     PULSE.enter("save", run.progress.step)
     if follow_folder(run):
