@@ -103,6 +103,22 @@ def test_a_refused_start_leaves_no_folder_behind(unnamed, prepared, others, tmp_
     assert list(run.output_dir.iterdir()) == [], "what was there stays"
 
 
+@pytest.mark.parametrize("resume", ["auto", "step-00000006"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume, finished, capsys):
+    """It has another name until the new one has its own; where that one is bad, it keeps it."""
+    checkpoint, replaced = finished.checkpoint(6), finished.checkpoint(6).with_name("replaced-step-00000006")
+    shutil.copytree(checkpoint, replaced) if damaged else checkpoint.rename(replaced)
+    if damaged:
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    code = finished.train(RESUME=resume, MAX_STEPS=7, KEEP_LAST=1, KEEP_BEST=0)
+    if damaged and resume != "auto":
+        assert code == 5 and replaced.exists()
+        return
+    assert code == 0 and "going on after step 6" in capsys.readouterr().out
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007", (replaced if damaged else checkpoint).name}
+
+
 # --------------------------------------------------------------------------------------------------------------- RESUME=never
 
 
