@@ -9,7 +9,7 @@ from typing import Optional
 import diagnostics
 from dataloaders import Batch
 from errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
-from run_state import Run, StepResult, save_checkpoint
+from run_state import Run, StepResult, follow_folder, save_checkpoint
 
 ROWS_SHOWN = 16
 
@@ -30,6 +30,7 @@ def keep_evidence(run: Run, batches: list[Batch], result: StepResult, first_bad:
                   is_own_finite: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict]]:
     """Save the state before the step, if it is good, and all that is known of the step; returns where, and the reports of all
     ranks. Collective: every rank must call it."""
+    follow_folder(run)
     step = run.progress.step + 1
     own = {"step": step, "rank": run.ranks.rank, "loss": str(result.loss), "grad_norm": str(result.grad_norm),
            "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),

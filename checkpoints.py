@@ -5,7 +5,6 @@ every file, and only then its name. What is to go is renamed to `trash-...` befo
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -13,12 +12,10 @@ import os
 import re
 import resource
 import shutil
-import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
@@ -37,7 +34,6 @@ PADDOCK_VERSION = "0.1"
 MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
-LOCK = "run.lock"
 
 # `replaced-` is a checkpoint whose step is being saved anew; it is a good one until the new one has its name.
 CHECKPOINT_NAME = re.compile(r"(?:replaced-)?step-\d{8,}")
@@ -151,12 +147,19 @@ def check_writable(folder: Path, needed_bytes: int, largest_file_bytes: int = 0)
             probe.write_bytes(b"probe")
         finally:
             probe.unlink(missing_ok=True)
-        free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a folder that can "
                               f"({_space(folder, needed_bytes)})") from error
-    if free_bytes < needed_bytes:
-        raise CheckpointError(f"{folder} has too little room for a checkpoint: {_space(folder, needed_bytes)}; free some, "
+    check_room(folder, needed_bytes, largest_file_bytes)
+
+
+def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
+    """The same as far as it is known without touching anything; the folder need not be there yet."""
+    there = next(place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if place.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise CheckpointError(f"{folder} cannot be written to ({there}); set OUTPUT_DIR to a folder that can")
+    if shutil.disk_usage(there).free < needed_bytes:
+        raise CheckpointError(f"{folder} has too little room for a checkpoint: {_space(there, needed_bytes)}; free some, "
                               "or set OUTPUT_DIR to another disk, or a smaller KEEP_LAST")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < largest_file_bytes:
@@ -320,6 +323,8 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
         CheckpointError: there is none.
     """
     for place in places(name, run_dir):
+        if place.name and not os.path.isdir(place):  # a crash while it was saved anew has left it under another name
+            place = place.with_name(f"replaced-{place.name}")
         if not os.path.isdir(place):
             continue
         for checkpoints_dir in (place, place / "checkpoints"):
@@ -387,13 +392,15 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     return doomed
 
 
-def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console) -> None:
-    """Delete what a crash has left half-written or half-deleted. Called on rank 0, under the run's lock, before choosing."""
+def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Optional[Path] = None) -> None:
+    """Delete what a crash has left half-written or half-deleted, but for what the run goes on from. Called on rank 0, under the
+    run's lock."""
     checkpoints_dir = Path(checkpoints_dir)
     for replaced in sorted(checkpoints_dir.glob("replaced-step-*")):
         original = replaced.with_name(replaced.name.removeprefix("replaced-"))
         if original.exists():
-            _remove(replaced, warn)
+            if replaced != started_from:  # then the one in its place is a bad one
+                _remove(replaced, warn)
             continue
         try:
             os.rename(replaced, original)
@@ -417,36 +424,3 @@ def _remove(folder: Path, warn: Warn) -> None:
             trash.unlink()  # a link goes, and what it leads to stays
     except OSError as error:
         warn(f"{folder} could not be deleted: {error}")
-
-
-@contextmanager
-def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
-    """Keep every other job out of the run's folder; rank 0 holds the lock for its job.
-
-    The system drops the lock of a process that dies, so a stale one is taken over.
-    Raises:
-        CheckpointError: another job holds it; names that job.
-    """
-    path = Path(run_dir) / LOCK
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8", opener=plain)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}; set OUTPUT_DIR to a folder that can") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read(1000).strip() or "another job"
-            raise CheckpointError(f"{run_dir} is in use by {holder}; wait for it, stop it, or set another RUN_NAME") from error
-        except OSError as error:
-            warn(f"{path} cannot be locked on this file system ({error}); let no other job use this RUN_NAME")
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # a disk that has died; the name is for people, and the lock goes with the process
-                file.truncate(0)

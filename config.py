@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from errors import is_url, without_passwords
 
 SAMPLE = "data/sample"  # as presets/sample*.env name it; scripts/make_sample.py makes it
+LONGEST_NAME = 200  # bytes, of the 255 that file systems allow
 LARGEST = 2**53  # a number above it is a slip, and would not survive JSON
 
 
@@ -328,9 +329,11 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.tokenizer_path is None:
         yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
                                            "or train one with scripts/train_tokenizer.py")
-    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]{1,200}", c.run_name) or c.run_name.startswith(".")):
-        yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', "
-                                     "'-', 200 at most")
+    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]+", c.run_name) or c.run_name.startswith(".")):
+        yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'")
+    elif c.run_name is not None and (size := len(c.run_name.encode())) > LONGEST_NAME:
+        yield Problem(("run_name",), f"RUN_NAME={c.run_name[:40]}... takes {size} bytes, and must take {LONGEST_NAME} at most: "
+                                     "a letter may take up to four")
     checkpoints = [name for name in START_FROM if getattr(c, name)]
     if len(checkpoints) > 1:
         yield Problem(tuple(checkpoints), f"{' and '.join(n.upper() for n in checkpoints)} are both set; "

@@ -37,6 +37,7 @@ from optim import Optimizer, learning_rate
 from ranks import Ranks, StopSignals
 from row_reports import RowReport, describe_parameters, describe_row, examine_rows, numbered
 from run_files import read_entries
+from run_folder import RunFolder
 from run_log import RunLog
 from run_state import Run, StepResult, place_weights, read_inputs, resume, segments
 from settings import Layer, read_json_file, validate
@@ -166,7 +167,8 @@ def open_run(run_dir: Path, config: Config, step: int, say: Say) -> Run:
     base = Base(config, progress, run_dir, say)
     objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, say)
     compile_where_possible(model, config, device_type)
-    return Run(config, ranks, signals, inputs, run_dir, model, optimizer, scaler, progress, objective, start.folder, log)
+    return Run(config, ranks, signals, inputs, RunFolder(run_dir), model, optimizer, scaler, progress, objective, start.folder,
+               log)
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps again

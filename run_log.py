@@ -208,14 +208,13 @@ class RunLog:
     """The voice of one rank. Metrics go to every place that the settings name; only rank 0 has more than its file.
 
     Args:
-        run_dir: the run's folder; None = console only (before the folder is known, and for --check).
-        step: the last one that is logged already.
-        steps_taken: of a resumed run, whose last one may still be to be logged.
+        run_dir: the run's folder; None = console only, until it is opened.
     """
 
     def __init__(self, config: Config, rank: int, device_type: str, run_dir: Optional[Path] = None,
                  wandb_run_id: Optional[str] = None, step: int = 0, steps_taken: int = 0):
-        self.prefix = f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
+        self.config, self.rank, self.prefix = config, rank, f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
+        self.early: list[str] = []  # what was told before there was a file
         self.on_console = rank == 0 or config.log_all_ranks
         self.file: Optional[LineFile] = None
         self.metrics: Optional[LineFile] = None
@@ -223,23 +222,40 @@ class RunLog:
         self.ledger: Optional[LineFile] = None
         self.trackers: list[Tracker] = []
         self.wandb_run_id = wandb_run_id or uuid.uuid4().hex[:8]
-        if run_dir is None:
+        if run_dir is not None:
+            self.open(run_dir, step, steps_taken)
+
+    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0) -> None:
+        """Write into the run's folder from now on, and what was told before.
+
+        Args:
+            step: the last one that is logged already.
+            steps_taken: of a resumed run, whose last one may still be to be logged.
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.file = LineFile(run_dir / "log" / f"rank-{self.rank}.txt", self.warn)
+        for line in self.early:
+            self.file.write(line)
+        if self.rank > 0:
             return
-        self.file = LineFile(run_dir / "log" / f"rank-{rank}.txt", self.warn)
-        if rank > 0:
-            return
-        try:
-            for name, kept in (("metrics", step), ("samples", step), ("ledger", steps_taken)):
-                with naming_refusals(run_dir / f"{name}.jsonl"):
-                    keep_lines_up_to(run_dir / f"{name}.jsonl", kept, self.warn)
-                setattr(self, name, LineFile(run_dir / f"{name}.jsonl", self.warn))
-        except CheckpointError:
-            self.close()
-            raise
-        if config.wandb_enabled:
-            self.trackers.append(Tracker("wandb", lambda: start_wandb(config, run_dir, self.wandb_run_id), self.warn))
-        if config.tensorboard_enabled:
+        for name, kept in (("metrics", step), ("samples", step), ("ledger", steps_taken)):
+            with naming_refusals(run_dir / f"{name}.jsonl"):
+                keep_lines_up_to(run_dir / f"{name}.jsonl", kept, self.warn)
+            setattr(self, name, LineFile(run_dir / f"{name}.jsonl", self.warn))
+        if self.config.wandb_enabled:
+            self.trackers.append(Tracker("wandb", lambda: start_wandb(self.config, run_dir, self.wandb_run_id), self.warn))
+        self._start_tensorboard(run_dir, step)
+
+    def _start_tensorboard(self, run_dir: Path, step: int) -> None:
+        if self.config.tensorboard_enabled:
             self.trackers.append(Tracker("TensorBoard", lambda: TensorBoard(run_dir, step), self.warn))
+
+    def follow(self, run_dir: Path, step: int) -> None:
+        """Go on in a folder that was renamed: open files are there already, TensorBoard opens its own anew for each write."""
+        if self.rank == 0:
+            self.trackers = [tracker for tracker in self.trackers if tracker.name != "TensorBoard"]
+            self._start_tensorboard(run_dir, step)
 
     def say(self, text: str, everywhere: bool = False) -> None:
         """A line to this rank's file, and to the console where this rank speaks there."""
@@ -254,6 +270,8 @@ class RunLog:
         error = tell(line, console) if on_console else None
         if self.file:
             self.file.write(line)
+        else:
+            self.early.append(line)
         if error:
             self.warn(f"the console cannot be written: {error.strerror}; the run goes on, and what it tells is in its log folder")
 

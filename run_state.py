@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,9 +18,10 @@ import checkpoints
 import convert
 import diagnostics
 import lora
+import run_folder
 from config import Config
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
-from errors import DataError
+from errors import CheckpointError, DataError
 from example_rows import ExampleRows, open_example_set
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
@@ -30,13 +31,13 @@ from pulse import PULSE
 from ranks import Ranks, StopSignals
 from resume_rules import identity
 from run_files import SavedProgress
+from run_folder import SEGMENTS, RunFolder
 from run_log import RunLog, naming_refusals
 from shards import open_token_set
-from starts import Start, find_checkpoint, start_at
+from starts import Start, find_checkpoint, is_inside, start_at
 from tokenizer import load_tokenizer
 
 Rows = Union[TokenRows, ExampleRows]
-SEGMENTS = "configs"  # the folder of the settings of each part of a run
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Run:
     ranks: Ranks
     signals: StopSignals
     inputs: Inputs
-    folder: Path
+    place: RunFolder
     model: Transformer
     optimizer: Optimizer
     scaler: Optional[torch.amp.GradScaler]
@@ -189,6 +190,11 @@ class Run:
     started_from: Optional[Path]  # a checkpoint, which retention leaves alone
     log: RunLog
     saved: Optional[Path] = None  # the checkpoint of the state as it is now
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, where it was last seen."""
+        return self.place.path
 
     @property
     def finished(self) -> bool:
@@ -207,26 +213,61 @@ class Run:
         self.saved = None
 
 
-def start_run_dir(config: Config, ranks: Ranks, stack: ExitStack, warn: Callable[[str], None]) -> Path:
-    """The run's folder, locked against a second job until the stack unwinds. Collective: every rank must call it."""
-    name = ranks.broadcast(config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
-    run_dir = Path(config.output_dir) / name
+def begin(run: Run) -> None:
+    """Write into the run's folder for the first time, where nothing is left that could refuse the start: move aside what
+    RESUME=never asks for, clean up after a crash, and open the logs. Collective: every rank must call it.
 
-    @naming_refusals(run_dir)
-    def start() -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(checkpoints.lock_run(run_dir, warn))
-        if config.resume == "never" and (run_dir / "checkpoints").exists():
-            aside = run_dir / f"before-{time.strftime('%Y%m%d-%H%M%S')}"
-            aside.mkdir()
-            for entry in ("checkpoints", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "config.json", SEGMENTS, "log",
-                          "debug", "tensorboard"):
-                if (run_dir / entry).exists():
-                    (run_dir / entry).rename(aside / entry)
-        checkpoints.sweep(run_dir / "checkpoints", warn)
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    def clear() -> None:
+        with naming_refusals(run.folder):
+            checkpoints.check_writable(run.folder, 0)
+            if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
+                run.log.warn(f"the run that was in {run.folder} is moved aside into {aside.name}, as RESUME=never asks")
+        checkpoints.sweep(run.folder / "checkpoints", run.log.warn, run.started_from)
+        if run.started_from and not run.started_from.exists():  # it has got back its name
+            run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
+        if not goes_on:  # the settings of a run that has come to no checkpoint
+            (run.folder / "config.json").unlink(missing_ok=True)
+            shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
 
-    ranks.main_first(start)
-    return run_dir
+    goes_on = run.started_from is not None and is_inside(run.started_from, run.folder)
+    taken = (run.progress.last_complete_step, run.progress.step) if goes_on else (-1, 0)
+    run.ranks.main_first(clear)
+    run.ranks.together(lambda: run.log.open(run.folder, *taken))
+
+
+def follow_folder(run: Run) -> bool:
+    """Whether the run's folder is still there; where somebody has renamed it, the run goes on in it under its new name.
+
+    Collective: every rank must call it.
+    """
+    before, found = run.folder, run.ranks.broadcast(str(run.place.find() or ""))
+    if found in ("", str(before)):
+        return found != ""
+    run.place.path = Path(found)
+    for name in ("saved", "started_from"):
+        path = getattr(run, name)
+        if path and path.is_relative_to(before):
+            setattr(run, name, run.folder / path.relative_to(before))
+    PULSE.folder = run.folder / "log"
+    run.log.follow(run.folder, run.progress.step)
+    run.log.warn(f"{before} was renamed to {run.folder} while the run goes on, and it goes on there. A later job goes on with "
+                 f"{how_to_go_on(run)}")
+    return True
+
+
+def how_to_go_on(run: Run) -> str:
+    """The settings with which a later job goes on with this run, where the command does not have them already."""
+    config, flags = run.config, []
+    if config.resume == "never":
+        flags.append("--resume auto")
+    if run.folder.name != config.run_name:
+        flags.append(f"--run-name {run.folder.name}")
+    if run.folder.absolute().parent != Path(config.output_dir).absolute():
+        flags.append(f"--output-dir {run.folder.parent}")
+    return "the same command" + (f" with {' '.join(flags)}" if flags else "")
 
 
 def segments(run_dir: Path) -> list[tuple[int, Path]]:
@@ -239,6 +280,7 @@ def keep_settings(run: Run) -> None:
 
     Collective: every rank must call it.
     """
+    follow_folder(run)
     first, newest = run.progress.step + 1, run.folder / "config.json"
 
     @naming_refusals(newest)
@@ -259,14 +301,14 @@ def keep_settings(run: Run) -> None:
 
 
 def check_room(run_dir: Path, model: Transformer, ranks: Ranks) -> None:
-    """See that a checkpoint can be written, before hours are spent on it. Collective: every rank must call it.
+    """See that there is room for a checkpoint, before hours are spent on it. Collective: every rank must call it.
 
     Raises:
         CheckpointError: it cannot; names the folder, the bytes needed and the bytes free.
     """
     weights = sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
     # AdamW's two moments, of which Muon has one.
-    ranks.main_first(lambda: checkpoints.check_writable(run_dir / "checkpoints", 3 * weights, 2 * weights))
+    ranks.main_first(lambda: checkpoints.check_room(run_dir / "checkpoints", 3 * weights, 2 * weights))
 
 
 def find_start(config: Config, inputs: Inputs, run_dir: Path, ranks: Ranks) -> Start:
@@ -359,9 +401,28 @@ def is_vocabulary(name: str) -> bool:
 
 
 def save_checkpoint(run: Run) -> None:
-    """Write a checkpoint of the last finished step, and drop what retention lets go. Collective: every rank must call it."""
+    """Write a checkpoint of the last finished step, and drop what retention lets go. Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: it could not be written; or it is, but the run's folder was gone, and it lies in a new one.
+    """
+    def lost() -> None:
+        raise CheckpointError(f"{run.folder} was deleted while the run went on, or moved to where this job cannot see it. The "
+                              f"state after step {run.progress.step} is saved in a new folder of that name, without what was "
+                              f"told before. To go on: {how_to_go_on(run)}")
+
+    PULSE.enter("save", run.progress.step)
+    if follow_folder(run):
+        return write_checkpoint(run)
+    with ExitStack() as stack:
+        run.ranks.main_first(lambda: stack.enter_context(run_folder.make_again(run.folder)))
+        write_checkpoint(run)
+    run.ranks.main_first(lost)
+
+
+def write_checkpoint(run: Run) -> None:
+    """The same in a folder that is there. Collective: every rank must call it."""
     config, progress, started = run.config, run.progress, time.perf_counter()
-    PULSE.enter("save", progress.step)
     state = {"progress": asdict(progress), "identity": run.inputs.identity(config), "world_size": run.ranks.world_size,
              "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None,
              "val_loss": progress.val_loss}

@@ -13,6 +13,7 @@ from errors import CheckpointError, SettingsError
 from model_folder import check_model
 from ranks import Ranks
 from resume_rules import check_changes
+from run_folder import earlier_runs
 
 
 class Start(NamedTuple):
@@ -76,12 +77,18 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Option
         progress = own_state.get("progress", {})
         if named is None and newest is None:
             refuse_random_weights(config, run_dir)
+        if newest is None and config.resume == "auto" and (earlier := earlier_runs(run_dir)):
+            warnings.append(f"{run_dir} has no checkpoint but those of a run that RESUME=never has moved aside, so this one "
+                            f"begins anew; to go on with the one before, RESUME={earlier[-1].parent}")
         if named is None or (newest and began_from(named, progress, run_dir)):
             return [newest and str(newest), newest is not None, warnings]
         folder = checkpoints.locate(named, run_dir, warnings.append)
         if (folder / checkpoints.MANIFEST).exists():
             checkpoints.verify(folder)
         own = config.resume == named
+        if config.resume == "never" and is_inside(folder, run_dir):
+            raise CheckpointError(f"{folder} is of the very run that RESUME=never would move aside. Choose another RUN_NAME, "
+                                  f"and set {start_setting(config)}={folder}")
         if newest:
             state = checkpoints.read_state(folder)
             refuse_own_weights(state, folder, run_dir, config)

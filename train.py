@@ -44,18 +44,20 @@ from model_utils import (
 from optim import Optimizer, learning_rate
 from pulse import PULSE
 from ranks import Interrupted, StopSignals, explain, joined_ranks, stop_watch
+from run_folder import open_run_folder
 from run_log import RunLog, console_line, leaving_trackers_behind
 from run_state import (
     Run,
     StepResult,
+    begin,
     check_room,
     find_start,
+    how_to_go_on,
     keep_settings,
     open_inputs,
     place_weights,
     resume,
     save_checkpoint,
-    start_run_dir,
 )
 from sample_world import provide_sample
 from stages import Base, choose_objective
@@ -87,7 +89,10 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def train(loaded: Loaded) -> int:
-    """Build, resume, and take every step that is left; returns the exit code. Collective: every rank must call it."""
+    """Look, check, and only then write: build, resume, and take every step that is left; returns the exit code.
+
+    Collective: every rank must call it.
+    """
     config = loaded.config
     device_type = choose_device(config)
     make_deterministic(config, device_type)
@@ -96,7 +101,8 @@ def train(loaded: Loaded) -> int:
         signals = stack.enter_context(StopSignals())
         ranks = stack.enter_context(joined_ranks(device_type, config.distributed_timeout))
         inputs = open_inputs(config, ranks)
-        folder = start_run_dir(config, ranks, stack, loaded.warnings.append)
+        place = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
+        folder = place.path
         PULSE.folder = folder / "log"
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         start = find_start(config, inputs, folder, ranks)
@@ -106,8 +112,7 @@ def train(loaded: Loaded) -> int:
         progress = resume(config, start, model, optimizer, scaler)
         if progress.step < config.max_steps:
             check_room(folder, model, ranks)
-        log = ranks.together(lambda: RunLog(config, ranks.rank, device_type, folder, progress.wandb_run_id,
-                                            progress.last_complete_step, progress.step))
+        log = RunLog(config, ranks.rank, device_type, wandb_run_id=progress.wandb_run_id)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
         progress.wandb_run_id = log.wandb_run_id
         for message in (*loaded.warnings, *start.warnings):
@@ -120,10 +125,11 @@ def train(loaded: Loaded) -> int:
         except Interrupted:
             log.say("Stopped by a signal before the first step; the same command begins again.")
             return EXIT_PREEMPTED
-        run = Run(config, ranks, signals, inputs, folder, model, optimizer, scaler, progress, objective, start.folder, log)
+        run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
         preflight.announce(run, dtype)
         if reason := compile_where_possible(model, config, device_type):
             log.warn(f"no torch.compile: {reason}")
+        begin(run)
         return take_steps(run)
 
 
@@ -168,8 +174,7 @@ def take_steps(run: Run) -> int:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run)
-        log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: the same command"
-                + ("." if config.run_name else f" with --run-name {run.folder.name}."))
+        log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.say(f"Early stopping: {progress.validations_without_best} validations without a loss below "

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoints
+import run_folder
 import tensor_files
 from errors import CheckpointError
 from ranks import Ranks, start_ranks, stop_ranks
@@ -439,7 +440,7 @@ def test_a_read_only_folder_is_named(tmp_path):
                 parent.chmod(0o755)  # pytest's own folders are for their owner alone
             os.seteuid(65534)
         for call in (lambda: save(target / "checkpoints", 1), lambda: checkpoints.check_writable(target, 10),
-                     lambda: checkpoints.lock_run(target / "run").__enter__()):
+                     lambda: run_folder.lock_run(target / "run").__enter__()):
             try:
                 call()
             except CheckpointError as error:
@@ -564,13 +565,13 @@ def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_
 def test_a_second_job_leaves_at_once_and_names_the_holder(tmp_path):
     def second():
         try:
-            with checkpoints.lock_run(tmp_path):
+            with run_folder.lock_run(tmp_path):
                 pass
         except CheckpointError as error:
             assert f"process {os.getppid()} on " in str(error)
             os._exit(5)
 
-    with checkpoints.lock_run(tmp_path):
+    with run_folder.lock_run(tmp_path):
         started = time.monotonic()
         assert in_child(second) == 5
         assert time.monotonic() - started < 5
@@ -580,22 +581,22 @@ def test_a_second_job_leaves_at_once_and_names_the_holder(tmp_path):
 @fork_warning
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
     def holder():
-        with checkpoints.lock_run(tmp_path):
+        with run_folder.lock_run(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(holder) == -signal.SIGKILL
-    assert (tmp_path / checkpoints.LOCK).read_text().startswith("process ")
-    with checkpoints.lock_run(tmp_path):
-        assert f"process {os.getpid()} " in (tmp_path / checkpoints.LOCK).read_text()
+    assert (tmp_path / run_folder.LOCK).read_text().startswith("process ")
+    with run_folder.lock_run(tmp_path):
+        assert f"process {os.getpid()} " in (tmp_path / run_folder.LOCK).read_text()
 
 
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
     def unsupported(*args):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(checkpoints.fcntl, "flock", unsupported)
+    monkeypatch.setattr(run_folder.fcntl, "flock", unsupported)
     told = []
-    with checkpoints.lock_run(tmp_path, told.append):
+    with run_folder.lock_run(tmp_path, told.append):
         assert len(told) == 1 and "cannot be locked" in told[0]
 
 
@@ -640,7 +641,7 @@ def test_a_failure_of_rank_0_is_raised_on_every_rank(tmp_path):
 
 def test_what_stands_in_the_way_at_the_start_of_a_run_comes_into_its_log(tiny_run, monkeypatch, capsys):
     """A file system without locks, and a left-over that cannot be deleted."""
-    run, fcntl, rmtree = tiny_run(MAX_STEPS=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), checkpoints.fcntl, shutil.rmtree
+    run, fcntl, rmtree = tiny_run(MAX_STEPS=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), run_folder.fcntl, shutil.rmtree
 
     def unsupported(*args):
         raise OSError(errno.ENOSYS, "Function not implemented")

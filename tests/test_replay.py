@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import MODES, UNMEASURED, Prepared, Stages, TinyRun, at_step, prepare_stages, sentence
 
-import checkpoints
+import run_folder
 import train
 from data_preparation_utils import prepare_pretrain
 from dataloaders import rows_of_step
@@ -60,7 +60,7 @@ def finished(prepared, tmp_path_factory) -> TinyRun:
 def test_a_replayed_step_is_the_step_bit_for_bit_and_the_run_stays_as_it_is(step, finished):
     """From initial weights, from a checkpoint, with and without steps in between; a run that goes on holds the lock."""
     before = contents(finished.folder)
-    with checkpoints.lock_run(finished.folder):
+    with run_folder.lock_run(finished.folder):
         before = contents(finished.folder)
         text = replayed(finished, step)
         assert contents(finished.folder) == before

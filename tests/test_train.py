@@ -27,6 +27,7 @@ from helpers import (
 
 import checkpoints
 import evaluation
+import run_folder
 import run_state
 import train
 from config import Config
@@ -362,7 +363,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(finished, cap
 
 def test_two_jobs_do_not_share_a_folder(tiny_run, capsys):
     run = tiny_run()
-    with checkpoints.lock_run(run.folder):
+    with run_folder.lock_run(run.folder):
         assert run.train() == 5
     assert f"in use by process {os.getpid()}" in capsys.readouterr().err
     assert not (run.folder / "metrics.jsonl").exists()
