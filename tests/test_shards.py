@@ -8,7 +8,8 @@ import pytest
 
 import shards
 from errors import DataError
-from shards import MANIFEST, VERIFIED, dtype_for, header_bytes, open_token_set
+from shards import MANIFEST, dtype_for, header_bytes, open_token_set
+from watched import SEALS
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
@@ -194,7 +195,7 @@ def scanned_files(monkeypatch):
 def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeypatch):
     names = scanned_files(monkeypatch)
     open_train(prepared, verify="never")
-    assert not names and not (prepared / VERIFIED).exists()
+    assert not names and not (prepared / SEALS).exists()
     open_train(prepared)
     open_token_set(prepared, "validation", vocab_size=VOCABULARY)
     assert sorted(names) == ["train-00000.bin", "train-00001.bin", "train-00002.bin", "validation-00000.bin"]
@@ -219,14 +220,14 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
 
 def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch):
     names = scanned_files(monkeypatch)
-    (prepared / VERIFIED).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
+    (prepared / SEALS).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
     for _ in range(2):
         assert open_train(prepared).tokens == 52
-    (prepared / VERIFIED).rmdir()
-    (prepared / VERIFIED).write_text("{")
+    (prepared / SEALS).rmdir()
+    (prepared / SEALS).write_text("{")
     open_train(prepared)
     assert len(names) == 9
-    assert not list(prepared.glob(f"{VERIFIED}.*"))
+    assert not list(prepared.glob(f"{SEALS}.*"))
 
 
 # Files made by others
