@@ -73,8 +73,11 @@ class Shard:
     @cached_property
     def file(self) -> WatchedFile:
         """What rows are read from. A file that was only touched is hashed again, and the run goes on."""
-        return WatchedFile(self.path, self.status, scattered=True, unharmed=lambda status: self.sha256 is not None and _scan(
-            replace(self, status=status), lambda read: PULSE.move())["sha256"] == self.sha256)
+        def unharmed(now: os.stat_result) -> bool:
+            same_size = self.sha256 is not None and now.st_size == self.status.st_size
+            return same_size and _scan(replace(self, status=now), lambda read: PULSE.move())["sha256"] == self.sha256
+
+        return WatchedFile(self.path, self.status, scattered=True, unharmed=unharmed)
 
     def read(self, start: int, count: int, file: WatchedFile | None = None) -> np.ndarray:
         """The ids [start, start + count), read-only. Raises DataError where the file is not what it was verified as."""

@@ -4,6 +4,7 @@ import json
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional
 
@@ -35,6 +36,8 @@ def save_seals(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
         unfinished.write_text(json.dumps(known, indent=1), encoding="utf-8")
         unfinished.replace(folder / SEALS)
     except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
         return False
     return True
 
