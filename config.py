@@ -72,6 +72,8 @@ class DataConfig(Section):
     pretrain_data_path: Optional[str] = safe(None, "prepared token shards: a folder, a file or a glob")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
+    cache_dir: Optional[str] = safe(
+        None, "folder of what is computed of the data once; none = beside it, or under OUTPUT_DIR where that cannot be written")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items, jsonl or jsonl.gz")
     tokenizer_path: Optional[str] = safe(None, "a BPE file in tiktoken's format, a tokenizer.json, or a hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe("auto", "auto = by the look of TOKENIZER_PATH")
@@ -249,7 +251,8 @@ class DistillationConfig(Section):
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
-LOCAL_PATHS = ("output_dir", "resume", *START_FROM, "pretrain_data_path", "sft_data_path", "dpo_data_path", "hellaswag_path")
+LOCAL_PATHS = ("output_dir", "cache_dir", "resume", *START_FROM, "pretrain_data_path", "sft_data_path", "dpo_data_path",
+               "hellaswag_path")
 NAMES_OR_PATHS = ("tokenizer_path", "teacher_model")
 PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scripts/load_*_dataset.py
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from cache import Cache
 from chunked_head import IGNORE_INDEX
 from dataloaders import Batch, permutation
 from errors import DataError
@@ -52,25 +53,30 @@ class ExampleSet:
         return hashlib.sha256((self.tokens.fingerprint + self.segments.fingerprint).encode()).hexdigest()
 
     def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
-        """One example's token ids and its segments."""
+        """One example's token ids and its segments. Raises DataError where a file was changed since it was opened."""
         start, end = self.starts[example:example + 2].tolist()
         first, last = self.segment_starts[example:example + 2].tolist()
-        return self.tokens.read(start, end - start), self.segments.read(first, last - first)
+        ids, segments = self.tokens.read(start, end - start), self.segments.read(first, last - first)
+        if int((segments >> LENGTH_SHIFT).sum()) != len(ids):
+            raise DataError(f"{self.path}: the segments of example {example:,} were changed while they were read; prepare the "
+                            "data again, or bring back what they were")
+        return ids, segments
 
 
 def open_example_set(path: str | Path, split: str, kind: str, *, vocab_size: int, tokenizer_sha256: str | None = None,
-                     verify: str = "auto") -> ExampleSet:
+                     verify: str = "auto", cache: Cache = Cache()) -> ExampleSet:
     """Open one split of prepared chats or pairs, and refuse what cannot be trained on.
 
     Args:
         kind: "chats" or "pairs", what the data must hold.
-        verify: as for `open_token_set`; the segments are held against the tokens in any case.
+        verify, cache: as for `open_token_set`; the segments are held against the tokens in any case.
     Raises:
         DataError: the data is missing, damaged, of another kind or made with another tokenizer.
     """
     assert kind in ("chats", "pairs")
-    tokens = open_token_set(path, split, kind=kind, vocab_size=vocab_size, tokenizer_sha256=tokenizer_sha256, verify=verify)
-    segments = open_segments(path, split, verify=verify)
+    tokens = open_token_set(path, split, kind=kind, vocab_size=vocab_size, tokenizer_sha256=tokenizer_sha256, verify=verify,
+                            cache=cache)
+    segments = open_segments(path, split, verify=verify, cache=cache)
     parts = list(_read_lengths(segments, kind, f"{path}: {split}"))
     total = sum(int(part.tokens.sum()) for part in parts)
     if total != tokens.tokens:

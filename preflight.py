@@ -20,8 +20,9 @@ from model import Transformer
 from model_folder import check_model
 from model_utils import choose_device, choose_dtype, make_deterministic, why_not_compile
 from ranks import Ranks
+from references import is_stored
 from run_log import duration
-from run_state import Inputs, Run, read_inputs
+from run_state import Inputs, Run, cache_of, read_inputs
 from settings import Loaded
 from starts import find_checkpoint, start_at
 from teachers import find_teacher
@@ -168,6 +169,8 @@ def check(loaded: Loaded) -> int:
         report.tell("ok", "first row", repr(first_row(config, inputs)))
     if config.hellaswag_path:
         report.ask("evaluation", lambda: check_evaluation(config, tokenizer))
+    if inputs and (is_stored(config) or config.distillation_enabled and config.distillation_top_k):
+        report.ask("cache", lambda: check_cache(config, inputs))
     if config.distillation_enabled and tokenizer:
         report.ask("teacher", lambda: check_teacher(config, tokenizer))
     report.ask("start", lambda: check_start(config, inputs, report))
@@ -216,6 +219,13 @@ def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
         prepare_tasks(items, tokenizer, config.max_seq_len)
     when = f"every {config.hellaswag_every} steps" if config.hellaswag_every else "never asked (HELLASWAG_EVERY=0)"
     return len(items), f"{len(items):,} questions ({config.hellaswag_name}) from {config.hellaswag_path}, {when}"
+
+
+def check_cache(config: Config, inputs: Inputs) -> tuple[Path, str]:
+    """Where what is computed before the first step will lie. Raises DataError where there is no place for it."""
+    place, why = cache_of(config).place_to_write(inputs.rows.folder, inputs.rows.fingerprint)
+    what = "reference's log-probabilities" if config.training_stage == "dpo" else "teacher's likeliest tokens"
+    return place, f"the {what} are computed once and kept in {place}{f' ({why})' if why else ''}"
 
 
 def check_teacher(config: Config, tokenizer) -> tuple[Path, str]:

@@ -19,6 +19,7 @@ import convert
 import diagnostics
 import lora
 import run_folder
+from cache import Cache
 from config import Config
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
 from errors import CheckpointError, DataError
@@ -83,9 +84,11 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
         verify: hash and scan the data as VERIFY_DATA says; one rank does it for all.
     Raises:
         DataError: a file cannot be used.
+        SettingsError: CACHE_DIR cannot be written.
     """
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
-
+    if verify:
+        cache_of(config).check()
     how = config.verify_data if verify else "never"
     train = open_rows(config, "train", tokenizer, how)
     validation = open_rows(config, "validation", tokenizer, how) if config.validate_every else None
@@ -98,17 +101,22 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} from {path}")
 
 
+def cache_of(config: Config) -> Cache:
+    """Where what is computed of the data is kept."""
+    return Cache(config.cache_dir and Path(config.cache_dir).expanduser(), Path(config.output_dir) / ".cache")
+
+
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     """The rows of one split of what the stage reads: tokens of documents, or packed chats or pairs."""
     if config.training_stage == "pretrain":
         minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
         token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
                                    tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
-                                   minimum_tokens=minimum, verify=verify)
+                                   minimum_tokens=minimum, verify=verify, cache=cache_of(config))
         return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
     path, kind = (config.sft_data_path, "chats") if config.training_stage == "sft" else (config.dpo_data_path, "pairs")
     example_set = open_example_set(path, split, kind, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
-                                   verify=verify)
+                                   verify=verify, cache=cache_of(config))
     rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
     if split == "train" and len(rows) < config.rows_per_step:
         at_once = config.micro_batch_size * config.world_size

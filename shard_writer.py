@@ -1,19 +1,21 @@
 """Writing a prepared set so that a crash at any moment leaves something to go on from: token shards, JSON, the lock."""
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import socket
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cache import FileLock
 from errors import DataError, show
 from shards import HEADER_BYTES, header_bytes
+
+WAIT_SECONDS = 0.2  # between two looks at a lock
 
 
 class Tokens(NamedTuple):
@@ -169,16 +171,11 @@ def read_json(path: Path) -> dict:
 @contextmanager
 def locked(path: Path):
     """Be the only one; wait for whoever holds the lock. The system lets go of it when its holder dies."""
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            show(f"{path.parent}: {file.read().strip() or 'another process'} prepares the same data; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+    with FileLock(path) as lock:
+        if holder := lock.take():
+            show(f"{path.parent}: {holder} prepares the same data; waiting for it")
+            while lock.take():
+                time.sleep(WAIT_SECONDS)
         yield
 
 

@@ -2,15 +2,13 @@
 
 import glob
 import hashlib
-import json
-import mmap
 import os
 import re
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -18,15 +16,16 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from cache import Cache
 from errors import DataError
 from manifest import MANIFEST, Entry, Manifest, read_manifest
 from pulse import PULSE
+from watched import WatchedFile, load_seals, save_seals, seal
 
 HEADER_BYTES = 1024
 # llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
 MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
 
-VERIFIED = ".verified.json"
 SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
 PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as shard_writer names them
 RAW_NAMES = {"train", "val", "validation"}
@@ -57,34 +56,53 @@ def header_bytes(tokens: int, dtype: str) -> bytes:
 
 @dataclass(frozen=True)
 class Shard:
-    """One token file, mapped into memory when it is first read."""
+    """One token file, opened when it is first read."""
 
     path: Path
     dtype: str
     offset: int  # bytes before the first id
     tokens: int
     sha256: str | None = None  # of the whole file, as the manifest has it; files of others have none
+    status: os.stat_result | None = None  # when its header was read
 
     @cached_property
-    def ids(self) -> np.ndarray:
-        """All ids, read-only."""
-        with open(self.path, "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Rows lie anywhere: reading ahead would fetch megabytes for each few kilobytes, 100 times slower when cold.
-        mapping.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(mapping, np.dtype(self.dtype).newbyteorder("<"), self.tokens, self.offset)
+    def ids_dtype(self) -> np.dtype:
+        """Of the ids in the file."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @cached_property
+    def file(self) -> WatchedFile:
+        """What rows are read from. A file that was only touched is hashed again, and the run goes on."""
+        def unharmed(now: os.stat_result) -> bool:
+            same_size = self.sha256 is not None and now.st_size == self.status.st_size
+            return same_size and _scan(replace(self, status=now), lambda read: PULSE.move())["sha256"] == self.sha256
+
+        return WatchedFile(self.path, self.status, scattered=True, unharmed=unharmed)
+
+    def read(self, start: int, count: int, file: WatchedFile | None = None) -> np.ndarray:
+        """The ids [start, start + count), read-only. Raises DataError where the file is not what it was verified as."""
+        size = self.ids_dtype.itemsize
+        return np.frombuffer((file or self.file).read(self.offset + start * size, count * size), self.ids_dtype)
+
+    def blocks(self, file: WatchedFile) -> Iterator[tuple[int, np.ndarray]]:
+        """All ids, a few megabytes at a time, and where each block begins."""
+        size = SCAN_BYTES // self.ids_dtype.itemsize
+        for start in range(0, self.tokens, size):
+            yield start, self.read(start, min(size, self.tokens - start), file)
 
 
 @dataclass(frozen=True)
 class TokenSet:
     """One split of a data set: its shards, one after the other, as a single sequence of tokens.
 
-    `fingerprint` identifies the data and is the same on every rank. `document_start_id` begins each document.
+    `fingerprint` identifies the data and is the same on every rank. `document_start_id` begins each document. What is read is
+    held against the vocabulary, beyond which a kernel would index: files change.
     """
 
     shards: tuple[Shard, ...]
     fingerprint: str
     document_start_id: int | None = None
+    vocab_size: int = 1 << 32
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -96,32 +114,44 @@ class TokenSet:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the tokens [start, start + count) as a read-only view, or as a copy where they span shards."""
+        """Return the tokens [start, start + count), read-only where they lie in one shard.
+
+        Raises:
+            DataError: a file was changed since it was verified.
+        """
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         index = bisect_right(self._starts, start) - 1
         begin = start - self._starts[index]
-        if begin + count <= self.shards[index].tokens:
-            return self.shards[index].ids[begin:begin + count]
         parts = []
         while count:
-            parts.append(self.shards[index].ids[begin:begin + count])
+            shard = self.shards[index]
+            parts.append(shard.read(begin, min(count, shard.tokens - begin)))
+            refuse_beyond(shard, begin, parts[-1], self.vocab_size)
             count -= len(parts[-1])
             index, begin = index + 1, 0
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield all tokens in their order, a few megabytes at a time, the way that a disk likes to be read."""
         for shard in self.shards:
-            size = SCAN_BYTES // np.dtype(shard.dtype).itemsize
-            with open(shard.path, "rb") as file:
-                file.seek(shard.offset)
-                for start in range(0, shard.tokens, size):
-                    yield np.fromfile(file, np.dtype(shard.dtype).newbyteorder("<"), min(size, shard.tokens - start))
+            for start, ids in shard.blocks(WatchedFile(shard.path, shard.status)):
+                refuse_beyond(shard, start, ids, self.vocab_size)
+                yield ids
+
+
+def refuse_beyond(shard: Shard, start: int, ids: np.ndarray, vocab_size: int) -> None:
+    """See that a shard's ids from `start` on are of the vocabulary. Raises DataError with the place of the first that is not."""
+    if len(ids) and int(ids.max()) >= vocab_size:
+        token = int(np.flatnonzero(ids >= vocab_size)[0])
+        place = start + token
+        raise DataError(f"{shard.path}: token {place} (byte {shard.offset + place * ids.itemsize}) has id {ids[token]}, "
+                        f"beyond the vocabulary of {vocab_size}; set TOKENIZER_PATH to the tokenizer it was made with, or "
+                        "prepare the data again")
 
 
 def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_sha256: str | None = None,
                    document_start_id: int | None = None, minimum_tokens: int = 2, verify: str = "auto",
-                   kind: str = "documents") -> TokenSet:
+                   kind: str = "documents", cache: Cache = Cache()) -> TokenSet:
     """Open one split of prepared data or of token files made by others, and refuse what cannot be trained on.
 
     Sizes, headers and the tokenizer's hash are always checked, at the cost of one small read a file. Contents (SHA-256
@@ -136,21 +166,21 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
         document_start_id: for files of others; a manifest brings its own.
         minimum_tokens: what the caller needs at least, for instance one batch and one token.
         verify: "auto" skips files whose size and times are those of their last verification, which is remembered
-            beside them where the folder can be written; "always" reads everything; "never" no contents.
+            in the cache; "always" reads everything; "never" no contents.
         kind: of KINDS, what the data must hold; files of others hold documents.
     Raises:
         DataError: the data is missing, damaged, too small, of another kind or made with another tokenizer.
     """
     assert split in SPLIT_WORDS and verify in ("auto", "always", "never")
     try:
-        return _open(path, split, vocab_size, tokenizer_sha256, document_start_id, minimum_tokens, verify, kind)
+        return _open(path, split, vocab_size, tokenizer_sha256, document_start_id, minimum_tokens, verify, kind, cache)
     except OSError as error:
         raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: {error.strerror}; check the path and "
                         "its permissions") from error
 
 
 def _open(path: str | Path, split: str, vocab_size: int, tokenizer_sha256: str | None, document_start_id: int | None,
-          minimum_tokens: int, verify: str, kind: str) -> TokenSet:
+          minimum_tokens: int, verify: str, kind: str, cache: Cache) -> TokenSet:
     folder = _prepared_folder(Path(path))
     if folder is None and kind != "documents":
         raise DataError(f"{path}: holds no prepared {kind} ({MANIFEST}); prepare them with {KINDS[kind][1]}")
@@ -172,23 +202,24 @@ def _open(path: str | Path, split: str, vocab_size: int, tokenizer_sha256: str |
     else:
         shards = [_foreign_shard(file, vocab_size) for file in _foreign_files(Path(path), split)]
         fingerprint = _sampled_fingerprint(shards)
-    token_set = TokenSet(tuple(shards), fingerprint, document_start_id)
+    token_set = TokenSet(tuple(shards), fingerprint, document_start_id, vocab_size)
     if token_set.tokens < minimum_tokens:
         raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but {minimum_tokens:,} are "
                         f"needed; prepare more text, or lower {'TOTAL_BATCH_SIZE' if split == 'train' else 'MAX_SEQ_LEN'}")
     if verify != "never":
-        _verify(shards, vocab_size, trust_earlier=verify == "auto")
+        _verify(token_set, cache, trust_earlier=verify == "auto")
     return token_set
 
 
-def open_segments(path: str | Path, split: str, *, verify: str = "auto") -> TokenSet:
+def open_segments(path: str | Path, split: str, *, verify: str = "auto", cache: Cache = Cache()) -> TokenSet:
     """Open the second stream of prepared chats or pairs, uint32 segments, as `open_token_set` opens the first."""
     folder = _prepared_folder(Path(path))
     assert folder is not None, "open_token_set comes first"
     shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
+    token_set = TokenSet(tuple(shards), hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest())
     if verify != "never":
-        _verify(shards, 1 << 32, trust_earlier=verify == "auto")
-    return TokenSet(tuple(shards), hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest())
+        _verify(token_set, cache, trust_earlier=verify == "auto")
+    return token_set
 
 
 def _prepared_folder(path: Path) -> Path | None:
@@ -216,8 +247,8 @@ def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: boo
 
 
 def _prepared_shard(path: Path, dtype: str, entry: Entry) -> Shard:
-    size, head = _size_and_head(path)
-    shard = _llmc_shard(path, size, head, entry.sha256)
+    status, head = _status_and_head(path)
+    shard = _llmc_shard(path, status, head, entry.sha256)
     if shard is None:
         raise _wrong_magic(path, head)
     if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
@@ -261,62 +292,62 @@ def _split_in_name(file: Path) -> str | None:
 
 
 def _foreign_shard(path: Path, vocab_size: int) -> Shard:
-    size, head = _size_and_head(path)
+    status, head = _status_and_head(path)
     if path.suffix == ".npy":
-        shard = _npy_shard(path, size, head)
+        shard = _npy_shard(path, status, head)
     else:
-        shard = _llmc_shard(path, size, head, None) or _raw_shard(path, size, head)
+        shard = _llmc_shard(path, status, head, None) or _raw_shard(path, status, head)
     if shard.dtype != "uint32" and dtype_for(vocab_size) == "uint32":
         raise DataError(f"{path}: its ids are {shard.dtype}, too narrow for the vocabulary of {vocab_size:,}: it was "
                         "made with another tokenizer; set TOKENIZER_PATH to that one, or tokenize the text again")
     return shard
 
 
-def _size_and_head(path: Path) -> tuple[int, bytes]:
-    """Return a file's size and its first bytes, as many as a header has."""
+def _status_and_head(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return what the system knows of a file and its first bytes, as many as a header has."""
     try:
         # A pipe or a device would be waited for.
         if not path.is_file() and path.exists():
             raise DataError(f"{path}: is no file; copy or prepare it again")
         with open(path, "rb") as file:
-            size, head = os.fstat(file.fileno()).st_size, file.read(HEADER_BYTES)
+            status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy or prepare the data again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or see who may read it") from error
-    if not size:
+    if not status.st_size:
         raise DataError(f"{path}: is empty; copy or prepare it again")
-    return size, head
+    return status, head
 
 
-def _llmc_shard(path: Path, size: int, head: bytes, sha256: str | None) -> Shard | None:
+def _llmc_shard(path: Path, status: os.stat_result, head: bytes, sha256: str | None) -> Shard | None:
     """Return the shard that an llm.c header describes, None where the file does not begin with llm.c's magic."""
     magic = int.from_bytes(head[:4], "little")
     dtype = next((name for name, (known, _) in MAGIC_AND_VERSION.items() if known == magic), None)
     if dtype is None:
         return None
     if len(head) < HEADER_BYTES:
-        raise DataError(f"{path}: is cut short inside its header, after {size} bytes; copy or prepare it again")
+        raise DataError(f"{path}: is cut short inside its header, after {status.st_size} bytes; copy or prepare it again")
     _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
     if version != MAGIC_AND_VERSION[dtype][1]:
         raise DataError(f"{path}: has version {version} of the format with magic {magic}, "
                         f"only {MAGIC_AND_VERSION[dtype][1]} is known; copy or prepare it again")
-    shard = Shard(path, dtype, HEADER_BYTES, tokens, sha256)
-    _check_size(shard, size)
+    shard = Shard(path, dtype, HEADER_BYTES, tokens, sha256, status)
+    _check_size(shard)
     return shard
 
 
-def _raw_shard(path: Path, size: int, head: bytes) -> Shard:
+def _raw_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
     """Return nanoGPT's headerless file of uint16, which only its name tells from a damaged one."""
     looks_like_header = len(head) == HEADER_BYTES and not any(head[12:])
     if path.stem.lower() not in RAW_NAMES or looks_like_header:
         raise _wrong_magic(path, head)
-    if size % 2:
-        raise DataError(f"{path}: has an odd size ({size} bytes), but its ids take two bytes each; copy it again")
-    return Shard(path, "uint16", 0, size // 2)
+    if status.st_size % 2:
+        raise DataError(f"{path}: has an odd size ({status.st_size} bytes), but its ids take two bytes each; copy it again")
+    return Shard(path, "uint16", 0, status.st_size // 2, None, status)
 
 
-def _npy_shard(path: Path, size: int, head: bytes) -> Shard:
+def _npy_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
     if not head.startswith(NPY_MAGIC):
         raise _wrong_magic(path, head)
     try:
@@ -332,8 +363,8 @@ def _npy_shard(path: Path, size: int, head: bytes) -> Shard:
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
         raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of uint16 or "
                         "uint32, so save it as that")
-    shard = Shard(path, dtype.name, offset, shape[0])
-    _check_size(shard, size)
+    shard = Shard(path, dtype.name, offset, shape[0], None, status)
+    _check_size(shard)
     return shard
 
 
@@ -347,8 +378,8 @@ def _wrong_magic(path: Path, head: bytes) -> DataError:
                      "header are read where they are called train.bin or val.bin")
 
 
-def _check_size(shard: Shard, size: int) -> None:
-    expected = shard.offset + shard.tokens * np.dtype(shard.dtype).itemsize
+def _check_size(shard: Shard) -> None:
+    size, expected = shard.status.st_size, shard.offset + shard.tokens * shard.ids_dtype.itemsize
     if size != expected:
         what = "is cut short" if size < expected else "is too long"
         raise DataError(f"{shard.path}: {what}: {size:,} bytes, but its header promises {shard.tokens:,} tokens of "
@@ -361,34 +392,37 @@ def _sampled_fingerprint(shards: Sequence[Shard]) -> str:
     """Hash the counts and the beginning, middle and end of each file: every rank can do that without reading it all."""
     hasher = hashlib.sha256()
     for shard in shards:
-        sampled = FINGERPRINT_BYTES // np.dtype(shard.dtype).itemsize
+        sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
         hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
-        for start in (0, shard.tokens // 2, max(0, shard.tokens - sampled)):
-            hasher.update(shard.ids[start:start + sampled].tobytes())
+        for start in (0, shard.tokens // 2, shard.tokens - sampled):
+            hasher.update(shard.read(start, min(sampled, shard.tokens - start)).tobytes())
     return hasher.hexdigest()
 
 
-def _verify(shards: Sequence[Shard], vocab_size: int, trust_earlier: bool) -> None:
+def _verify(token_set: TokenSet, cache: Cache, trust_earlier: bool) -> None:
     """Hold every shard's contents against its hash and the vocabulary; remember what was found for the next start."""
-    stamps = {shard: _stamp(shard.path) for shard in shards}
-    earlier = {folder: _load_verified(folder) for folder in {shard.path.parent for shard in shards}}
+    shards, vocab_size = token_set.shards, token_set.vocab_size
+    places = {folder: cache.places(folder, token_set.fingerprint) for folder in {shard.path.parent for shard in shards}}
+    earlier = {folder: {name: found for place in reversed(beside) for name, found in load_seals(place).items()}
+               for folder, beside in places.items()}
     facts = {shard: earlier[shard.path.parent].get(shard.path.name, {}) for shard in shards}
-    due = [shard for shard in shards if not (trust_earlier and _still_holds(facts[shard], shard, stamps[shard]))]
+    due = [shard for shard in shards if not (trust_earlier and _still_holds(facts[shard], shard))]
     for shard, found in zip(due, _scan_all(due)):
-        facts[shard] = earlier[shard.path.parent][shard.path.name] = stamps[shard] | found
+        facts[shard] = earlier[shard.path.parent][shard.path.name] = seal(shard.status) | found
     for folder in {shard.path.parent for shard in due}:
-        _save_verified(folder, earlier[folder])
+        any(save_seals(place, earlier[folder]) for place in places[folder])  # the first that can be written
     for shard, found in facts.items():
         if shard.sha256 is not None and found["sha256"] != shard.sha256:
             raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {found['sha256'][:12]}, {MANIFEST} says "
                             f"{shard.sha256[:12]}; copy or prepare it again")
         if found["max_id"] >= vocab_size:
-            raise _beyond_vocabulary(shard, vocab_size)
+            for _ in TokenSet((shard,), "", vocab_size=vocab_size).blocks():
+                continue  # it names the place
 
 
 def _scan_all(shards: Sequence[Shard]) -> list[dict]:
     """Scan the files side by side (hashing releases Python's lock), with a progress bar where it takes seconds."""
-    size = sum(shard.offset + shard.tokens * np.dtype(shard.dtype).itemsize for shard in shards)
+    size = sum(shard.status.st_size for shard in shards)
     lock = threading.Lock()
     with (tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False) as bar,
           ThreadPoolExecutor(os.cpu_count() or 1) as pool):
@@ -401,56 +435,20 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
         return list(pool.map(lambda shard: _scan(shard, advance), shards))
 
 
-def _stamp(path: Path) -> dict:
-    # The change time as well: a copy that keeps the modification time may still be a bad copy.
-    status = path.stat()
-    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
-
-
-def _still_holds(found: dict, shard: Shard, stamp: dict) -> bool:
-    return found.items() >= stamp.items() and (shard.sha256 is None or found["sha256"] is not None)
+def _still_holds(found: dict, shard: Shard) -> bool:
+    return (found.items() >= seal(shard.status).items() and isinstance(found.get("max_id"), int)
+            and (shard.sha256 is None or isinstance(found.get("sha256"), str)))
 
 
 def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
     """Read the whole file once: its SHA-256, where there is one to compare with, and its largest id."""
     hasher = hashlib.sha256() if shard.sha256 is not None else None
-    max_id = 0
-    with open(shard.path, "rb") as file:
-        head = file.read(shard.offset)
+    max_id, file = 0, WatchedFile(shard.path, shard.status)
+    if hasher is not None:
+        hasher.update(file.read(0, shard.offset))
+    for _, ids in shard.blocks(file):
         if hasher is not None:
-            hasher.update(head)
-        while block := file.read(SCAN_BYTES):
-            if hasher is not None:
-                hasher.update(block)
-            max_id = max(max_id, int(np.frombuffer(block, shard.ids.dtype).max()))
-            advance(len(block))
+            hasher.update(ids)
+        max_id = max(max_id, int(ids.max()))
+        advance(ids.nbytes)
     return {"sha256": hasher and hasher.hexdigest(), "max_id": max_id}
-
-
-def _beyond_vocabulary(shard: Shard, vocab_size: int) -> DataError:
-    for start in range(0, shard.tokens, SCAN_BYTES):
-        beyond = np.flatnonzero(shard.ids[start:start + SCAN_BYTES] >= vocab_size)
-        if len(beyond):
-            token = start + int(beyond[0])
-            return DataError(f"{shard.path}: token {token} (byte {shard.offset + token * shard.ids.itemsize}) has id "
-                             f"{shard.ids[token]}, beyond the vocabulary of {vocab_size}; set TOKENIZER_PATH to the "
-                             "tokenizer it was made with, or prepare the data again")
-    raise AssertionError(f"{shard.path} changed while it was verified")
-
-
-def _load_verified(folder: Path) -> dict:
-    try:
-        known = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        known = None
-    # Nothing remembered, or not legibly: everything is read again.
-    return known if isinstance(known, dict) and all(isinstance(found, dict) for found in known.values()) else {}
-
-
-def _save_verified(folder: Path, known: dict) -> None:
-    temporary = folder / f"{VERIFIED}.{os.getpid()}"
-    try:
-        temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
-        temporary.replace(folder / VERIFIED)
-    except OSError:
-        return  # a folder that cannot be written: it is verified again at the next start

@@ -15,9 +15,10 @@ from distillation import Distillation
 from model import Transformer
 from model_utils import build_model, compile_where_possible
 from objectives import PREFERENCE_OBJECTIVES, NextToken, Objective, Reference, stored_reference
+from once import Once
 from ranks import Ranks, StopSignals
-from references import frozen_logprobs, with_stored_reference
-from run_state import Inputs, Progress, load_weights
+from references import frozen_logprobs, is_stored, with_stored_reference
+from run_state import Inputs, Progress, cache_of, load_weights
 from starts import find_base_together, weights_sha256
 from teacher_store import with_stored_teacher
 from teachers import find_teacher, load_teacher, teacher_facts
@@ -56,21 +57,21 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: 
         CheckpointError, DataError: what it needs is missing, or does not fit.
         Interrupted: a rank was signalled.
     """
+    once = Once(cache_of(config), ranks, signals, say)
     if config.training_stage == "dpo":
         objective = PREFERENCE_OBJECTIVES[config.preference_objective]
         if not objective.needs_reference:
             return objective(config), inputs
-        reference, inputs = choose_reference(config, inputs, model, dtype, base, ranks, signals, say)
+        reference, inputs = choose_reference(config, inputs, model, dtype, base, once)
         return objective(config, reference), inputs
     if config.distillation_enabled:
-        return choose_teacher(config, inputs, ranks, signals, say)
+        return choose_teacher(config, inputs, once)
     return NextToken(), inputs
 
 
-def choose_teacher(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSignals,
-                   say: Callable[[str], None]) -> tuple[Objective, Inputs]:
+def choose_teacher(config: Config, inputs: Inputs, once: Once) -> tuple[Objective, Inputs]:
     """Distillation from a teacher that runs along, or from what it said once. Collective: every rank must call it."""
-    tokenizer = inputs.tokenizer
+    tokenizer, ranks = inputs.tokenizer, once.ranks
     verified = ranks.main_first(lambda: find_teacher(config, tokenizer))
     folder = ranks.together(lambda: verified or find_teacher(config, tokenizer, verify=False))
 
@@ -83,8 +84,7 @@ def choose_teacher(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSi
     facts = {**ranks.broadcast(ranks.main_first(lambda: teacher_facts(folder, config))), "data": inputs.fingerprint}
 
     def stored(rows, split: str, indices: np.ndarray):
-        return with_stored_teacher(rows, rows.folder, {**facts, "split": split}, load, config, tokenizer.vocab_size, ranks,
-                                   signals, say, indices)
+        return with_stored_teacher(rows, {**facts, "split": split}, load, config, tokenizer.vocab_size, once, indices)
 
     in_training = rows_of_run(config, len(inputs.rows))
     rows, validation_rows = stored(inputs.rows, "train", in_training), inputs.validation_rows
@@ -101,10 +101,11 @@ def rows_of_run(config: Config, n_rows: int) -> np.ndarray:
                                      for step in range(config.max_steps)] or [np.arange(0)]))
 
 
-def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base, ranks: Ranks,
-                     signals: StopSignals, say: Callable[[str], None]) -> tuple[Reference, Inputs]:
+def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base,
+                     once: Once) -> tuple[Reference, Inputs]:
     """Where the reference's log-probabilities come from. Collective: every rank must call it."""
-    if config.lora_enabled and config.dpo_reference != "stored":
+    ranks, stored = once.ranks, is_stored(config)
+    if config.lora_enabled and not stored:
         return partial(without_adapters, model), inputs
 
     @cache
@@ -116,15 +117,15 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
         compile_where_possible(reference, config, ranks.device.type)
         return reference.eval()
 
-    if config.dpo_reference == "live":
+    if not stored:
         return partial(frozen_logprobs, frozen()), inputs
     facts = {"weights_sha256": base.sha256(ranks), "compute_dtype": str(dtype)}
 
-    def stored(rows, split: str):
-        return rows and with_stored_reference(rows, split, facts, frozen, config.micro_batch_size, ranks, signals, say)
+    def referenced(rows, split: str):
+        return rows and with_stored_reference(rows, split, facts, frozen, config.micro_batch_size, once)
 
-    return stored_reference, replace(inputs, rows=stored(inputs.rows, "train"),
-                                     validation_rows=stored(inputs.validation_rows, "validation"))
+    return stored_reference, replace(inputs, rows=referenced(inputs.rows, "train"),
+                                     validation_rows=referenced(inputs.validation_rows, "validation"))
 
 
 def without_adapters(model: Transformer, batch) -> torch.Tensor:

@@ -10,6 +10,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Optional
@@ -21,14 +22,16 @@ from chunked_head import IGNORE_INDEX, LOWEST_LOGPROB, chunk_tokens, slices
 from config import Config
 from dataloaders import Batch, ReadRows
 from errors import DataError, SettingsError
+from once import Once
 from pulse import PULSE
-from ranks import Ranks, StopSignals, leave_if_stopped
-from run_log import duration
+from watched import SEALS, WatchedFile, load_seals, save_seals, seal
 
 FORMAT = 1
-PROGRESS_SECONDS = 15
 COMMIT_SECONDS = 10
+BLOCK_ROWS = 16  # that are verified between two looks at the other ranks
 LITTLE = 0.5  # of the teacher's probability, below which most of what it knows is lost
+
+Ask = Callable[[Batch], tuple[np.ndarray, np.ndarray]]  # ids_BTK and logprobs_BTC of a batch
 
 
 class TeacherStore:
@@ -36,13 +39,12 @@ class TeacherStore:
 
     A checksum covers the row's tokens too, and is written after its record: so a kill at any moment costs what was written
     since the last `commit`, and a row that has changed is not taken for what it was. Files are sparse: rows that are never
-    asked for take no room.
+    asked for take no room. Once all that is stored was verified, the files are sealed: while they are what they were then, no
+    start reads them again.
 
     Args:
         parent: where the folder is.
         facts: all that decides the contents; they name the folder, so other facts are another store.
-    Raises:
-        DataError: the folder holds something else.
     """
 
     def __init__(self, parent: Path, facts: Mapping[str, Any], rows: int, row_tokens: int, vocab_size: int, k: int):
@@ -51,40 +53,63 @@ class TeacherStore:
         self.folder = Path(parent) / f"teacher-{hashlib.sha256(self.facts.encode()).hexdigest()[:16]}"
         id_type = "<u2" if vocab_size <= 1 << 16 else "<i4"
         self.record = np.dtype([("ids", id_type, (row_tokens, k)), ("logprobs", "<f2", (row_tokens, k + 1))])
-        self.rows = rows
+        self.rows, self.k = rows, k
         self.sizes = {"rows.bin": rows * self.record.itemsize, "checksums.bin": 4 * rows}
-        if self.folder.exists():
-            self._check()
-
-    def _check(self) -> None:
-        sound = {"facts.json": lambda path: path.read_bytes() == self.facts.encode(),
-                 **{name: lambda path, size=size: path.stat().st_size in (0, size) for name, size in self.sizes.items()}}
-        for name, is_sound in sound.items():
-            path = self.folder / name
-            try:
-                if path.exists() and not is_sound(path):
-                    raise DataError(f"{path} is not what it was written as; delete {self.folder}, and it is made anew")
-            except OSError as error:
-                raise DataError(f"{path} cannot be read: {error}") from error
 
     @cached_property
-    def records(self) -> np.ndarray:
-        """The record of each row, read-only."""
-        return np.memmap(self.folder / "rows.bin", self.record, "r", shape=(self.rows,))
+    def _file(self) -> WatchedFile:
+        return WatchedFile(self.folder / "rows.bin", scattered=True)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """The records of the rows. Raises DataError where they cannot be read."""
+        size = self.record.itemsize
+        return np.frombuffer(b"".join(self._file.read(index * size, size) for index in indices.tolist()), self.record)
 
     def checksums(self) -> np.ndarray:
-        """The uint32 of each row, as they are on the disk now."""
-        path = self.folder / "checksums.bin"
-        stored = np.fromfile(path, "<u4") if path.exists() else np.zeros(0, "<u4")
-        return stored if len(stored) else np.zeros(self.rows, "<u4")
+        """The uint32 of each row, as they are on the disk now; all 0 where the files are not whole."""
+        try:
+            facts = self.folder / "facts.json"
+            whole = all((self.folder / name).stat().st_size == size for name, size in self.sizes.items())
+            if whole and facts.is_file() and facts.read_bytes() == self.facts.encode():
+                return np.fromfile(self.folder / "checksums.bin", "<u4")
+        except OSError:  # it is not there, or not for this user
+            pass
+        return np.zeros(self.rows, "<u4")
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Those of the rows that are not stored."""
         return indices[self.checksums()[indices] == 0]
 
+    def damaged(self, rows: ReadRows, indices: np.ndarray) -> np.ndarray:
+        """Those of the stored rows that are not what was stored, or were stored of other data."""
+        batch, records, checksums = rows(indices), self.read(indices), self.checksums()
+        return np.array([index for position, index in enumerate(indices.tolist())
+                         if row_checksum(batch, position, records[position]) != checksums[index]], np.int64)
+
+    def _seals(self) -> dict[str, dict[str, int]]:
+        return {name: seal((self.folder / name).stat()) for name in self.sizes}
+
+    def is_sealed(self) -> bool:
+        """Whether the files are as they were when all that is stored was verified."""
+        with suppress(OSError):
+            return load_seals(self.folder) == self._seals()
+        return False
+
+    def set_seal(self) -> None:
+        """Note that all that is stored was verified."""
+        with suppress(OSError):
+            save_seals(self.folder, self._seals())
+
+    def break_seal(self) -> None:
+        """Note that not all that is stored is sound, so that the next start verifies it."""
+        with suppress(OSError):
+            (self.folder / SEALS).unlink()
+
 
 class StoreWriter:
-    """Writes rows to a store; several processes may, each its own rows. Leaving the `with` block commits.
+    """Writes rows to a store; the ranks of one job may, each its own rows. Leaving the `with` block commits.
+
+    Files that are not whole are made so: what was in them is then found by its checksums.
 
     Raises:
         DataError: the folder cannot be written to.
@@ -97,15 +122,26 @@ class StoreWriter:
         folder = store.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / "facts.json").exists():  # every process writes the same
+            facts = folder / "facts.json"
+            if not facts.is_file() or facts.read_bytes() != store.facts.encode():  # every process writes the same
                 unfinished = folder / f"tmp-{os.getpid()}-facts.json"
                 unfinished.write_text(store.facts, encoding="utf-8")
-                unfinished.replace(folder / "facts.json")
+                unfinished.replace(facts)
             for name, size in store.sizes.items():
                 self.files[name] = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o644)
-                os.ftruncate(self.files[name], size)  # only a new file has another
+                if os.fstat(self.files[name]).st_size != size:  # it is new, or damaged
+                    os.ftruncate(self.files[name], size)
         except OSError as error:
             self._close()
+            raise self._refusal(error) from error
+
+    def strike_out(self, indices: np.ndarray) -> None:
+        """Mark rows as not stored."""
+        try:
+            for index in indices.tolist():
+                os.pwrite(self.files["checksums.bin"], bytes(4), 4 * index)
+            os.fsync(self.files["checksums.bin"])
+        except OSError as error:
             raise self._refusal(error) from error
 
     def write(self, batch: Batch, indices: np.ndarray, ids_BTK: np.ndarray, logprobs_BTC: np.ndarray) -> None:
@@ -138,8 +174,8 @@ class StoreWriter:
         self.committed = time.monotonic()
 
     def _refusal(self, error: OSError) -> DataError:
-        return DataError(f"{self.store.folder} cannot be written: {error}; make room, or the data's folder writable (what is "
-                         "stored is kept), or set DISTILLATION_TOP_K=0 and the teacher runs along")
+        return DataError(f"{self.store.folder} cannot be written: {error}; make room there, or the folder writable (what is "
+                         "stored is kept), or set CACHE_DIR to another, or DISTILLATION_TOP_K=0 and the teacher runs along")
 
     def _close(self) -> None:
         while self.files:
@@ -179,13 +215,13 @@ class StoredTeacherRows:
         return len(self.rows)
 
     def __call__(self, indices: np.ndarray) -> Batch:
-        batch = self.rows(indices)
-        records = self.store.records[indices]
+        batch, records = self.rows(indices), self.store.read(indices)
         for position, index in enumerate(indices.tolist()):
             if row_checksum(batch, position, records[position]) != self.checksums[index]:
+                self.store.break_seal()
                 what = "damaged, or of other data" if self.checksums[index] else "missing"
-                raise DataError(f"{self.store.folder}: what the teacher says of row {index} is {what}; delete the folder, and "
-                                "it is made anew")
+                raise DataError(f"{self.store.folder}: what the teacher says of row {index} is {what}; start again, and it is "
+                                "computed again")
         batch.stored["teacher_ids"] = torch.from_numpy(records["ids"].astype(np.int32))
         batch.stored["teacher_logprobs"] = torch.from_numpy(records["logprobs"].copy())
         return batch
@@ -214,48 +250,100 @@ def likeliest(teacher, batch: Batch, k: int, temperature: float, vocab_size: int
     return ids_PK.view(*shape, k).cpu().numpy(), logprobs_PC.view(*shape, k + 1).cpu().numpy()
 
 
-def with_stored_teacher(rows, folder: Path, facts: Mapping[str, Any], make_teacher: Callable[[], Any], config: Config,
-                        vocab_size: int, ranks: Ranks, signals: StopSignals, say: Callable[[str], None],
-                        indices: Optional[np.ndarray] = None) -> StoredTeacherRows:
-    """The rows with what the teacher says, which is computed by all ranks where it is not stored yet.
+def with_stored_teacher(rows, facts: Mapping[str, Any], make_teacher: Callable[[], Any], config: Config, vocab_size: int,
+                        once: Once, indices: Optional[np.ndarray] = None) -> StoredTeacherRows:
+    """The rows with what the teacher says, which is computed by all ranks where it is not stored yet, or damaged.
 
     Collective: every rank must call it.
 
     Args:
-        folder: beside the data.
         facts: what it follows from besides DISTILLATION_TOP_K and _TEMPERATURE: the teacher's, the data's fingerprint.
         make_teacher: loads it, in case that something is to be computed.
         indices: the rows that will be read; None = all.
     Raises:
         SettingsError: DISTILLATION_TOP_K exceeds the vocabulary.
-        DataError: the store cannot be written, or what is there is damaged.
+        DataError: the store cannot be written.
         Interrupted: a rank was signalled; what is stored is kept.
     """
-    k = config.distillation_top_k
+    k, ranks = config.distillation_top_k, once.ranks
     if k > vocab_size:
         raise SettingsError(f"DISTILLATION_TOP_K={k} exceeds the vocabulary of {vocab_size:,}; a few dozen do")
     facts = {**facts, "temperature": config.distillation_temperature, "document_mask": config.document_mask}
-    store = ranks.together(lambda: TeacherStore(folder, facts, len(rows), rows.row_tokens, vocab_size, k))
     indices = np.arange(len(rows)) if indices is None else np.unique(indices)
-    own = store.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
-    missing = ranks.gather(len(own))
-    if any(missing):
-        say(f"Teacher: its {k} likeliest tokens of {sum(missing):,} rows are computed once")
-        ranks.together(lambda: check_room(store, sum(missing)))
-        teacher = ranks.together(make_teacher)
 
-        def ask(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-            return likeliest(teacher, batch.to(ranks.device), k, config.distillation_temperature, vocab_size)
+    def store_in(place: Path) -> TeacherStore:
+        return TeacherStore(place, facts, len(rows), rows.row_tokens, vocab_size, k)
 
-        with ranks.together(lambda: StoreWriter(store)) as writer:
-            fill(writer, rows, ask, slices(max(missing), config.micro_batch_size), own, ranks, signals, say)
-        ranks.together(lambda: check_complete(store, indices))
+    def ask(teacher, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        return likeliest(teacher, batch.to(ranks.device), k, config.distillation_temperature, vocab_size)
+
+    places = once.cache.places(rows.folder, rows.fingerprint)
+    whole = ranks.broadcast(ranks.main_first(
+        lambda: [number for number, place in enumerate(places) if not len(store_in(place).missing(indices))]))
+    store = store_in(places[whole[0] if whole else 0])
+    if not whole or find_damaged(store, rows, once)[1]:
+        name = store.folder.name
+        store = store_in(once.place_to_write(rows, name))
+        with once.one_writer(store.folder.with_name(f".{name}.lock")):
+            complete(store, rows, indices, lambda: partial(ask, make_teacher()), once, config.micro_batch_size)
+    ranks.together(lambda: check_complete(store, indices))
     stored = StoredTeacherRows(rows, store)
     share = ranks.together(lambda: kept_share(stored(indices[:config.micro_batch_size])))
     advice = "" if share > LITTLE else "; a lower temperature or a larger DISTILLATION_TOP_K would teach more"
-    say(f"Teacher: the {k} likeliest tokens hold {share:.0%} of its probability at DISTILLATION_TEMPERATURE="
-        f"{config.distillation_temperature:g}{advice}")
+    once.say(f"Teacher: the {k} likeliest tokens hold {share:.0%} of its probability at DISTILLATION_TEMPERATURE="
+             f"{config.distillation_temperature:g}{advice}")
     return stored
+
+
+def find_damaged(store: TeacherStore, rows: ReadRows, once: Once) -> tuple[np.ndarray, int]:
+    """The stored rows that are not what they were: those that this rank has found, and the number of all. Without any the store
+    is sealed. Collective: every rank must call it."""
+    ranks = once.ranks
+    if ranks.broadcast(ranks.main_first(store.is_sealed)):
+        return np.arange(0), 0
+    PULSE.enter("teacher")
+    own = np.array_split(np.flatnonzero(store.checksums()), ranks.world_size)[ranks.rank]
+    found = [np.arange(0)]
+    for block in once.blocks(slices(max(ranks.gather(len(own))), BLOCK_ROWS), "Teacher: what is stored, verified"):
+        found.append(ranks.together(partial(store.damaged, rows, own[block])))
+    own = np.concatenate(found)
+    total = sum(ranks.gather(len(own)))
+    if not total:
+        ranks.main_first(store.set_seal)
+    return own, total
+
+
+def complete(store: TeacherStore, rows: ReadRows, indices: np.ndarray, make_ask: Callable[[], Ask], once: Once,
+             micro_batch_size: int) -> None:
+    """Compute what a store lacks of these rows, and what of it is damaged. Collective: every rank must call it.
+
+    Raises:
+        DataError: it cannot be written.
+        Interrupted: a rank was signalled; what is stored is kept.
+    """
+    ranks = once.ranks
+    with ranks.together(lambda: StoreWriter(store)) as writer:
+        damaged, total = find_damaged(store, rows, once)
+        if total:
+            once.say(f"Teacher: {total:,} rows in {store.folder} are damaged, or of other data; they are computed again")
+        ranks.together(lambda: writer.strike_out(damaged))
+        own = store.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
+        missing = ranks.gather(len(own))
+        if any(missing):
+            once.say(f"Teacher: its {store.k} likeliest tokens of {sum(missing):,} rows are computed once")
+            ranks.together(lambda: check_room(store, sum(missing)))
+            ask = ranks.together(make_ask)
+
+            def fill(block: np.ndarray) -> None:
+                if len(block):
+                    batch = rows(block)
+                    writer.write(batch, block, *ask(batch))
+
+            PULSE.enter("teacher")
+            for block in once.blocks(slices(max(missing), micro_batch_size), "Teacher"):
+                ranks.together(partial(fill, own[block]))
+            ranks.together(writer.commit)
+    ranks.main_first(store.set_seal)
 
 
 def kept_share(batch: Batch) -> float:
@@ -273,8 +361,8 @@ def check_room(store: TeacherStore, rows: int) -> None:
     parent = next(folder for folder in (store.folder, *store.folder.parents) if folder.exists())
     needed, free = rows * store.record.itemsize, shutil.disk_usage(parent).free
     if needed > free:
-        raise DataError(f"{store.folder} needs {needed:,} bytes more, and {free:,} are free; lower DISTILLATION_TOP_K, or set "
-                        "it to 0 and the teacher runs along")
+        raise DataError(f"{store.folder} needs {needed:,} bytes more, and {free:,} are free; set CACHE_DIR to another disk, "
+                        "lower DISTILLATION_TOP_K, or set it to 0 and the teacher runs along")
 
 
 def check_complete(store: TeacherStore, indices: np.ndarray) -> None:
@@ -286,24 +374,4 @@ def check_complete(store: TeacherStore, indices: np.ndarray) -> None:
     missing = store.missing(indices)
     if len(missing):
         raise DataError(f"{store.folder} lacks {len(missing):,} rows that other ranks have written; let all machines share "
-                        "the data's folder, or set DISTILLATION_TOP_K=0")
-
-
-def fill(writer: StoreWriter, rows: ReadRows, ask: Callable[[Batch], tuple[np.ndarray, np.ndarray]], blocks: list[slice],
-         own: np.ndarray, ranks: Ranks, signals: StopSignals, say: Callable[[str], None]) -> None:
-    """Store this rank's `own` rows, block by block. Collective: every rank must call it, with as many blocks."""
-    def store(indices: np.ndarray) -> None:
-        if len(indices):
-            batch = rows(indices)
-            writer.write(batch, indices, *ask(batch))
-
-    PULSE.enter("teacher")
-    started = told = time.perf_counter()
-    for number, block in enumerate(blocks, start=1):
-        leave_if_stopped(ranks, signals)
-        ranks.together(partial(store, own[block]))
-        now, share = time.perf_counter(), number / len(blocks)
-        if now - told > PROGRESS_SECONDS:
-            say(f"Teacher: {share:.0%} of the rows | ETA: {duration((now - started) * (1 - share) / share)}")
-            told = now
-    ranks.together(writer.commit)
+                        "it (CACHE_DIR), or set DISTILLATION_TOP_K=0")

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark import bootstrap
 
+from cache import Cache
 from chunked_head import IGNORE_INDEX
 from config import Config
 from convert import huggingface_config, to_huggingface
@@ -45,6 +46,7 @@ from example_rows import ExampleRows, open_example_set
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
 from objectives import DPO, NextToken, stored_reference
+from once import Once
 from optim import Optimizer
 from ranks import Ranks, StopSignals
 from references import frozen_logprobs, with_stored_reference
@@ -346,7 +348,7 @@ def dpo(folder: Path) -> Group:
     def with_reference(part: ExampleRows):
         with StopSignals() as signals:
             return with_stored_reference(part, "train", {"weights_sha256": "0" * 64, "compute_dtype": "float32"},
-                                         lambda: reference, ROWS_A_STEP, Ranks(), signals, say)
+                                         lambda: reference, ROWS_A_STEP, Once(Cache(), Ranks(), signals, say))
 
     def contender(read, read_probe, asked: Callable[[Batch], torch.Tensor]) -> Contender:
         return paddock(new_model(), DPO(CONFIG, asked), packed_batches(rows, read), read_probe(np.arange(len(probe_rows))))
@@ -370,7 +372,8 @@ def distillation(folder: Path) -> Group:
     rows, teacher = pretraining_rows(folder / "documents"), LlamaTeacher(new_model(seed=2), VOCABULARY)
     asked = np.unique(np.concatenate([rows_of_step(step, ROWS_A_STEP, len(rows), CONFIG.seed) for step in range(STORED_STEPS)]))
     with StopSignals() as signals:
-        stored = with_stored_teacher(rows, rows.folder, {}, lambda: teacher, CONFIG, VOCABULARY, Ranks(), signals, say, asked)
+        once = Once(Cache(), Ranks(), signals, say)
+        stored = with_stored_teacher(rows, {}, lambda: teacher, CONFIG, VOCABULARY, once, asked)
 
     def contender(read, objective, reported: str = "") -> Contender:
         return paddock(new_model(), objective, packed_batches(rows, read), read(asked[:2]), reported)

@@ -2,13 +2,15 @@ import hashlib
 import json
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
 
 import shards
 from errors import DataError
-from shards import MANIFEST, VERIFIED, dtype_for, header_bytes, open_token_set
+from shards import HEADER_BYTES, MANIFEST, dtype_for, header_bytes, open_token_set
+from watched import SEALS
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
@@ -194,7 +196,7 @@ def scanned_files(monkeypatch):
 def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeypatch):
     names = scanned_files(monkeypatch)
     open_train(prepared, verify="never")
-    assert not names and not (prepared / VERIFIED).exists()
+    assert not names and not (prepared / SEALS).exists()
     open_train(prepared)
     open_token_set(prepared, "validation", vocab_size=VOCABULARY)
     assert sorted(names) == ["train-00000.bin", "train-00001.bin", "train-00002.bin", "validation-00000.bin"]
@@ -219,14 +221,55 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
 
 def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch):
     names = scanned_files(monkeypatch)
-    (prepared / VERIFIED).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
+    (prepared / SEALS).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
     for _ in range(2):
         assert open_train(prepared).tokens == 52
-    (prepared / VERIFIED).rmdir()
-    (prepared / VERIFIED).write_text("{")
+    (prepared / SEALS).rmdir()
+    (prepared / SEALS).write_text("{")
     open_train(prepared)
     assert len(names) == 9
-    assert not list(prepared.glob(f"{VERIFIED}.*"))
+    assert not list(prepared.glob(f"{SEALS}.*"))
+
+
+# Files that change while they are read
+
+
+def swap(path):
+    spoilt = path.with_name("spoilt")
+    spoilt.write_bytes(path.read_bytes()[::-1])
+    os.utime(spoilt, ns=(path.stat().st_mtime_ns,) * 2)
+    spoilt.replace(path)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("change, how", [
+    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and has 1,030; bring back what it was"),
+    (lambda path: spoil(path, flip(HEADER_BYTES + 7, 7)), "it was written to; bring back"),
+    (swap, "another file has its name"),
+    (lambda path: os.utime(path, ns=(1, 1)), None),
+    (lambda path: shutil.copy(path, path.with_name("same")) and path.with_name("same").replace(path), None)])
+def test_a_shard_that_changes_while_it_is_read_is_refused_and_one_that_is_touched_is_not(prepared, change, how, opened):
+    path, tokens = prepared / "train-00000.bin", open_train(prepared)
+    if opened:
+        tokens.read(0, 3)
+    change(path)
+    if how is None or opened and change is swap:  # what was opened is still the old file
+        assert tokens.read(1, 40).tolist() == list(range(1, 41))
+    else:
+        for read in (lambda: tokens.read(0, 3), lambda: list(tokens.blocks())):
+            with pytest.raises(DataError, match=rf"train-00000\.bin: was changed while it was read: {how}"):
+                read()
+
+
+def test_an_id_beyond_the_vocabulary_indexes_nothing_where_no_change_is_seen(prepared):
+    path, tokens = prepared / "train-00000.bin", open_train(prepared)
+    before = path.stat()
+    spoil(path, flip(HEADER_BYTES + 7, 7))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for read in (lambda: tokens.read(2, 9), lambda: list(tokens.blocks())):
+        with pytest.raises(DataError, match=r"train-00000\.bin: token 3 \(byte 1030\) has id 32771, beyond the vocab"):
+            read()
+    assert tokens.read(0, 3).tolist() == [0, 1, 2]
 
 
 # Files made by others

@@ -26,6 +26,7 @@ from helpers import (
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import cache
 import lora
 import references
 import train
@@ -206,7 +207,7 @@ def signal_rank_1_in_the_reference() -> None:
 def test_ranks_leave_together_while_the_reference_is_computed(run, bare_pairs):
     job = run("dpo-stored", DPO_DATA_PATH=bare_pairs).start(2, signal_rank_1_in_the_reference)
     assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
-    assert not [*bare_pairs.glob("*reference-*")] and "Traceback" not in job.text()
+    assert not [*bare_pairs.glob("*reference-*.safetensors")] and "Traceback" not in job.text()
 
 
 # ------------------------------------------------------------------------------------------------------------------ references
@@ -257,29 +258,53 @@ def the_reference(pairs: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("fact", ["weights_sha256", "compute_dtype", "data", "max_seq_len"])
-def test_a_stale_reference_is_refused_by_name(fact, own_pairs, run, capsys):
-    file = the_reference(own_pairs)
-    with safe_open(file, framework="pt") as opened:
-        facts = opened.metadata()
-    save_file(load_file(file), file, metadata=facts | {fact: "another"})
-    refused = run("dpo-stored", DPO_DATA_PATH=own_pairs)
-    assert refused.train() == 3
-    error = capsys.readouterr().err
-    assert str(file) in error and f"its {fact} was another" in error and "delete it" in error
-    file.unlink()
-    assert refused.train() == 0
-
-
-@pytest.mark.parametrize("harm", ["cut", "changed"])
-def test_a_damaged_reference_is_refused_by_name(harm, own_pairs, run, capsys):
+@pytest.mark.parametrize("harm, told", [
+    *((fact, f"is stale: its {fact} was another") for fact in ("weights_sha256", "compute_dtype", "data", "max_seq_len")),
+    ("cut", "cannot be read"), ("changed", "is damaged")])
+def test_a_reference_that_is_stale_or_damaged_is_computed_again_and_told(harm, told, own_pairs, run, capsys):
     file = the_reference(own_pairs)
     content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content if harm == "changed" else content[:-8])
-    assert run("dpo-stored", DPO_DATA_PATH=own_pairs).train() == 3
-    error = capsys.readouterr().err
-    assert str(file) in error and "delete it" in error and "Traceback" not in error
+    if harm in ("cut", "changed"):
+        content[-5] ^= 1
+        file.write_bytes(content if harm == "changed" else content[:-8])
+    else:
+        with safe_open(file, framework="pt") as opened:
+            facts = opened.metadata()
+        save_file(load_file(file), file, metadata=facts | {harm: "another"})
+    again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=0)
+    assert again.train() == 0
+    assert f"{file} {told}" in capsys.readouterr().out
+    assert again.train() == 0
+    assert "computed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["dpo-stored", "distilled-stored"])
+def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the_user_says(mode, run, stages, tmp_path, capsys,
+                                                                                        monkeypatch):
+    data = bare(stages.pairs if mode == "dpo-stored" else stages.prepared.shards, tmp_path / "data")
+    shutil.rmtree(data / ".verified.json", ignore_errors=True)
+    (data / ".verified.json").unlink(missing_ok=True)
+    (data / ".verified.json").mkdir()  # as in a folder that cannot be written, which root can
+    original, refused = cache.why_not_writable, PermissionError(13, "Permission denied")
+    monkeypatch.setattr(cache, "why_not_writable",
+                        lambda folder: refused if folder.is_relative_to(data) else original(folder))
+    settings = {"DPO_DATA_PATH" if mode == "dpo-stored" else "PRETRAIN_DATA_PATH": data, "MAX_STEPS": 1, **UNMEASURED}
+    before = sorted(path.name for path in data.iterdir())
+    for place, more in ((tmp_path / "runs" / ".cache", {}), (tmp_path / "chosen", {"CACHE_DIR": tmp_path / "chosen"})):
+        here = run(mode, **settings, **more, OUTPUT_DIR=tmp_path / "runs", RUN_NAME=place.name.strip("."))
+        assert train.main([*here.argv(), "--check"]) == 0
+        assert f"kept in {place}/data-" in capsys.readouterr().out
+        assert here.train() == 0
+        told = capsys.readouterr().out
+        assert "are computed once" in told
+        assert (f"Permission denied; what is computed once goes to {place}/data-" in told) == (not more)
+        assert here.train(RESUME="never") == 0
+        assert "are computed once" not in capsys.readouterr().out
+        assert list(place.rglob("reference-*" if mode == "dpo-stored" else "teacher-*")) and list(place.rglob(".verified.json"))
+    assert sorted(path.name for path in data.iterdir()) == before
+    (tmp_path / "file").touch()
+    assert here.train(CACHE_DIR=tmp_path / "file") == 2
+    assert f"CACHE_DIR={tmp_path / 'file'} cannot be written" in capsys.readouterr().err
 
 
 def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
@@ -297,7 +322,7 @@ def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, 
 
     monkeypatch.setattr(references, "pair_logprobs", pair_logprobs)
     assert stopped.train() == train.EXIT_PREEMPTED
-    assert not [*bare_pairs.glob("*reference-*")] and not stopped.steps_saved()
+    assert not [*bare_pairs.glob("*reference-*.safetensors")] and not stopped.steps_saved()
     monkeypatch.undo()
     assert stopped.train() == 0
     assert stopped.hashes(4) == finished("dpo-stored").hashes(4)

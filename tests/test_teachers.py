@@ -3,7 +3,10 @@
 import json
 import os
 import shutil
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,13 +18,16 @@ from safetensors.torch import load_file, save_file
 
 import checkpoints
 import convert
+import once
 import teacher_store
+from cache import Cache, FileLock
 from chunked_head import IGNORE_INDEX
 from config import Config
 from dataloaders import Batch, TokenRows
 from distillation import Distillation
 from errors import CheckpointError, DataError, SettingsError
 from model import Transformer
+from once import Once
 from ranks import Interrupted, Ranks, start_ranks, stop_ranks
 from shards import HEADER_BYTES, Shard, TokenSet, header_bytes
 from teacher_store import StoredTeacherRows, StoreWriter, TeacherStore, likeliest, with_stored_teacher
@@ -384,12 +390,17 @@ def stored(rows, folder: Path, tokenizer, teacher, signals=NOBODY_STOPS, indices
            **changes) -> StoredTeacherRows:
     config = settings(**({"distillation_top_k": 8} | changes))
     say = (lambda text: None) if said is None else said.append
-    return with_stored_teacher(rows, folder, facts, lambda: teacher, config, tokenizer.vocab_size, ranks, signals, say, indices)
+    return with_stored_teacher(rows, facts, lambda: teacher, config, tokenizer.vocab_size,
+                               Once(Cache(folder), ranks, signals, say), indices)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    [store] = folder.glob("teacher-*")
-    return {path.name: path.read_bytes() for path in sorted(store.iterdir())}
+    return {name: (the_store(folder) / name).read_bytes() for name in ("facts.json", "rows.bin", "checksums.bin")}
+
+
+def the_store(folder: Path) -> Path:
+    [store] = folder.rglob("teacher-*")
+    return store
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -488,35 +499,88 @@ def test_other_facts_are_another_store(tmp_path, tokenizer):
                                       {"facts": {"weights_sha256": "w", "data": "other"}},
                                       {"facts": {"weights_sha256": "other", "data": "d"}}), start=1):
         stored(rows, tmp_path, tokenizer, teacher, **changes)
-        assert teacher.asked == number * len(rows) and len(list(tmp_path.glob("teacher-*"))) == number
+        assert teacher.asked == number * len(rows) and len(list(tmp_path.rglob("teacher-*"))) == number
 
 
 def test_rows_of_other_data_are_not_taken_for_those_that_were_stored(tmp_path, tokenizer):
     rows = token_rows(tmp_path / "data", tokenizer)
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
-    for others in (token_rows(tmp_path / "others", tokenizer, seed=1), TokenRows(rows.token_set, ROW_TOKENS, None)):
-        with pytest.raises(DataError, match="row 0 is damaged, or of other data; delete the folder"):
-            stored(others, tmp_path, tokenizer, None)
+    others, teacher = token_rows(tmp_path / "others", tokenizer, seed=1), CountingTeacher(tokenizer)
+    with pytest.raises(DataError, match="row 0 is damaged, or of other data; start again"):
+        stored(others, tmp_path, tokenizer, teacher)
+    assert not teacher.asked and stored(others, tmp_path, tokenizer, teacher)(np.arange(9)) and teacher.asked == 9
+    stored(rows, tmp_path / "own", tokenizer, CountingTeacher(tokenizer))
     shard = rows.token_set.shards[0].path
     flip(shard, HEADER_BYTES + 2 * (4 * ROW_TOKENS + 5))  # a token in the middle of row 4
-    changed = stored(token_rows_of(shard, tokenizer), tmp_path, tokenizer, None)
+    changed = stored(token_rows_of(shard, tokenizer), tmp_path / "own", tokenizer, None)
     assert changed(np.array([3, 5])).stored
     with pytest.raises(DataError, match="row 4 is damaged, or of other data"):
         changed(np.array([3, 4]))
 
 
-@pytest.mark.parametrize("spoil, match", [
-    (lambda store: os.truncate(store / "rows.bin", 100), "rows.bin is not what it was"),
-    (lambda store: os.truncate(store / "checksums.bin", 8), "checksums.bin is not what it was"),
-    (lambda store: edit_json(store / "facts.json", data="other"), "facts.json is not what it was"),
-    (lambda store: flip(store / "rows.bin", 700), "row [0-9] is damaged"),
-    (lambda store: flip(store / "checksums.bin", 0), "row 0 is damaged")])
-def test_a_damaged_store_is_refused(tmp_path, tokenizer, spoil, match):
-    rows = token_rows(tmp_path, tokenizer)
+@pytest.mark.parametrize("spoil, damaged, again", [
+    (lambda store: os.truncate(store / "rows.bin", 100), 9, 9),
+    (lambda store: os.truncate(store / "checksums.bin", 8), 0, 7),
+    (lambda store: (store / "checksums.bin").unlink(), 0, 9),
+    (lambda store: edit_json(store / "facts.json", data="other"), 0, 0),
+    (lambda store: flip(store / "rows.bin", 700), 1, 1),
+    (lambda store: flip(store / "checksums.bin", 0), 1, 1)])
+def test_what_is_damaged_in_a_store_is_computed_again_and_only_that(tmp_path, tokenizer, spoil, damaged, again):
+    rows, teacher, said = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer), []
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
-    spoil(next(tmp_path.glob("teacher-*")))
-    with pytest.raises(DataError, match=match):
-        stored(rows, tmp_path, tokenizer, None)(np.arange(len(rows)))
+    whole = contents(tmp_path)
+    (the_store(tmp_path) / ".verified.json").unlink()  # as of a version that sealed none
+    stored(rows, tmp_path, tokenizer, None)
+    spoil(the_store(tmp_path))
+    stored(rows, tmp_path, tokenizer, teacher, said=said)
+    assert teacher.asked == again and contents(tmp_path) == whole
+    assert any(f" {damaged} rows in {the_store(tmp_path)} are damaged" in line for line in said) == bool(damaged), said
+    assert stored(rows, tmp_path, tokenizer, None)(np.arange(9)).stored
+
+
+def test_of_two_jobs_one_fills_the_store_and_the_other_waits(tmp_path, tokenizer, monkeypatch):
+    """The second computes on another kind of machine: its bits are not the first one's."""
+    monkeypatch.setattr(once, "WAIT_SECONDS", 0.01)
+    rows, waits, said = token_rows(tmp_path, tokenizer), threading.Event(), []
+
+    class WaitedFor(CountingTeacher):
+        def logits(self, batch: Batch):
+            assert waits.wait(30)
+            return super().logits(batch)
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "waiting for it" in text:
+            waits.set()
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(stored, rows, tmp_path, tokenizer, WaitedFor(tokenizer))
+        while not list(tmp_path.rglob("checksums.bin")):
+            time.sleep(0.01)
+        second = stored(rows, tmp_path, tokenizer, None, said=SimpleNamespace(append=say))
+        assert second(np.arange(9)).stored and first.result()(np.arange(9)).stored
+    assert any(f"process {os.getpid()} on" in line for line in said)
+
+
+def test_a_job_that_waits_leaves_at_a_signal_and_one_that_died_holds_nothing(tmp_path, tokenizer):
+    rows, signals = token_rows(tmp_path, tokenizer), SimpleNamespace(received=None)
+    stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
+    [lock] = tmp_path.rglob(".teacher-*.lock")
+    shutil.rmtree(the_store(tmp_path))
+    ready, tell = os.pipe()
+    if not (child := os.fork()):
+        held = FileLock(lock)
+        os.write(tell, held.take().encode() or b"taken")
+        time.sleep(60)
+        os._exit(0)
+    assert os.read(ready, 99) == b"taken"
+    signals.received = 15
+    with pytest.raises(Interrupted):
+        stored(rows, tmp_path, tokenizer, None, signals)
+    assert not list(tmp_path.rglob("teacher-*"))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
 
 
 def flip(path: Path, position: int) -> None:
@@ -545,7 +609,7 @@ def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, mo
 
 def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(teacher_store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
-    with pytest.raises(DataError, match="bytes more, and 100 are free; lower DISTILLATION_TOP_K"):
+    with pytest.raises(DataError, match="bytes more, and 100 are free; set CACHE_DIR"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
 
 
@@ -568,5 +632,6 @@ def test_more_tokens_than_there_are_cannot_be_kept(tmp_path, tokenizer):
 def test_a_complete_store_needs_no_right_to_write(tmp_path, tokenizer, monkeypatch):
     rows = token_rows(tmp_path, tokenizer)
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
-    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opened for writing"))
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, *mode: pytest.fail("for writing") if flags else real(path, flags))
     assert isinstance(stored(rows, tmp_path, tokenizer, None), StoredTeacherRows)
