@@ -79,9 +79,28 @@ def check_settings(flags: list[str], world_size: int) -> Config:
     return loaded.config
 
 
-def log_folder(config: Config, node_rank: int) -> tuple[Path, TextIO]:
-    """A new folder for what the ranks print and how they end, and its lock, held as long as the file is open. Old folders that
-    nobody holds are deleted.
+class Logs(NamedTuple):
+    """Where what the ranks print, and how they end, is written."""
+
+    folder: Path
+    lock: TextIO  # held as long as it is open
+
+    @property
+    def were_deleted(self) -> bool:
+        """By somebody else, while the ranks ran; a rank that ends makes its part of the folder anew."""
+        return os.fstat(self.lock.fileno()).st_nlink == 0
+
+    def of(self, local_rank: int) -> Path:
+        """The part of one rank, which has its error file."""
+        return next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank)
+
+    def joined(self, local_rank: int) -> bool:
+        """Whether a rank had something to save, as far as is known."""
+        return self.were_deleted or (self.of(local_rank) / JOINED).exists()
+
+
+def open_logs(config: Config, node_rank: int) -> Logs:
+    """A new folder. Older ones that no launcher holds are deleted, but for the last few.
 
     Raises:
         CheckpointError: there can be none.
@@ -96,19 +115,19 @@ def log_folder(config: Config, node_rank: int) -> tuple[Path, TextIO]:
             continue  # of another launcher
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
-        is_locked(lock)
+        take(lock)
         break
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT]:
         with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:
-            if is_locked(other):
+            if take(other):
                 shutil.rmtree(old)
-    return folder, lock
+    return Logs(folder, lock)
 
 
-def is_locked(file: TextIO) -> bool:
-    """Whether this process now holds a file's lock: not where another does, nor on a file system that has none."""
+def take(lock: TextIO) -> bool:
+    """Whether this process now holds a lock: not where another does, nor on a file system that has none."""
     with suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
 
@@ -167,7 +186,7 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     return host, port, listening
 
 
-def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Path, all_on_console: bool) -> list[Ending]:
+def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs, all_on_console: bool) -> list[Ending]:
     """Start the ranks, wait for their end, and tell how each ended that did not end well.
 
     They meet by torch's static rendezvous, because the dynamic one unpickles what its store holds. Its store, which would listen
@@ -194,26 +213,23 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Pa
     config = LaunchConfig(
         min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock", max_restarts=0,
         rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
-        logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL if all_on_console else {0: Std.ALL}),
+        logs_specs=DefaultLogsSpecs(str(logs.folder), redirects=Std.ALL, tee=Std.ALL if all_on_console else {0: Std.ALL}),
         role="", log_line_prefix_template="${role_name}",  # no prefix: ranks have their own
         **{name: value for name, value in newer.items() if name in known})
 
-    def folder_of(local_rank: int) -> Path:
-        return next(iter(logs.glob("*/attempt_0")), logs) / str(local_rank)
-
     def word_of(local_rank: int) -> Any:
         with suppress(OSError):
-            return json.loads((folder_of(local_rank) / "error.json").read_text(encoding="utf-8"))["message"]
+            return json.loads((logs.of(local_rank) / "error.json").read_text(encoding="utf-8"))["message"]
 
     try:
         elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
     except ChildFailedError as error:
         return [ending(rank, failure.exitcode, int(failure.timestamp), failure.error_file_data["message"],
-                       (folder_of(failure.local_rank) / JOINED).exists()) for rank, failure in error.failures.items()]
+                       logs.joined(failure.local_rank)) for rank, failure in error.failures.items()]
     except SignalException:
         return [ending(args.node_rank * ranks_here + local_rank, None, int(time.time()), word_of(local_rank),
-                       (folder_of(local_rank) / JOINED).exists()) for local_rank in range(ranks_here)]
-    except (DistError, RendezvousError) as error:
+                       logs.joined(local_rank)) for local_rank in range(ranks_here)]
+    except (DistError, RendezvousError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingsError(f"the {args.nnodes} machine(s) did not come together at {endpoint}: {reason}; check "
                             "--master-addr and --nnodes, and that --master-port is free on the first machine") from error
@@ -236,7 +252,7 @@ def main() -> None:
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ[JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
     sys.stdout.reconfigure(line_buffering=True)
-    logs, lock = log_folder(config, args.node_rank)
+    logs = open_logs(config, args.node_rank)
     endings = launch(args, flags, ranks_here, logs, config.log_all_ranks)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # all is over
@@ -249,7 +265,7 @@ def main() -> None:
     if cause.trace and not (on_console and cause.code == 1):
         print(cause.trace, file=sys.stderr)
     named = cause.sentence if cause.sentence.startswith(("rank", "hang")) else f"rank {cause.rank}: {cause.sentence}"
-    printed = f"is in {logs}" if os.fstat(lock.fileno()).st_nlink else f"was in {logs}, which was deleted meanwhile"
+    printed = f"was in {logs.folder}, which was deleted meanwhile" if logs.were_deleted else f"is in {logs.folder}"
     print(f"error: {named}. What each rank printed {printed}", file=sys.stderr, flush=True)
     raise SystemExit(cause.code)
 

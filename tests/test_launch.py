@@ -15,8 +15,10 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from argparse import Namespace
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -29,6 +31,7 @@ import evaluation
 import optim
 import run_state
 from config import Config
+from errors import SettingsError
 from launched import JOB_TOKEN, LAUNCHER_PID
 from pulse import TELL_SECONDS, Board
 
@@ -266,9 +269,9 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
     monkeypatch.setattr(time, "strftime", lambda form: "20261121-000000")
     with ExitStack() as held:
         def begin(node_rank: int = 0) -> Path:
-            folder, lock = launcher.log_folder(Config(output_dir=str(tmp_path)), node_rank)
-            held.enter_context(lock)
-            return folder
+            logs = launcher.open_logs(Config(output_dir=str(tmp_path)), node_rank)
+            held.enter_context(logs.lock)
+            return logs.folder
 
         live = [begin() for _ in range(launcher.KEPT + 3)]
         assert len({*live}) == len(live) and all(folder.is_dir() for folder in live)
@@ -276,6 +279,21 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
         newest, other = begin(), begin(1)
         left = {*(tmp_path / "launch").iterdir()}
         assert len(left) == launcher.KEPT + 1 and other in left and newest in left
+
+
+@pytest.mark.parametrize(("nnodes", "found", "told"), [
+    (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
+    (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which no other can reach"), (2, ("192.0.2.7", 9), "")])
+def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nnodes, found, told, launcher, monkeypatch):
+    def listen_at(hosts, port):
+        if isinstance(found, OSError):
+            raise found
+        return SimpleNamespace(getsockname=lambda: found)
+
+    monkeypatch.setattr(launcher, "listen_at", listen_at)
+    args = Namespace(nnodes=nnodes, node_rank=0, master_addr="192.0.2.7", master_port=9)
+    with pytest.raises(SettingsError, match=re.escape(told)) if told else nullcontext():
+        assert launcher.meeting_point(args)[:2] == found
 
 
 def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
