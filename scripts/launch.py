@@ -160,7 +160,8 @@ def ending(rank: int, exit_code: Optional[int], at: int, word: Any, joined: bool
     if exit_code is None:
         return Ending(False, at, rank, 1, f"rank {rank} was killed before it had saved")
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-exit_code, f"signal {-exit_code}")  # the real-time ones have none
         return Ending(False, at, rank, 1, f"rank {rank} was killed by {name}{HINTS.get(name, '')}")
     return Ending(False, at, rank, exit_code if exit_code in CODES else 1, f"rank {rank} ended with code {exit_code}")
 

@@ -300,6 +300,7 @@ def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
     told = launcher.ending(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
     assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was shortened while it was read?")
     assert launcher.ending(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
+    assert launcher.ending(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
 
 
 # ------------------------------------------------------------------------------------------------------------------- signals
