@@ -14,6 +14,7 @@ from pathlib import Path
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 EXIT_PREEMPTED = 143
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"  # in the environment of the processes that scripts/launch.py starts
+JOB_TOKEN = "PADDOCK_JOB_TOKEN"  # there too, where they are on one machine: the secret by which they know each other's words
 JOINED = "joined"  # a file beside a rank's error file, from when it has something to save
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers want to be told how a process ended
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -61,6 +62,7 @@ def tell_end(code: int, sentence: str = "", trace: str = "", victim: bool = Fals
                "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
     unfinished = path.with_suffix(".tmp")
     with suppress(OSError):  # on a full disk the exit code still tells
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up
         unfinished.write_text(json.dumps({"message": message}), encoding="utf-8")
         unfinished.replace(path)
     return LAUNCHER_PID in os.environ and path.exists()

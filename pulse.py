@@ -1,6 +1,7 @@
 """What each rank is doing, told among all of them, so that a hang ends in a report and not in silence."""
 
 import faulthandler
+import hmac
 import json
 import math
 import os
@@ -74,6 +75,50 @@ class Pulse:
 PULSE = Pulse()
 
 
+class Board:
+    """Where each rank hangs out what it does, and reads of the others: a store, which any stranger who comes to its port can list
+    and overwrite. So all is sealed with a secret that never goes there, and what is not as expected is left where it hangs.
+
+    Args:
+        store: like torch's TCPStore, a client that nobody else uses.
+        token: the secret of this job.
+    """
+
+    LONGEST = 1000  # of what a rank says, in bytes
+    FIELDS = {"step": int, "phase": str, "waits": bool, "still": float, "host": str, "pid": int, "ready": bool, "alarm": bool,
+              "told": bool, "at": float, "rank": int}
+
+    def __init__(self, store: Any, token: str, world_size: int):
+        self.store, self.secret = store, token.encode()
+        self.keys = [f"paddock-{self._seal(b'keys').decode()}/rank-{rank}" for rank in range(world_size)]
+        self.newest = [-math.inf] * world_size
+
+    def tell(self, state: dict[str, Any]) -> None:
+        """Hang out what a rank does: FIELDS, of which `at` must grow."""
+        text = json.dumps(state).encode()
+        self.store.set(self.keys[state["rank"]], self._seal(text) + text)
+
+    def hear(self) -> dict[int, dict[str, Any]]:
+        """What is new, by rank; blocks until each has spoken, and where the store does not answer."""
+        news = {}
+        for rank, sealed in enumerate(self.store.multi_get(self.keys)):
+            state = self._opened(sealed)
+            if state and state["rank"] == rank and state["at"] > self.newest[rank]:  # an old one may be hung out again
+                news[rank], self.newest[rank] = state, state["at"]
+        return news
+
+    def _seal(self, text: bytes) -> bytes:
+        return hmac.new(self.secret, text, "sha256").hexdigest().encode()
+
+    def _opened(self, sealed: bytes) -> Optional[dict[str, Any]]:
+        seal, text = sealed[:64], sealed[64:self.LONGEST]
+        if not hmac.compare_digest(seal, self._seal(text)):
+            return None
+        state = json.loads(text)
+        as_expected = state.keys() == self.FIELDS.keys() and all(type(state[name]) is kind for name, kind in self.FIELDS.items())
+        return state if as_expected and state["pid"] > 0 and state["still"] >= 0 else None
+
+
 class Watch:
     """Two threads in every rank: one tells the others through a store what this rank does and hears what they do; one ends this
     process when it, or any rank, has not moved for too long. They are two, because a store can hang as well.
@@ -82,21 +127,19 @@ class Watch:
     in vain for one that has ended on this machine, as it does in a kernel on a GPU.
 
     Args:
-        store: like torch's TCPStore, a client that nobody else uses.
-        hosted_by_main: whether the store lives in the process of rank 0, and not in a launcher.
+        hosted_by_main: whether the board's store lives in the process of rank 0, and not in a launcher.
         report: leaves word of the end and returns its exit code; gets the sentence, a table of what each rank does (empty: it is
             no hang, another rank has ended), and whether this rank speaks for all.
     """
 
-    def __init__(self, pulse: Pulse, store: Any, hosted_by_main: bool, rank: int, world_size: int, timeout_seconds: float,
+    def __init__(self, pulse: Pulse, board: Board, hosted_by_main: bool, rank: int, timeout_seconds: float,
                  report: Callable[[str, str, bool], int]):
-        self.pulse, self.store, self.hosted_by_main, self.rank = pulse, store, hosted_by_main, rank
+        self.pulse, self.board, self.hosted_by_main, self.rank = pulse, board, hosted_by_main, rank
         self.timeout, self.report = timeout_seconds, report
         self.interval = min(HEAR_SECONDS, timeout_seconds / 10)
-        self.keys = [f"rank-{other}" for other in range(world_size)]
-        self.place = {"host": socket.gethostname(), "pid": os.getpid()}
-        self.states: list[dict[str, Any]] = [{**pulse.told(), **self.place, "ready": False} for _ in self.keys]
-        self.heard = [time.monotonic()] * world_size  # when each state came
+        self.place = {"host": socket.gethostname()[:255], "pid": os.getpid(), "rank": rank}
+        self.states: list[dict[str, Any]] = [{**pulse.told(), **self.place, "ready": False} for _ in board.keys]
+        self.heard = [time.monotonic()] * len(board.keys)  # when each state came
         self.neighbours: set[int] = set()  # ranks whose processes were seen on this machine
         self.answered = time.monotonic()  # when the store did
         self.alarm = False  # some rank has not moved for too long
@@ -134,22 +177,16 @@ class Watch:
 
     def _tell(self) -> None:
         """Say what this rank does."""
-        for key, is_set in (("alarm", self.alarm), ("told", self.told)):
-            if is_set:
-                self.store.set(key, "yes")
-        own = {**self.pulse.told(), **self.place, "ready": self.ready, "at": time.monotonic()}  # so that no two are alike
-        self.store.set(self.keys[self.rank], json.dumps(own))
+        self.board.tell({**self.pulse.told(), **self.place, "ready": self.ready, "alarm": self.alarm, "told": self.told,
+                         "at": time.monotonic()})
 
     def _hear(self) -> None:
         """Read what all ranks do; blocks where the store does not answer."""
-        for other, text in enumerate(self.store.multi_get(self.keys)):
-            state = json.loads(text)
-            if state != self.states[other]:
-                self.states[other], self.heard[other] = state, time.monotonic()
-                if other != self.rank and self._runs(other):
-                    self.neighbours.add(other)
-        self.told = self.told or self.store.check(["told"])
-        self.alarm = self.alarm or self.store.check(["alarm"])
+        for other, state in self.board.hear().items():
+            self.states[other], self.heard[other] = state, time.monotonic()
+            if other != self.rank and self._runs(other):
+                self.neighbours.add(other)
+            self.alarm, self.told = self.alarm or state["alarm"], self.told or state["told"]
         self.answered = time.monotonic()
 
     def _guard(self) -> None:

@@ -5,7 +5,9 @@ import gc
 import json
 import os
 import re
+import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +21,9 @@ import torch.distributed as dist
 
 import errors
 from errors import HangError, PaddockError, SettingsError
-from launched import stop_signals, tell_end, tell_joined
-from pulse import PULSE, Watch
+from launched import JOB_TOKEN, stop_signals, tell_end, tell_joined
+from network import keep_to_interface, listen_at
+from pulse import PULSE, Board, Watch
 
 T = TypeVar("T")
 JOIN_SECONDS = 25  # that ranks may start apart, where no launcher has gathered them
@@ -151,16 +154,17 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                                 f"start torchrun with --nproc_per_node {gpus} at most")
         torch.cuda.set_device(device)
     PULSE.enter("start-up", 0)
+    ranks = Ranks(rank, local_rank, world_size, device)
     if world_size > 1:
         where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         try:
-            join(rank, world_size, device, timeout_seconds)
-        except (RuntimeError, ValueError) as error:
+            join(ranks, timeout_seconds)
+        except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise SettingsError(f"rank {rank} of {world_size} could not join the process group at {where}: {reason}; "
                                 "check that all were started, with the same address and a free port") from error
     tell_joined()
-    return Ranks(rank, local_rank, world_size, device)
+    return ranks
 
 
 @contextmanager
@@ -173,26 +177,39 @@ def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
     stop_ranks()
 
 
-def join(rank: int, world_size: int, device: torch.device, timeout_seconds: float) -> None:
+def join(ranks: Ranks, timeout_seconds: float) -> None:
     """Join the group, and begin to watch over it.
 
     Raises:
-        RuntimeError, ValueError: of torch, which has no narrower ones.
+        OSError, RuntimeError, ValueError: of torch, which has no narrower ones, and of the port at which rank 0 listens.
     """
     global watch
+    device, place = ranks.device, {"rank": ranks.rank, "world_size": ranks.world_size}
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ValueError("an address and a number are expected")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
-    patience = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
-    with dying_at_signals():
-        store, *_ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=patience)))
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device_id,
-                                timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS))
-        own_client = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                   timeout=timedelta(seconds=timeout_seconds))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)  # a launcher's store outlives the ranks
     hosted_by_main = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch = Watch(PULSE, dist.PrefixStore(f"paddock-{attempt}", own_client), hosted_by_main, rank, world_size, timeout_seconds,
-                  report_end)
+    patience = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
+    keep_to_interface(host, one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size))
+    with dying_at_signals():
+        _hosted = host_store(listen_at([host], int(port), patience)) if hosted_by_main and ranks.is_main else None
+        store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=patience)))
+        dist.init_process_group(backend, store=store, **place, device_id=device_id,
+                                timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS))
+        own_client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
+        # Where no launcher hands one to all, the group does, and not the store.
+        token = os.environ.pop(JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
+    watch = Watch(PULSE, Board(own_client, token, ranks.world_size), hosted_by_main, ranks.rank, timeout_seconds, report_end)
+
+
+def host_store(listening: socket.socket) -> dist.TCPStore:
+    """A store behind a socket, which it takes over. It lives as long as this object, or another that is opened at that port:
+    torch's own stores, which would listen everywhere, find it there."""
+    host, port = listening.getsockname()[:2]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                         master_listen_fd=listening.detach())
 
 
 watch: Optional[Watch] = None  # of this process's group

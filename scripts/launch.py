@@ -10,28 +10,38 @@ the end is understood: the last line names the rank that failed first and why, a
 """
 
 import argparse
+import errno
+import fcntl
+import ipaddress
+import itertools
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
+import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
-from errors import CheckpointError, SettingsError, drop_unread_streams, run_script
-from launched import EXIT_PREEMPTED, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
+from errors import CheckpointError, SettingsError, drop_unread_streams, run_script, tell
+from launched import EXIT_PREEMPTED, JOB_TOKEN, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
+from network import LOOPBACK, listen_at
 from settings import exit_with, export, load_config
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT = 10  # folders of earlier launches
+LOCK = "lock"  # in such a folder, held by its launcher
 CODES = range(1, 7)
-HINTS = {"SIGKILL": " (out of memory? see dmesg)", "SIGBUS": " (a full disk or /dev/shm?)"}
+HINTS = {"SIGKILL": " (out of memory? see dmesg)",
+         "SIGBUS": " (data that was shortened while it was read? else a full disk or /dev/shm)"}
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -41,17 +51,20 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
                         help="ranks on this machine (default: its GPUs, or 1)")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
     parser.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="R", help="which of them this is, from 0")
-    parser.add_argument("--master-addr", "--master_addr", metavar="HOST", help="the first machine's")
-    parser.add_argument("--master-port", "--master_port", type=int, metavar="P",
+    parser.add_argument("--master-addr", "--master_addr", metavar="HOST",
+                        help="the first machine's, which listens there and nowhere else (default on one machine: loopback)")
+    parser.add_argument("--master-port", "--master_port", type=int, default=0, metavar="P",
                         help="a free one there (default on one machine: any)")
     parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
                         help="seconds that ranks have to save after a signal, before they are killed (default: %(default)s)")
     args, flags = parser.parse_known_args()
-    if args.nnodes > 1 and (args.master_addr is None or args.master_port is None):
+    if args.nnodes > 1 and not (args.master_addr and args.master_port):
         parser.error("--nnodes needs --master-addr and --master-port, the same on each machine, and --node-rank")
     counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
     if min(counts) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
         parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank from 0 to one less than --nnodes")
+    if not 0 <= args.master_port < 2**16:
+        parser.error("--master-port must be from 1 to 65535")
     return args, flags[1:] if flags[:1] == ["--"] else flags
 
 
@@ -66,21 +79,57 @@ def check_settings(flags: list[str], world_size: int) -> Config:
     return loaded.config
 
 
-def log_folder(config: Config, node_rank: int) -> Path:
-    """A new folder for what the ranks print and how they end; old ones are deleted.
+class Logs(NamedTuple):
+    """Where what the ranks print, and how they end, is written."""
+
+    folder: Path
+    lock: TextIO  # held as long as it is open
+
+    @property
+    def were_deleted(self) -> bool:
+        """By somebody else, while the ranks ran; a rank that ends makes its part of the folder anew."""
+        return os.fstat(self.lock.fileno()).st_nlink == 0
+
+    def of(self, local_rank: int) -> Path:
+        """The part of one rank, which has its error file."""
+        return next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank)
+
+    def joined(self, local_rank: int) -> bool:
+        """Whether a rank had something to save, as far as is known."""
+        return self.were_deleted or (self.of(local_rank) / JOINED).exists()
+
+
+def open_logs(config: Config, node_rank: int) -> Logs:
+    """A new folder. Older ones that no launcher holds are deleted, but for the last few.
 
     Raises:
         CheckpointError: there can be none.
     """
     parent = Path(config.output_dir) / "launch"
-    folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-node-{node_rank}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT]:
-            shutil.rmtree(old)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
-    return folder
+    for number in itertools.count(1):
+        folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 1)}-node-{node_rank}"
+        try:
+            folder.mkdir(parents=True)
+            lock = open(folder / LOCK, "w", encoding="utf-8")
+        except FileExistsError:
+            continue  # of another launcher
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
+        take(lock)
+        break
+    for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT]:
+        with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:
+            if take(other):
+                shutil.rmtree(old)
+    return Logs(folder, lock)
+
+
+def take(lock: TextIO) -> bool:
+    """Whether this process now holds a lock: not where another does, nor on a file system that has none."""
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 class Ending(NamedTuple):
@@ -94,31 +143,55 @@ class Ending(NamedTuple):
     trace: str = ""  # what its sentence does not tell
 
 
-def ending(rank: int, exit_code: Optional[int], at: int, folder: Path) -> Ending:
+def ending(rank: int, exit_code: Optional[int], at: int, word: Any, joined: bool) -> Ending:
     """How a rank ended.
 
     Args:
         exit_code: below 0 for a signal; None = not known, because the job was ended by a signal.
         at: when it was seen to have ended.
-        folder: with its error file (see launched.tell_end).
+        word: what its error file says (see launched.tell_end); anything else where it left none.
+        joined: whether it had something to save.
     """
-    word = folder / "error.json"
-    if word.exists():
-        said = json.loads(word.read_text(encoding="utf-8"))["message"]
-        trace = said["extraInfo"]["py_callstack"]
-        return Ending(said["victim"], said["at"], rank, said["errorCode"], said["message"], trace)
-    if exit_code == EXIT_PREEMPTED or not (folder / JOINED).exists() and (exit_code is None or -exit_code in stop_signals()):
+    if isinstance(word, dict):
+        trace = word["extraInfo"]["py_callstack"]
+        return Ending(word["victim"], word["at"], rank, word["errorCode"], word["message"], trace)
+    if exit_code == EXIT_PREEMPTED or not joined and (exit_code is None or -exit_code in stop_signals()):
         return Ending(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
     if exit_code is None:
         return Ending(False, at, rank, 1, f"rank {rank} was killed before it had saved")
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
+        names = {number.value: number.name for number in signal.Signals}
+        name = names.get(-exit_code, f"signal {-exit_code}")  # the real-time ones have none
         return Ending(False, at, rank, 1, f"rank {rank} was killed by {name}{HINTS.get(name, '')}")
     return Ending(False, at, rank, exit_code if exit_code in CODES else 1, f"rank {rank} ended with code {exit_code}")
 
 
-def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Path, all_on_console: bool) -> list[Ending]:
+def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
+    """Where the ranks and launchers meet: address, port, and on the first machine the socket that listens there and nowhere else.
+
+    Raises:
+        SettingsError: nothing can listen there.
+    """
+    if args.node_rank > 0:
+        return args.master_addr, args.master_port, None
+    try:
+        listening = listen_at([args.master_addr] if args.master_addr else LOOPBACK, args.master_port)
+    except OSError as error:
+        reason = errno.errorcode.get(error.errno, str(error))
+        raise SettingsError(f"nothing can listen at {args.master_addr or LOOPBACK[0]}:{args.master_port} ({reason}); "
+                            "--master-addr must be an address of this machine, the first, and --master-port free") from error
+    host, port = listening.getsockname()[:2]
+    if args.nnodes > 1 and ipaddress.ip_address(host).is_loopback and args.master_addr not in (*LOOPBACK, "localhost"):
+        raise SettingsError(f"--master-addr {args.master_addr} is {host} on this machine, which no other can reach; give an "
+                            "address by which they can")
+    return host, port, listening
+
+
+def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs, all_on_console: bool) -> list[Ending]:
     """Start the ranks, wait for their end, and tell how each ended that did not end well.
+
+    They meet by torch's static rendezvous, because the dynamic one unpickles what its store holds. Its store, which would listen
+    everywhere, finds ours at the port.
 
     Raises:
         SettingsError: the machines do not come together.
@@ -129,35 +202,37 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Pa
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    if args.master_port is None:
-        where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-    else:
-        where = {"rdzv_backend": "static", "rdzv_endpoint": f"{args.master_addr or 'localhost'}:{args.master_port}",
-                 "rdzv_configs": {"rank": args.node_rank}}
+    from ranks import host_store
+
+    host, port, listening = meeting_point(args)
+    _hosted = listening and host_store(listening)
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ",".join(number.name for number in stop_signals())}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
-        print("warning: this torch kills ranks that have not saved 30 s after a signal", file=sys.stderr)
+        tell("warning: this torch kills ranks that have not saved 30 s after a signal", sys.stderr)
     config = LaunchConfig(
-        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock", max_restarts=0, **where,
-        logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ALL, tee=Std.ALL if all_on_console else {0: Std.ALL}),
+        min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock", max_restarts=0,
+        rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
+        logs_specs=DefaultLogsSpecs(str(logs.folder), redirects=Std.ALL, tee=Std.ALL if all_on_console else {0: Std.ALL}),
         role="", log_line_prefix_template="${role_name}",  # no prefix: ranks have their own
         **{name: value for name, value in newer.items() if name in known})
 
-    def folder_of(local_rank: int) -> Path:
-        return next(iter(logs.glob("*/attempt_0")), logs) / str(local_rank)
+    def word_of(local_rank: int) -> Any:
+        with suppress(OSError):
+            return json.loads((logs.of(local_rank) / "error.json").read_text(encoding="utf-8"))["message"]
 
     try:
         elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
     except ChildFailedError as error:
-        return [ending(rank, failure.exitcode, int(failure.timestamp), folder_of(failure.local_rank))
-                for rank, failure in error.failures.items()]
+        return [ending(rank, failure.exitcode, int(failure.timestamp), failure.error_file_data["message"],
+                       logs.joined(failure.local_rank)) for rank, failure in error.failures.items()]
     except SignalException:
-        return [ending(args.node_rank * ranks_here + local_rank, None, int(time.time()), folder_of(local_rank))
-                for local_rank in range(ranks_here)]
-    except (DistError, RendezvousError) as error:
+        return [ending(args.node_rank * ranks_here + local_rank, None, int(time.time()), word_of(local_rank),
+                       logs.joined(local_rank)) for local_rank in range(ranks_here)]
+    except (DistError, RendezvousError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SettingsError(f"the {args.nnodes} machine(s) did not come together at {where['rdzv_endpoint']}: {reason}; check "
+        raise SettingsError(f"the {args.nnodes} machine(s) did not come together at {endpoint}: {reason}; check "
                             "--master-addr and --nnodes, and that --master-port is free on the first machine") from error
     return []
 
@@ -176,8 +251,9 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
     os.environ[LAUNCHER_PID] = str(os.getpid())
+    os.environ[JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
     sys.stdout.reconfigure(line_buffering=True)
-    logs = log_folder(config, args.node_rank)
+    logs = open_logs(config, args.node_rank)
     endings = launch(args, flags, ranks_here, logs, config.log_all_ranks)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # all is over
@@ -188,9 +264,10 @@ def main() -> None:
     cause = min(failures)
     on_console = cause.rank % ranks_here == 0 or config.log_all_ranks
     if cause.trace and not (on_console and cause.code == 1):
-        print(cause.trace, file=sys.stderr)
+        tell(cause.trace, sys.stderr)
     named = cause.sentence if cause.sentence.startswith(("rank", "hang")) else f"rank {cause.rank}: {cause.sentence}"
-    print(f"error: {named}. What each rank printed is in {logs}", file=sys.stderr, flush=True)
+    printed = f"was in {logs.folder}, which was deleted meanwhile" if logs.were_deleted else f"is in {logs.folder}"
+    tell(f"error: {named}. What each rank printed {printed}", sys.stderr)
     raise SystemExit(cause.code)
 
 

@@ -1,7 +1,9 @@
 """Real commands, launchers and torchrun among them, with faults planted into one of their ranks; and what they leave behind."""
 
 import contextlib
+import ipaddress
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +90,24 @@ class Command:
 
     def __exit__(self, *_) -> None:
         self.kill()
+
+
+def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
+    """The addresses and ports at which a process listens (Linux)."""
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(link))
+    own = {found[1] for found in map(re.compile(r"socket:\[(\d+)\]").fullmatch, links) if found}
+    places = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, = fields = line.split()
+            if state == "0A" and fields[9] in own:
+                words, _, port = local.partition(":")  # 32 bits each, as this machine orders their bytes
+                address = b"".join(int(words[at:at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
+                places.append((ipaddress.ip_address(address), int(port, 16)))
+    return places
 
 
 def alone(run: TinyRun, **changes) -> Command:

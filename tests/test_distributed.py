@@ -5,11 +5,13 @@ import signal
 
 import pytest
 import torch
+from commands import listening
 from helpers import TinyRun, a_step, at_step, do_in_step, furthest, run_ranks, uneven_batches, without_clocks
 
 import errors
 import train
 from errors import DataError
+from network import loopback_interface
 from ranks import Ranks, start_ranks, stop_ranks
 
 WORLD = 2
@@ -26,6 +28,9 @@ def folder(tmp_path_factory):
 def check_collectives() -> None:
     ranks = start_ranks("cpu", 60)
     assert (ranks.world_size, ranks.is_main) == (WORLD, ranks.rank == 0)
+    places = listening(os.getpid())
+    assert len(places) == 1 + ranks.is_main and all(address.is_loopback for address, _ in places), "gloo's, and rank 0's store"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface() in os.environ["NCCL_SOCKET_IFNAME"]
     assert ranks.sum([ranks.rank + 1, 0.5]) == [3.0, 1.0]
     assert ranks.all_agree(True) and not ranks.all_agree(ranks.rank == 0) and not ranks.all_agree(False)
     for value in (None, {"step": [1, 2.5, "Grüße"]}, ""):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import alone, during
+from commands import alone, during, listening
 from helpers import PATIENCE, UNMEASURED, TinyRun, at_step, do_in_step, without_clocks
 from safetensors.torch import load_file
 
@@ -70,6 +70,7 @@ def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
     run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     with alone(run) as command:
         command.wait_for_step(2)
+        assert listening(command.pid) == []
         command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 143
     assert "the same command" in command.text() and "Traceback" not in command.text()

@@ -4,6 +4,7 @@
 lines run where there is no GPU. What is cheap there runs in every test run. scripts/gpu_suite.py chooses by how names begin.
 """
 
+import dataclasses
 import json
 import os
 import signal
@@ -381,7 +382,7 @@ def stop_in_step_5() -> None:
 def over_gloo() -> None:
     """Two ranks on one GPU: nccl refuses, gloo takes tensors of CUDA. The watch begins as with nccl."""
     join = ranks.join
-    ranks.join = lambda rank, world_size, device, seconds: join(rank, world_size, torch.device("cpu"), seconds)
+    ranks.join = lambda joining, seconds: join(dataclasses.replace(joining, device=torch.device("cpu")), seconds)
 
 
 def drifting() -> None:

@@ -18,7 +18,7 @@ import pulse
 import ranks
 import tensor_files
 from errors import DataError
-from pulse import PULSE, Pulse, Watch, clause
+from pulse import PULSE, Board, Pulse, Watch, clause
 
 WORLD = 2
 TIMEOUT = 2  # seconds
@@ -202,7 +202,7 @@ def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
 
 
 class Store:
-    """What a watch needs of torch's store, which may break down."""
+    """What a board needs of torch's store, which may break down."""
 
     def __init__(self):
         self.values, self.broken = {}, False
@@ -215,18 +215,42 @@ class Store:
     def multi_get(self, keys):
         return [self.values[key] for key in keys]
 
-    def check(self, keys):
-        return all(key in self.values for key in keys)
-
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_watch_ends_when_it_is_stopped(broken):
     store, before = Store(), threading.active_count()
-    watch = Watch(Pulse(), store, True, 0, 1, 60, lambda *_: pytest.fail("a hang was reported"))
+    watch = Watch(Pulse(), Board(store, "secret", 1), True, 0, 60, lambda *_: pytest.fail("a hang was reported"))
     store.broken = broken
     time.sleep(1.2 * pulse.TELL_SECONDS)
     watch.stop()
     assert threading.active_count() == before and watch.alarm is False
+
+
+def test_what_a_stranger_hangs_out_is_left_there():
+    """Who has no secret, has seen another's words, or is of another version."""
+    store, state = Store(), {**Pulse().told(), "host": "here", "pid": 7, "ready": False, "alarm": False, "told": False, "at": 1.0}
+    board, stranger = Board(store, "secret", 2), Board(store, "guessed", 2)
+    first, second = board.keys
+    assert board.keys != stranger.keys and "secret" not in first
+    for rank in range(2):
+        board.tell({**state, "rank": rank})
+    heard = board.hear()
+    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.hear() == {}, "nothing new"
+    old = store.values[second]
+    board.tell({**state, "rank": 1, "at": 2.0})
+    board.hear()
+    stranger.keys = board.keys
+    stranger.tell({**state, "rank": 1, "at": 3.0, "alarm": True})
+    for value in (store.values[second], old, store.values[first], b"", b"yes", b"\0" * 10_000, b"\xff" * 64 + b"[" * 10_000):
+        store.values[second] = value
+        assert board.hear() == {}
+    for changes in ({"pid": -1}, {"pid": "7"}, {"alarm": 1}, {"still": -1.0}, {"rank": 0}, {"phase": "x" * 2000}, {"more": 1}):
+        other = Board(store, "secret", 2)
+        other.keys = [second, second]
+        other.tell({**state, "rank": 1, "at": 4.0, **changes})
+        assert board.hear() == {}, changes
+    board.tell({**state, "rank": 1, "at": 5.0})
+    assert board.hear() == {1: {**state, "rank": 1, "at": 5.0}}
 
 
 def test_a_pulse_knows_what_is_done():

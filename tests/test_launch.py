@@ -3,26 +3,37 @@
 Faults come into the real command's ranks by sitecustomize; the functions that plant them are below.
 """
 
+import base64
+import importlib.util
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from argparse import Namespace
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from commands import ROOT, Command, during, launch, torchrun
+import torch.distributed as dist
+from commands import ROOT, Command, during, launch, listening, torchrun
 from helpers import TinyRun, do_in_step, free_port, without_clocks
+from test_pickles import Bomb
 
 import convert
 import evaluation
 import optim
 import run_state
-from launched import LAUNCHER_PID
-from pulse import TELL_SECONDS
+from config import Config
+from errors import SettingsError
+from launched import JOB_TOKEN, LAUNCHER_PID
+from pulse import TELL_SECONDS, Board
 
 WORLD = 2
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
@@ -50,6 +61,8 @@ def act(what: str) -> None:
     Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
     receiver, _, name = what.rpartition(" ")
     if name == "exception":
+        if os.environ["RANK"] == "1":  # somebody tidies up
+            shutil.rmtree(next(path for path in Path(os.environ["PLANTED_AT"]).parent.glob("launch/*")))
         raise ZeroDivisionError("planted")
     os.kill(int(os.environ[LAUNCHER_PID]) if receiver == "launcher" else os.getpid(), getattr(signal, name))
     time.sleep(0.3)
@@ -150,14 +163,17 @@ def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, ra
     assert told_seconds(run) < 10 * busy()
     text, cause = command.text(), command.last_line()
     if what == "exception":
-        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. What each rank printed is in ")
+        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. What each rank printed ")
         assert text.count("Traceback") == 1 and "in act" in text
     else:
         assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). What each rank printed ")
         assert "Traceback" not in text
     assert "stops, because another" not in text and "elastic" not in text
     folder = next((run.output_dir / "launch").glob("*/*/attempt_0"))
-    assert cause.endswith(str(folder.parent.parent))
+    if what == "exception" and rank == 1:
+        assert cause.endswith(f"was in {folder.parent.parent}, which was deleted meanwhile")
+        return
+    assert cause.endswith(f"is in {folder.parent.parent}")
     if what == "exception":
         assert json.loads((folder / str(rank) / "error.json").read_text())["message"]["errorCode"] == 1
         assert "ZeroDivisionError" in (folder / str(rank) / "stderr.log").read_text()
@@ -187,13 +203,43 @@ def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
     assert "in hellaswag" in (run.folder / "log" / f"stacks-rank-{1 - rank}.txt").read_text()
 
 
-def test_when_the_launcher_is_killed_its_ranks_save_and_leave(tiny_run):
-    run = tiny_run(**ENDLESS)
+@pytest.fixture(scope="module")
+def endless(prepared, tmp_path_factory):
+    """A job that goes on until the second of the two tests below."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("endless"), **ENDLESS | {"DISTRIBUTED_TIMEOUT": 10})
     with launch(run) as command:
         command.wait_for_step(2)
-        command.process.kill()
-        killed_at = time.monotonic()
-        assert command.wait() == -signal.SIGKILL
+        yield run, command
+
+
+def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
+    run, command = endless
+    pids = command.alive()
+    places = {pid: listening(pid) for pid in pids}
+    assert len(pids) == 1 + WORLD and all(address.is_loopback for place in places.values() for address, _ in place), places
+    [(address, port)] = places[command.pid]
+
+    token = re.search(rb"%s=(\w*)" % JOB_TOKEN.encode(), Path(f"/proc/{max(pids)}/environ").read_bytes())[1].decode()
+    shown = [Path(f"/proc/{pid}/cmdline") for pid in pids] + [path for path in run.output_dir.rglob("*") if path.is_file()]
+    assert len(token) == 64 and not any(token.encode() in path.read_bytes() for path in shown)
+
+    store, bomb = dist.TCPStore(str(address), port, is_master=False), base64.b64encode(pickle.dumps(Bomb(tmp_path / "pwned")))
+    board, spoken = Board(store, token, WORLD), {}
+    assert store.check(board.keys), "else nothing is said of them below"
+    for key in (*board.keys, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
+        store.set(key, bomb)
+    with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
+        loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # since then
+        time.sleep(2)  # and listened
+    assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
+
+
+def test_when_the_launcher_is_killed_its_ranks_save_and_leave(endless):
+    run, command = endless
+    command.process.kill()
+    killed_at = time.monotonic()
+    assert command.wait() == -signal.SIGKILL
     seconds = time.monotonic() - killed_at
     print(f"gone after {seconds:.1f} s")
     assert seconds < 5 * busy()
@@ -205,6 +251,56 @@ def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
     with Command(tiny_run(), "train.py", *tiny_run().argv(), env={LAUNCHER_PID: "1", "RANK": "0", "WORLD_SIZE": "1"}) as command:
         assert command.wait() == 143 or command.process.returncode == -signal.SIGTERM
     assert "Model:" not in command.text()
+
+
+# --------------------------------------------------------------------------------------------------------- folders and endings
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """scripts/launch.py as a module."""
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "scripts" / "launch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20261121-000000")
+    with ExitStack() as held:
+        def begin(node_rank: int = 0) -> Path:
+            logs = launcher.open_logs(Config(output_dir=str(tmp_path)), node_rank)
+            held.enter_context(logs.lock)
+            return logs.folder
+
+        live = [begin() for _ in range(launcher.KEPT + 3)]
+        assert len({*live}) == len(live) and all(folder.is_dir() for folder in live)
+        held.close()
+        newest, other = begin(), begin(1)
+        left = {*(tmp_path / "launch").iterdir()}
+        assert len(left) == launcher.KEPT + 1 and other in left and newest in left
+
+
+@pytest.mark.parametrize(("nnodes", "found", "told"), [
+    (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
+    (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which no other can reach"), (2, ("192.0.2.7", 9), "")])
+def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nnodes, found, told, launcher, monkeypatch):
+    def listen_at(hosts, port):
+        if isinstance(found, OSError):
+            raise found
+        return SimpleNamespace(getsockname=lambda: found)
+
+    monkeypatch.setattr(launcher, "listen_at", listen_at)
+    args = Namespace(nnodes=nnodes, node_rank=0, master_addr="192.0.2.7", master_port=9)
+    with pytest.raises(SettingsError, match=re.escape(told)) if told else nullcontext():
+        assert launcher.meeting_point(args)[:2] == found
+
+
+def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
+    told = launcher.ending(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
+    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was shortened while it was read?")
+    assert launcher.ending(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
+    assert launcher.ending(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
 
 
 # ------------------------------------------------------------------------------------------------------------------- signals
