@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from errors import DataError
 from manifest import MANIFEST, Entry, Manifest, read_manifest
+from plain_files import read_plain
 from pulse import PULSE
 
 HEADER_BYTES = 1024
@@ -440,7 +441,7 @@ def _beyond_vocabulary(shard: Shard, vocab_size: int) -> DataError:
 
 def _load_verified(folder: Path) -> dict:
     try:
-        known = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+        known = json.loads(read_plain(folder / VERIFIED))
     except (OSError, ValueError, RecursionError):
         known = None
     # Nothing remembered, or not legibly: everything is read again.
