@@ -340,24 +340,32 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir} nor as a path of its own")
 
 
+def _has(folder: Path, name: str) -> bool:
+    """Whether this file is there. What is gone since the checkpoint was chosen is not taken for a model that never had it."""
+    if (folder / name).exists():
+        return True
+    if not folder.is_dir() or ((folder / MANIFEST).exists() and name in read_manifest(folder)["files"]):
+        raise CheckpointError(f"{folder / name} is gone: it was pruned or deleted meanwhile; start again, or take another")
+    return False
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """The trainer's state of a verified checkpoint; empty for an imported model, which has none.
 
     Raises:
-        CheckpointError: the file does not say what it must (`run_files.State`).
+        CheckpointError: the file is gone, or does not say what it must (`run_files.State`).
     """
-    path = Path(folder) / STATE
-    return read_state_file(path) if path.exists() else {}
+    return read_state_file(Path(folder) / STATE) if _has(Path(folder), STATE) else {}
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
     """The optimizer's tensors of a verified checkpoint, on the CPU; empty for an imported model, which has none.
 
     Raises:
-        CheckpointError: the file holds no safetensors.
+        CheckpointError: the file is gone, or holds no safetensors.
     """
     path = Path(folder) / OPTIMIZER
-    if not path.exists():
+    if not _has(path.parent, OPTIMIZER):
         return {}
     try:
         open(path, "rb", opener=plain).close()  # safetensors would wait for a pipe

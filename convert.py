@@ -375,6 +375,8 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     folder = Path(folder)
     names = [WEIGHTS_FILE]
     if not os.path.exists(folder / WEIGHTS_FILE):
+        if not os.path.isdir(folder):
+            raise CheckpointError(f"{folder} is gone: it was pruned or deleted meanwhile; start again, or take another")
         if not os.path.exists(folder / INDEX_FILE):
             raise CheckpointError(f"{folder} holds no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not read: "
                                   "save the model as safetensors first")

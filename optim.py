@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from config import OptimConfig
+from errors import CheckpointError
 from pulse import PULSE
 
 
@@ -92,6 +93,9 @@ class Muon(torch.optim.Optimizer):
             tensor.copy_(value) if left_out is None else torch.where(left_out, tensor, value, out=tensor)
 
 
+STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # of each parameter
+
+
 class Optimizer:
     """AdamW, with Muon for the blocks' matrices when asked; one object whichever it is.
 
@@ -139,18 +143,23 @@ class Optimizer:
                 for parameter, state in part.state.items() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the state of a checkpoint, in the dtype it was saved in; none was saved before the first update."""
+        """Take over the state of a checkpoint; none was saved before the first update.
+
+        Raises:
+            CheckpointError: it is not that of these parameters; torch would read beyond the end of what is too small.
+        """
         if not tensors:
             return
-        states: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            name, _, entry = key.rpartition(".")
-            states.setdefault(name, {})[entry] = tensor
-        for part in self.parts:
-            for group in part.param_groups:
-                for parameter in group["params"]:
-                    state = states.pop(self.names[parameter])
-                    # A fused AdamW counts its steps on the device.
-                    part.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
-                    PULSE.move()
-        assert not states, f"optimizer state of unknown parameters: {sorted(states)[:3]}"
+        places = {f"{self.names[parameter]}.{entry}": (part, parameter, entry) for part in self.parts
+                  for group in part.param_groups for parameter in group["params"] for entry in STATE_OF[type(part)]}
+        found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
+        wanted = {key: "torch.float32 ()" if entry == "step" else f"{parameter.dtype} {tuple(parameter.shape)}"
+                  for key, (_, parameter, entry) in places.items()}
+        if found != wanted:
+            key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+            raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is {found.get(key, 'missing')}, "
+                                  f"expected {wanted.get(key, 'nothing')}; take another checkpoint")
+        for key, (part, parameter, entry) in places.items():
+            # A fused AdamW counts its steps on the device.
+            part.state[parameter][entry] = tensors[key].to(parameter.device)
+            PULSE.move()

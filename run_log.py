@@ -1,5 +1,6 @@
 """Everything a run tells: the console, one file a rank, metrics.jsonl, samples.jsonl, wandb, TensorBoard."""
 
+import errno
 import json
 import math
 import os
@@ -103,8 +104,10 @@ def naming_refusals(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
         there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror}, {shutil.disk_usage(there).free:,} "
-                              "bytes are free; make room, or set OUTPUT_DIR to a folder that can be written") from error
+        forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}, "
+                              f"{shutil.disk_usage(there).free:,} bytes are free; {'see who may' if forbidden else 'make room'}, "
+                              "or set OUTPUT_DIR to a folder that can be written") from error
 
 
 class Tracker:

@@ -280,7 +280,8 @@ def how_to_go_on(run: Run) -> str:
 
 def segments(run_dir: Path) -> list[tuple[int, Path]]:
     """The settings that each part of a run was trained with: the first step of that part, and the file; in their order."""
-    return sorted((int(path.stem.removeprefix("step-")), path) for path in (run_dir / SEGMENTS).glob("step-*.json"))
+    return sorted((int(path.stem.removeprefix("step-")), path) for path in (run_dir / SEGMENTS).glob("step-*.json")
+                  if path.stem.removeprefix("step-").isdecimal())
 
 
 def keep_settings(run: Run) -> None:

@@ -137,7 +137,7 @@ def take_steps(run: Run) -> int:
     """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
-        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.")
+        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}. {why_early(run)}".strip())
         return 0
     trained = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
@@ -176,11 +176,18 @@ def take_steps(run: Run) -> int:
         save_checkpoint(run)
         log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
         return EXIT_PREEMPTED
-    if progress.step < config.max_steps:
-        log.say(f"Early stopping: {progress.validations_without_best} validations without a loss below "
-                f"{progress.best_val_loss} (step {progress.best_step}).")
+    if early := why_early(run):
+        log.say(early)
     preflight.farewell(run, run.saved, time.perf_counter() - started, baseline, reached)
     return 0
+
+
+def why_early(run: Run) -> str:
+    """Why a run has ended before its last step; empty where it has not."""
+    progress, best = run.progress, run.progress.best_val_loss
+    below = "finite loss" if best is None else f"loss below {best} (step {progress.best_step})"
+    return (f"Early stopping: {progress.validations_without_best} validations without a {below}."
+            if progress.step < run.config.max_steps else "")
 
 
 def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: int, rate: float) -> StepResult:

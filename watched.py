@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from errors import DataError
+from plain_files import plain, read_plain
 
 SEALS = ".verified.json"
 
@@ -22,7 +23,7 @@ def seal(status: os.stat_result) -> dict[str, int]:
 def load_seals(folder: Path) -> dict[str, dict[str, Any]]:
     """What is remembered in a folder, by file; {} where nothing is, or not legibly: then everything is read again."""
     try:
-        known = json.loads((folder / SEALS).read_text(encoding="utf-8"))
+        known = json.loads(read_plain(folder / SEALS))
     except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) and all(isinstance(found, dict) for found in known.values()) else {}
@@ -57,7 +58,7 @@ class WatchedFile:
                  unharmed: Callable[[os.stat_result], bool] = lambda status: False):
         self.path, self.status, self.unharmed = path, status, unharmed
         try:
-            self.descriptor = os.open(path, os.O_RDONLY)
+            self.descriptor = plain(str(path), os.O_RDONLY)
         except OSError as error:
             raise self._unreadable(error) from error
         weakref.finalize(self, os.close, self.descriptor)

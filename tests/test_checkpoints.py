@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoints
+import convert
 import run_folder
 import tensor_files
 from errors import CheckpointError
@@ -58,7 +59,7 @@ def test_saved_checkpoint_reads_back(tmp_path):
         content = (folder / name).read_bytes()
         assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     state = checkpoints.read_state(folder)
-    assert (state["progress"]["step"], state["val_loss"], state["settings"]) == (200, 1.5, STATE["settings"] | {"LORA_ENABLED": False})
+    assert (state["progress"]["step"], state["val_loss"]) == (200, 1.5)
     optimizer = checkpoints.read_optimizer(folder)
     assert torch.equal(optimizer["weight.exp_avg"], torch.full((64,), 200.0))
     assert optimizer["weight.step"].shape == () and optimizer["weight.step"] == 200
@@ -163,6 +164,20 @@ def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_
     (folder / "model.safetensors").rename(folder.parents[1] / "blobs" / "5f3a")
     (folder / "model.safetensors").symlink_to("../../blobs/5f3a")
     assert checkpoints.verify(folder) == checkpoints.verify(tmp_path / "link")
+
+
+@pytest.mark.parametrize("read, name", [(checkpoints.read_state, checkpoints.STATE),
+                                        (checkpoints.read_optimizer, checkpoints.OPTIMIZER)])
+def test_what_is_pruned_while_it_is_loaded_is_no_model_that_never_had_it(tmp_path, read, name):
+    folder = save(tmp_path, 1)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is gone: "):
+        read(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=f"{name} is gone: "):
+        read(folder)
+    with pytest.raises(CheckpointError, match="step-00000001 is gone: "):
+        convert.load_model_weights(folder)
 
 
 def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_hang):

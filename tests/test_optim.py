@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from config import ModelConfig, OptimConfig
+from errors import CheckpointError
 from model import Transformer
 from optim import Muon, Optimizer, learning_rate
 
@@ -185,8 +186,13 @@ def test_the_state_of_other_parameters_is_not_taken():
     optimizer = Optimizer(make_model(), OptimConfig())
     take_steps(other := make_model(), source := Optimizer(other, OptimConfig()), range(1))
     state = source.state_tensors()
-    with pytest.raises(AssertionError, match="unknown parameters"):
-        optimizer.load_state_tensors({**state, "layers.9.wq.weight.exp_avg": torch.zeros(1)})
+    bad = {"layers.9.wq.weight.exp_avg": torch.zeros(1), "norm.weight.exp_avg": torch.zeros(1), "norm.weight.exp_avg_sq": None,
+           "norm.weight.step": torch.tensor(1)}
+    for name, tensor in bad.items():
+        spoiled = {key: value for key, value in {**state, name: tensor}.items() if value is not None}
+        with pytest.raises(CheckpointError, match=f"does not belong to this model: {name} is "):
+            optimizer.load_state_tensors(spoiled)
+    assert not optimizer.state_tensors()
 
 
 def test_a_checkpoint_from_before_the_first_update_has_no_state():

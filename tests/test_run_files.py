@@ -119,7 +119,8 @@ def test_a_checkpoint_of_an_older_version_is_read_with_the_defaults_of_today(run
     manifest, state = both_files(run.checkpoint(2))
     state["progress"] = {name: state["progress"][name] for name in ("step", "tokens_seen")}
     del state["scaler"], state["val_loss"]
-    resealed(run.checkpoint(2), {name: value for name, value in manifest.items() if name not in ("val_loss", "world_size")}, state)
+    del manifest["val_loss"], manifest["world_size"]
+    resealed(run.checkpoint(2), manifest, state)
     progress = checkpoints.read_state(run.checkpoint(2))["progress"]
     assert progress == vars(SavedProgress(step=2, tokens_seen=512))
     assert run.train(MAX_STEPS=3) == 0 and "going on after step 2" in capsys.readouterr().out
@@ -148,3 +149,13 @@ def test_what_is_no_file_in_the_place_of_a_log_is_refused_and_not_waited_for(nam
         error = capsys.readouterr().err
         assert f"{run.folder / name}" in error and "is no file but a pipe, a socket, a device or a folder" in error
         (run.folder / name).rmdir() if put is os.mkdir else (run.folder / name).unlink()
+
+
+def test_what_is_no_file_of_ours_in_a_run_s_folder_is_left_alone_or_told(run, capsys, no_hang):
+    (run.folder / "configs" / "step-of-mine.json").write_text("{}")
+    assert run.train(MAX_STEPS=3) == 0
+    shutil.rmtree(run.folder / "configs")
+    (run.folder / "config.json").unlink()
+    os.mkfifo(run.folder / "config.json")
+    assert run.train(MAX_STEPS=4) == 5
+    assert f"{run.folder / 'config.json'}" in capsys.readouterr().err.splitlines()[-1]

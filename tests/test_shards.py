@@ -219,7 +219,7 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
             open_train(prepared)
 
 
-def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch):
+def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
     names = scanned_files(monkeypatch)
     (prepared / SEALS).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
     for _ in range(2):
@@ -227,7 +227,10 @@ def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch)
     (prepared / SEALS).rmdir()
     (prepared / SEALS).write_text("{")
     open_train(prepared)
-    assert len(names) == 9
+    (prepared / SEALS).unlink()
+    os.mkfifo(prepared / SEALS)
+    open_train(prepared)
+    assert len(names) == 12
     assert not list(prepared.glob(f"{SEALS}.*"))
 
 
