@@ -329,7 +329,9 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.tokenizer_path is None:
         yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
                                            "or train one with scripts/train_tokenizer.py")
-    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]+", c.run_name) or c.run_name.startswith(".")):
+    if not c.output_dir:
+        yield Problem(("output_dir",), "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)")
+    if c.run_name is not None and not is_plain_name(c.run_name):
         yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'")
     elif c.run_name is not None and (size := len(c.run_name.encode())) > LONGEST_NAME:
         yield Problem(("run_name",), f"RUN_NAME={c.run_name[:40]}... takes {size} bytes, and must take {LONGEST_NAME} at most: "
@@ -359,6 +361,11 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.distillation_enabled and c.teacher_model is None:
         yield Problem(("teacher_model",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub "
                                           "name")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this could be a RUN_NAME, but for its length."""
+    return re.fullmatch(r"[\w\-][\w.\-]*", name) is not None
 
 
 def on_resume(name: str) -> str:

@@ -1,5 +1,6 @@
 """Everything a run tells: the console, one file a rank, metrics.jsonl, samples.jsonl, wandb, TensorBoard."""
 
+import errno
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from config import Config
 from errors import CheckpointError, needing, tell
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
 
 
@@ -88,13 +90,14 @@ class LineFile:
 
 @contextmanager
 def naming_refusals(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into a CheckpointError with the path and the free space."""
+    """Turn what the system refuses into a CheckpointError with the path, and the free space where that is why."""
     try:
         yield
     except OSError as error:
         there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror}, {shutil.disk_usage(there).free:,} "
-                              "bytes are free; make room, or set OUTPUT_DIR to a folder that can be written") from error
+        room = f", {shutil.disk_usage(there).free:,} bytes are free; make room, or" if error.errno in NO_ROOM else ";"
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} set OUTPUT_DIR to a "
+                              "folder that can be") from error
 
 
 class Tracker:

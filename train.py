@@ -136,7 +136,8 @@ def take_steps(run: Run) -> int:
     """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
-        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.")
+        early = f" {run.why_early()}" if progress.step < config.max_steps else ""
+        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.{early}")
         return 0
     trained = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
@@ -176,8 +177,7 @@ def take_steps(run: Run) -> int:
         log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
-        log.say(f"Early stopping: {progress.validations_without_best} validations without a loss below "
-                f"{progress.best_val_loss} (step {progress.best_step}).")
+        log.say(run.why_early())
     preflight.farewell(run, run.saved, time.perf_counter() - started, baseline, reached)
     return 0
 

@@ -58,6 +58,7 @@ REFUSED = [
     ({"PRETRAIN_CHECKPOINT": "SMALL", "LORA_ENABLED": "true"}, 5), ({"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "NOWHERE"}, 3),
     ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "NOWHERE"}, 5), ({"MAX_STEPS": 9, "no room": ""}, 5),
     ({"MAX_STEPS": 9, "stale reference": ""}, 3), ({"in use": ""}, 5),
+    ({"no disk": ""}, 5),
 ]
 
 
@@ -72,7 +73,10 @@ def stale(*arguments):
                          + [({"PRETRAIN_CHECKPOINT": "step-00000004", "RESUME": "never"}, 5, "never")])
 def test_a_refused_start_changes_nothing(changes, code, resume, finished, others, monkeypatch):
     """What a crash has left is cleaned up by the start that is accepted, and a line too many is dropped by that."""
-    for left_over in ("tmp-00000008-1", "trash-1-step-00000001", "replaced-step-00000006"):
+    if "no disk" in changes:
+        shutil.move(finished.folder / "checkpoints", finished.output_dir / "elsewhere")
+        (finished.folder / "checkpoints").symlink_to(finished.output_dir / "gone")
+    for left_over in () if "no disk" in changes else ("tmp-00000008-1", "trash-1-step-00000001", "replaced-step-00000006"):
         shutil.copytree(finished.checkpoint(6), finished.folder / "checkpoints" / left_over)
     with open(finished.folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7}\n')
@@ -150,7 +154,7 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     before, rename = snapshot(finished.folder), Path.rename
 
     def refused(path, target):
-        if path.name == "ledger.jsonl" and "moving-" in str(target):
+        if path.name == "ledger.jsonl" and "tmp-before-" in str(target):
             raise OSError(16, "Device or resource busy", str(path))
         return rename(path, target)
 
@@ -180,6 +184,12 @@ def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_
     assert finished.train() == 0 and "begins anew" not in capsys.readouterr().err
 
 
+def test_settings_that_another_has_put_beside_are_left_alone(finished):
+    foreign = finished.folder / "configs" / "step-of-mine.json"
+    foreign.write_text("{}")
+    assert finished.train(MAX_STEPS=7) == 0 and foreign.exists()
+
+
 def test_two_runs_are_moved_aside_in_one_second(finished, whole, monkeypatch):
     monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
     for _ in range(2):
@@ -205,6 +215,14 @@ def test_runs_of_one_second_get_folders_of_their_own(tiny_run, monkeypatch):
     for _ in range(3):
         assert run.train() == 0
     assert sorted(os.listdir(run.output_dir)) == ["pretrain-now", "pretrain-now-2", "pretrain-now-3"]
+
+
+def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / run_folder.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match=f"{run_folder.LOCK} cannot be written"), run_folder.lock_run(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):

@@ -473,6 +473,7 @@ def test_a_script_can_do_without_what_training_needs():
     (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
     (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
     (("--run-name", "../x"), "RUN_NAME"),
+    (("--output-dir=",), "OUTPUT_DIR is empty"),
     (("--run-name", "ä" * 101), "takes 202 bytes, and must take 200 at most"),
     (("--training-stage", "sft"), "SFT_DATA_PATH is not set; prepare data with scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
