@@ -4,12 +4,13 @@ One setting has one name: `MAX_STEPS` in `.env` and in the environment, `--max-s
 attribute. Where they are read from is the business of settings.py.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from errors import is_url, without_passwords
 
@@ -258,6 +259,12 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
              LoraConfig, PreferenceConfig, DistillationConfig):
     """All sections, flat: a function takes just the section that it needs, and a Config is each of them."""
 
+    @field_validator(*LOCAL_PATHS, *NAMES_OR_PATHS)
+    @classmethod
+    def at_home(cls, path: Optional[str]) -> Optional[str]:
+        """With the user's own folder in place of a ~, which no shell expands in a file, or behind `--output-dir=`."""
+        return path and os.path.expanduser(path)
+
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches of one rank in one step."""
@@ -321,6 +328,9 @@ def rules(config: Config) -> Iterator[Problem]:
             hub = " or a hub name" if name in NAMES_OR_PATHS else ""
             yield Problem((name,), f"{name.upper()}={value} is a URL, and it must be a path on this machine{hub}; mount what is "
                                    "there, or copy it")
+        elif value and re.search(r"\$[\w({]|`", value):
+            yield Problem((name,), f"{name.upper()}={value} has a variable or a command in it that nothing expands here; write what "
+                                   "it stands for (.env knows ${NAME})")
     path = f"{c.training_stage}_data_path"
     if getattr(c, path) is None:
         script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"
