@@ -244,7 +244,7 @@ def begin(run: Run) -> None:
         with naming_refusals(run.folder):
             checkpoints.check_writable(run.folder, 0)
             if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
-                run.log.warn(f"the run that was in {run.folder} is moved aside into {aside.name}, as RESUME=never asks")
+                run.log.warn(f"the run that was in {run.folder} is moved aside into {aside.name}, for RESUME=never")
         checkpoints.sweep(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # it has got back its name
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))

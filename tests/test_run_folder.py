@@ -164,6 +164,13 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     assert snapshot(finished.folder) == before
 
 
+def test_check_tells_of_the_move_and_makes_none(finished, capsys):
+    before = snapshot(finished.output_dir)
+    assert train.main([*finished.argv(RESUME="never"), "--check"]) == 0
+    assert f"RESUME=never moves the run in {finished.folder} aside" in capsys.readouterr().out
+    assert snapshot(finished.output_dir) == before
+
+
 def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_says_so(finished, whole, capsys):
     def die():
         raise Killed
