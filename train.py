@@ -43,7 +43,7 @@ from model_utils import (
 )
 from optim import Optimizer, learning_rate
 from pulse import PULSE
-from ranks import Interrupted, StopSignals, explain, joined_ranks, stop_watch
+from ranks import Interrupted, StopSignals, explain, joined_ranks, leave_if_stopped, stop_watch
 from run_folder import open_run_folder
 from run_log import RunLog, console_line, leaving_trackers_behind
 from run_state import (
@@ -121,13 +121,14 @@ def train(loaded: Loaded) -> int:
         try:
             base = Base(config, progress, folder, log.warn)
             objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.say)
+            run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
+            preflight.announce(run, dtype)
+            if reason := compile_where_possible(model, config, device_type):
+                log.warn(f"no torch.compile: {reason}")
+            leave_if_stopped(ranks, signals)
         except Interrupted:
-            log.say("Stopped by a signal before the first step; the same command begins again.")
+            log.say("Stopped by a signal before the first step, and nothing is changed; the same command begins again.")
             return EXIT_PREEMPTED
-        run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
-        preflight.announce(run, dtype)
-        if reason := compile_where_possible(model, config, device_type):
-            log.warn(f"no torch.compile: {reason}")
         begin(run)
         return take_steps(run)
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from helpers import UNMEASURED, TinyRun, at_step, prepare, stop_at, without_cloc
 
 import checkpoints
 import run_folder
+import run_log
 import train
+from config import Config
 from errors import CheckpointError, DataError
 
 
@@ -150,6 +153,14 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
     assert run_folder.move_aside(tmp_path, asked=False) is None
 
 
+def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
+    original, before = train.check_room, snapshot(finished.output_dir)
+    monkeypatch.setattr(train, "check_room", lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
+    assert finished.train(RESUME="never") == 143
+    assert "nothing is changed; the same command begins again" in capsys.readouterr().out
+    assert snapshot(finished.output_dir) == before
+
+
 def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     before, rename = snapshot(finished.folder), Path.rename
 
@@ -272,6 +283,28 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
     assert run.steps_saved() == ([1] if where == "new" else [])
     assert run.folder.exists() == (where == "new")
     assert moved.train(MAX_STEPS=7) == 0
+
+
+def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
+    """It opens its file anew for each write, which may by then be one of a second job under the old name."""
+    written = []
+
+    class TensorBoard:
+        def __init__(self, run_dir, step):
+            self.run_dir = run_dir
+
+        def log(self, values, step):
+            written.append((self.run_dir.name, step))
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(run_log, "TensorBoard", TensorBoard)
+    log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu", tmp_path / "old")
+    log.follow(tmp_path / "new", 3)
+    log.step({"step": 4, "train_loss": 1.0})
+    log.close()
+    assert written == [("new", 4)]
 
 
 def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole, capsys):
