@@ -155,7 +155,7 @@ def check_writable(folder: Path, needed_bytes: int, largest_file_bytes: int = 0)
 
 def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
     """The same as far as it is known without touching anything; the folder need not be there yet."""
-    there = next(place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if place.exists())
+    there = next(place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if os.path.lexists(place))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         raise CheckpointError(f"{folder} cannot be written to ({there}); set OUTPUT_DIR to a folder that can")
     if shutil.disk_usage(there).free < needed_bytes:

@@ -4,12 +4,13 @@ One setting has one name: `MAX_STEPS` in `.env` and in the environment, `--max-s
 attribute. Where they are read from is the business of settings.py.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from errors import is_url, without_passwords
 
@@ -261,6 +262,12 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
              LoraConfig, PreferenceConfig, DistillationConfig):
     """All sections, flat: a function takes just the section that it needs, and a Config is each of them."""
 
+    @field_validator(*LOCAL_PATHS, *NAMES_OR_PATHS)
+    @classmethod
+    def at_home(cls, path: Optional[str]) -> Optional[str]:
+        """With the user's own folder in place of a ~, which no shell expands in a file, or behind `--output-dir=`."""
+        return path and os.path.expanduser(path)
+
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches of one rank in one step."""
@@ -324,6 +331,9 @@ def rules(config: Config) -> Iterator[Problem]:
             hub = " or a hub name" if name in NAMES_OR_PATHS else ""
             yield Problem((name,), f"{name.upper()}={value} is a URL, and it must be a path on this machine{hub}; mount what is "
                                    "there, or copy it")
+        elif value and re.search(r"\$[\w({]|`", value):
+            yield Problem((name,), f"{name.upper()}={value} has a variable or a command in it that nothing expands here; write what "
+                                   "it stands for (.env knows ${NAME})")
     path = f"{c.training_stage}_data_path"
     if getattr(c, path) is None:
         script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"
@@ -332,7 +342,9 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.tokenizer_path is None:
         yield Problem(("tokenizer_path",), "TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json, "
                                            "or train one with scripts/train_tokenizer.py")
-    if c.run_name is not None and (not re.fullmatch(r"[\w.\-]+", c.run_name) or c.run_name.startswith(".")):
+    if not c.output_dir:
+        yield Problem(("output_dir",), "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)")
+    if c.run_name is not None and not is_plain_name(c.run_name):
         yield Problem(("run_name",), f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'")
     elif c.run_name is not None and (size := len(c.run_name.encode())) > LONGEST_NAME:
         yield Problem(("run_name",), f"RUN_NAME={c.run_name[:40]}... takes {size} bytes, and must take {LONGEST_NAME} at most: "
@@ -362,6 +374,11 @@ def rules(config: Config) -> Iterator[Problem]:
     if c.distillation_enabled and c.teacher_model is None:
         yield Problem(("teacher_model",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub "
                                           "name")
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether this could be a RUN_NAME, but for its length."""
+    return re.fullmatch(r"[\w\-][\w.\-]*", name) is not None
 
 
 def on_resume(name: str) -> str:

@@ -1,5 +1,6 @@
 """What is measured while the model learns, by all ranks together: validation, HellaSwag, samples."""
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -97,6 +98,8 @@ def measure(run: Run) -> None:
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
         told = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}" for name, value in others.items())
         run.log.say(f"Validation {place} | Loss: {loss:.4f}{told}{' | best so far' if is_best else ''}")
+        if not math.isfinite(loss):
+            run.log.warn(f"the validation loss after step {progress.step} is no number, and counts as none that is best")
     # Before the first step only where it is to be followed on the way: it takes long.
     worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
     if run.inputs.tasks and worthwhile and due(config.hellaswag_every, progress.step, run.finished):

@@ -21,6 +21,7 @@ from model_folder import check_model
 from model_utils import choose_device, choose_dtype, make_deterministic, why_not_compile
 from ranks import Ranks
 from references import is_stored
+from run_folder import has_run
 from run_log import duration
 from run_state import Inputs, Run, cache_of, read_inputs
 from settings import Loaded
@@ -242,6 +243,8 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
     start = start_at(*find_checkpoint(config, run_dir, Ranks()), config, identity, run_dir, Ranks())
     if start.state:
         start.warnings.extend(check_model(start.base if config.lora_enabled else start.folder, config))
+    if config.resume == "never" and has_run(run_dir):
+        start.warnings.append(f"RESUME=never moves the run in {run_dir} aside")
     for mark, messages in (("ok", start.notes), ("warn", start.warnings)):
         for message in messages:
             report.tell(mark, "start", message)

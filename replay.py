@@ -37,9 +37,9 @@ from optim import Optimizer, learning_rate
 from ranks import Ranks, StopSignals
 from row_reports import RowReport, describe_parameters, describe_row, examine_rows, numbered
 from run_files import read_entries
-from run_folder import RunFolder
+from run_folder import RunFolder, segments
 from run_log import RunLog
-from run_state import Run, StepResult, place_weights, read_inputs, resume, segments
+from run_state import Run, StepResult, place_weights, read_inputs, resume
 from settings import Layer, read_json_file, validate
 from stages import Base, choose_objective
 from starts import find_base, named_checkpoint, start_at

@@ -4,15 +4,17 @@ Nothing in it but the lock is touched before the start is accepted.
 """
 
 import fcntl
+import json
 import os
+import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from itertools import count
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 from checkpoints import warn_on_console
 from config import Config
@@ -147,7 +149,8 @@ def take_lock(path: Path, warn: Warn) -> FileIO:
     with ExitStack() as stack:
         for number in range(1, TRIES + 1):
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(path, "ab+", buffering=0, opener=plain))
+            # Not through a link, whose target would be written over.
+            file = stack.enter_context(open(path, "ab+", buffering=0, opener=lambda name, flags: plain(name, flags | os.O_NOFOLLOW)))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -184,12 +187,42 @@ def make_again(run_dir: Path) -> Iterator[None]:
         yield
 
 
+# ------------------------------------------------------------------------------------------------------------------- its settings
+
+
+def segments(run_dir: Path) -> list[tuple[int, Path]]:
+    """The settings that each part of a run was trained with: the first step of that part, and the file; in their order."""
+    return sorted((int(path.stem.removeprefix("step-")), path) for path in (run_dir / SEGMENTS).glob("step-*.json")
+                  if path.stem.removeprefix("step-").isdecimal())
+
+
+def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any]) -> None:
+    """Write down the settings of a part of a run, from its first step on; config.json is the newest of these.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    newest = run_dir / "config.json"
+    with naming_refusals(newest):
+        kept = segments(run_dir)
+        (run_dir / SEGMENTS).mkdir(exist_ok=True)
+        if first > 1 and not kept and newest.exists():  # of a version that kept the newest alone
+            shutil.copyfile(newest, run_dir / SEGMENTS / "step-00000001.json")
+        for begins, path in kept:
+            if begins > first:  # steps that are taken again
+                path.unlink()
+        for path in (run_dir / SEGMENTS / f"step-{first:08d}.json", newest):
+            unfinished = path.with_name(f"tmp-{path.name}")
+            unfinished.write_text(json.dumps(settings, indent=2) + "\n")
+            unfinished.replace(path)
+
+
 # ------------------------------------------------------------------------------------------------------------ what is moved aside
 
 
 def earlier_runs(run_dir: Path) -> list[Path]:
     """The checkpoints of runs that were moved aside, the last one last."""
-    return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("moving-*/checkpoints"))
+    return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
 
 
 def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
@@ -201,14 +234,14 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
     Raises:
         OSError: something cannot be moved; then nothing is.
     """
-    unfinished = max(run_dir.glob("moving-*"), default=None)
+    unfinished = max(run_dir.glob("tmp-before-*"), default=None)
     if unfinished is None and not (asked and has_run(run_dir)):
         return None
     if unfinished is not None and not asked and (run_dir / "checkpoints").exists():
         with suppress(OSError):
             unfinished.rmdir()
         return None
-    moving, moved = unfinished or new_folder(run_dir / f"moving-{time.strftime('%Y%m%d-%H%M%S')}"), []
+    moving, moved = unfinished or new_folder(run_dir / f"tmp-before-{time.strftime('%Y%m%d-%H%M%S')}"), []
     try:
         for entry in OWN:
             if os.path.lexists(run_dir / entry):
@@ -220,7 +253,7 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
         with suppress(OSError):
             moving.rmdir()
         raise
-    aside = numbered(run_dir / moving.name.replace("moving", "before", 1))
+    aside = numbered(run_dir / moving.name.removeprefix("tmp-"))
     return moving.replace(next(folder for folder in aside if not os.path.lexists(folder)))
 
 

@@ -20,6 +20,7 @@ from plain_files import NotAFileError, plain
 from run_files import read_lines
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
 
 
@@ -97,17 +98,16 @@ class LineFile:
 
 @contextmanager
 def naming_refusals(path: Path) -> Iterator[None]:
-    """Turn what the system refuses into a CheckpointError with the path and the free space."""
+    """Turn what the system refuses into a CheckpointError with the path, and the free space where that is why."""
     try:
         yield
     except NotAFileError as error:
         raise CheckpointError(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
         there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-        forbidden = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}, "
-                              f"{shutil.disk_usage(there).free:,} bytes are free; {'see who may' if forbidden else 'make room'}, "
-                              "or set OUTPUT_DIR to a folder that can be written") from error
+        room = f", {shutil.disk_usage(there).free:,} bytes are free; make room, or" if error.errno in NO_ROOM else ";"
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} set OUTPUT_DIR to a "
+                              "folder that can be") from error
 
 
 class Tracker:

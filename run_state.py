@@ -1,7 +1,7 @@
 """Where a run stands: its inputs, its folder, its progress, and the way from and to a checkpoint."""
 
-import json
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ import diagnostics
 import lora
 import run_folder
 from cache import Cache
-from config import Config
+from config import Config, is_plain_name
 from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
 from errors import CheckpointError, DataError
 from example_rows import ExampleRows, open_example_set
@@ -210,6 +210,13 @@ class Run:
         patience = self.config.early_stopping_patience
         return self.progress.step >= self.config.max_steps or 0 < patience <= self.progress.validations_without_best
 
+    def why_early(self) -> str:
+        """Why the run ends before MAX_STEPS, in words."""
+        progress = self.progress
+        best = f"loss below {progress.best_val_loss} (step {progress.best_step})" if progress.best_step else "finite loss"
+        return (f"Early stopping: {progress.validations_without_best} validations without a {best}; to go on, raise "
+                "EARLY_STOPPING_PATIENCE.")
+
     def advance(self, result: StepResult) -> None:
         """Count a step, which is finished but for what is due after it."""
         self.progress.step += 1
@@ -232,7 +239,7 @@ def begin(run: Run) -> None:
         with naming_refusals(run.folder):
             checkpoints.check_writable(run.folder, 0)
             if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
-                run.log.warn(f"the run that was in {run.folder} is moved aside into {aside.name}, as RESUME=never asks")
+                run.log.warn(f"the run that was in {run.folder} is moved aside into {aside.name}, for RESUME=never")
         checkpoints.sweep(run.folder / "checkpoints", run.log.warn, run.started_from)
         if run.started_from and not run.started_from.exists():  # it has got back its name
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
@@ -267,46 +274,22 @@ def follow_folder(run: Run) -> bool:
 
 
 def how_to_go_on(run: Run) -> str:
-    """The settings with which a later job goes on with this run, where the command does not have them already."""
+    """The command with which a later job goes on with this run."""
     config, flags = run.config, []
     if config.resume == "never":
         flags.append("--resume auto")
     if run.folder.name != config.run_name:
-        flags.append(f"--run-name {run.folder.name}")
+        flags.append(f"--run-name {shlex.quote(run.folder.name)}")
     if run.folder.absolute().parent != Path(config.output_dir).absolute():
-        flags.append(f"--output-dir {run.folder.parent}")
-    return "the same command" + (f" with {' '.join(flags)}" if flags else "")
-
-
-def segments(run_dir: Path) -> list[tuple[int, Path]]:
-    """The settings that each part of a run was trained with: the first step of that part, and the file; in their order."""
-    return sorted((int(path.stem.removeprefix("step-")), path) for path in (run_dir / SEGMENTS).glob("step-*.json")
-                  if path.stem.removeprefix("step-").isdecimal())
+        flags.append(f"--output-dir {shlex.quote(str(run.folder.parent))}")
+    plain = "" if is_plain_name(run.folder.name) else ", once the folder has a plain name"
+    return "the same command" + (f" with {' '.join(flags)}{plain}" if flags else "")
 
 
 def keep_settings(run: Run) -> None:
-    """Write down what the step that follows is taken with, the first one of this process; config.json is the newest of these.
-
-    Collective: every rank must call it.
-    """
+    """Write down what the step that follows is taken with, the first one of this process. Collective: every rank must call it."""
     follow_folder(run)
-    first, newest = run.progress.step + 1, run.folder / "config.json"
-
-    @naming_refusals(newest)
-    def write() -> None:
-        kept = segments(run.folder)
-        (run.folder / SEGMENTS).mkdir(exist_ok=True)
-        if first > 1 and not kept and newest.exists():  # of a version that kept the newest alone
-            shutil.copyfile(newest, run.folder / SEGMENTS / "step-00000001.json")
-        for begins, path in kept:
-            if begins > first:  # steps that are taken again
-                path.unlink()
-        for path in (run.folder / SEGMENTS / f"step-{first:08d}.json", newest):
-            unfinished = path.with_name(f"tmp-{path.name}")
-            unfinished.write_text(json.dumps(run.config.public(), indent=2) + "\n")
-            unfinished.replace(path)
-
-    run.ranks.main_first(write)
+    run.ranks.main_first(lambda: run_folder.write_segment(run.folder, run.progress.step + 1, run.config.public()))
 
 
 def check_room(run_dir: Path, model: Transformer, ranks: Ranks) -> None:

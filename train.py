@@ -43,7 +43,7 @@ from model_utils import (
 )
 from optim import Optimizer, learning_rate
 from pulse import PULSE
-from ranks import Interrupted, StopSignals, explain, joined_ranks, stop_watch
+from ranks import Interrupted, StopSignals, explain, joined_ranks, leave_if_stopped, stop_watch
 from run_folder import open_run_folder
 from run_log import RunLog, console_line, leaving_trackers_behind
 from run_state import (
@@ -122,13 +122,14 @@ def train(loaded: Loaded) -> int:
         try:
             base = Base(config, progress, folder, log.warn)
             objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.say)
+            run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
+            preflight.announce(run, dtype)
+            if reason := compile_where_possible(model, config, device_type):
+                log.warn(f"no torch.compile: {reason}")
+            leave_if_stopped(ranks, signals)
         except Interrupted:
-            log.say("Stopped by a signal before the first step; the same command begins again.")
+            log.say("Stopped by a signal before the first step, and nothing is changed; the same command begins again.")
             return EXIT_PREEMPTED
-        run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
-        preflight.announce(run, dtype)
-        if reason := compile_where_possible(model, config, device_type):
-            log.warn(f"no torch.compile: {reason}")
         begin(run)
         return take_steps(run)
 
@@ -137,7 +138,8 @@ def take_steps(run: Run) -> int:
     """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
-        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}. {why_early(run)}".strip())
+        early = f" {run.why_early()}" if progress.step < config.max_steps else ""
+        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.{early}")
         return 0
     trained = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
@@ -176,18 +178,10 @@ def take_steps(run: Run) -> int:
         save_checkpoint(run)
         log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
         return EXIT_PREEMPTED
-    if early := why_early(run):
-        log.say(early)
+    if progress.step < config.max_steps:
+        log.say(run.why_early())
     preflight.farewell(run, run.saved, time.perf_counter() - started, baseline, reached)
     return 0
-
-
-def why_early(run: Run) -> str:
-    """Why a run has ended before its last step; empty where it has not."""
-    progress, best = run.progress, run.progress.best_val_loss
-    below = "finite loss" if best is None else f"loss below {best} (step {progress.best_step})"
-    return (f"Early stopping: {progress.validations_without_best} validations without a {below}."
-            if progress.step < run.config.max_steps else "")
 
 
 def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: int, rate: float) -> StepResult:

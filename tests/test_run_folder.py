@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from helpers import UNMEASURED, TinyRun, at_step, prepare, stop_at, without_cloc
 
 import checkpoints
 import run_folder
+import run_log
 import train
+from config import Config
 from errors import CheckpointError, DataError
 
 
@@ -58,6 +61,7 @@ REFUSED = [
     ({"PRETRAIN_CHECKPOINT": "SMALL", "LORA_ENABLED": "true"}, 5), ({"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "NOWHERE"}, 3),
     ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "NOWHERE"}, 5), ({"MAX_STEPS": 9, "no room": ""}, 5),
     ({"MAX_STEPS": 9, "stale reference": ""}, 3), ({"in use": ""}, 5),
+    ({"no disk": ""}, 5),
 ]
 
 
@@ -72,7 +76,10 @@ def stale(*arguments):
                          + [({"PRETRAIN_CHECKPOINT": "step-00000004", "RESUME": "never"}, 5, "never")])
 def test_a_refused_start_changes_nothing(changes, code, resume, finished, others, monkeypatch):
     """What a crash has left is cleaned up by the start that is accepted, and a line too many is dropped by that."""
-    for left_over in ("tmp-00000008-1", "trash-1-step-00000001", "replaced-step-00000006"):
+    if "no disk" in changes:
+        shutil.move(finished.folder / "checkpoints", finished.output_dir / "elsewhere")
+        (finished.folder / "checkpoints").symlink_to(finished.output_dir / "gone")
+    for left_over in () if "no disk" in changes else ("tmp-00000008-1", "trash-1-step-00000001", "replaced-step-00000006"):
         shutil.copytree(finished.checkpoint(6), finished.folder / "checkpoints" / left_over)
     with open(finished.folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7}\n')
@@ -146,11 +153,19 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
     assert run_folder.move_aside(tmp_path, asked=False) is None
 
 
+def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
+    original, before = train.check_room, snapshot(finished.output_dir)
+    monkeypatch.setattr(train, "check_room", lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
+    assert finished.train(RESUME="never") == 143
+    assert "nothing is changed; the same command begins again" in capsys.readouterr().out
+    assert snapshot(finished.output_dir) == before
+
+
 def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     before, rename = snapshot(finished.folder), Path.rename
 
     def refused(path, target):
-        if path.name == "ledger.jsonl" and "moving-" in str(target):
+        if path.name == "ledger.jsonl" and "tmp-before-" in str(target):
             raise OSError(16, "Device or resource busy", str(path))
         return rename(path, target)
 
@@ -158,6 +173,13 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     assert finished.train(RESUME="never") == 5
     assert "ledger.jsonl cannot be written: Device or resource busy" in capsys.readouterr().err
     assert snapshot(finished.folder) == before
+
+
+def test_check_tells_of_the_move_and_makes_none(finished, capsys):
+    before = snapshot(finished.output_dir)
+    assert train.main([*finished.argv(RESUME="never"), "--check"]) == 0
+    assert f"RESUME=never moves the run in {finished.folder} aside" in capsys.readouterr().out
+    assert snapshot(finished.output_dir) == before
 
 
 def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_says_so(finished, whole, capsys):
@@ -178,6 +200,12 @@ def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_
     assert list(finished.column("train_loss")) == [7, 8]
     capsys.readouterr()
     assert finished.train() == 0 and "begins anew" not in capsys.readouterr().err
+
+
+def test_settings_that_another_has_put_beside_are_left_alone(finished):
+    foreign = finished.folder / "configs" / "step-of-mine.json"
+    foreign.write_text("{}")
+    assert finished.train(MAX_STEPS=7) == 0 and foreign.exists()
 
 
 def test_two_runs_are_moved_aside_in_one_second(finished, whole, monkeypatch):
@@ -205,6 +233,14 @@ def test_runs_of_one_second_get_folders_of_their_own(tiny_run, monkeypatch):
     for _ in range(3):
         assert run.train() == 0
     assert sorted(os.listdir(run.output_dir)) == ["pretrain-now", "pretrain-now-2", "pretrain-now-3"]
+
+
+def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / run_folder.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match=f"{run_folder.LOCK} cannot be written"), run_folder.lock_run(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):
@@ -247,6 +283,28 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
     assert run.steps_saved() == ([1] if where == "new" else [])
     assert run.folder.exists() == (where == "new")
     assert moved.train(MAX_STEPS=7) == 0
+
+
+def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
+    """It opens its file anew for each write, which may by then be one of a second job under the old name."""
+    written = []
+
+    class TensorBoard:
+        def __init__(self, run_dir, step):
+            self.run_dir = run_dir
+
+        def log(self, values, step):
+            written.append((self.run_dir.name, step))
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(run_log, "TensorBoard", TensorBoard)
+    log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu", tmp_path / "old")
+    log.follow(tmp_path / "new", 3)
+    log.step({"step": 4, "train_loss": 1.0})
+    log.close()
+    assert written == [("new", 4)]
 
 
 def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole, capsys):

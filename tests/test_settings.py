@@ -480,6 +480,10 @@ def test_a_script_can_do_without_what_training_needs():
     (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
     (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
     (("--run-name", "../x"), "RUN_NAME"),
+    (("--output-dir=",), "OUTPUT_DIR is empty"),
+    (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs has a variable or a command in it that nothing expands"),
+    (("--pretrain-data-path", "$HOME/data"), "write what it stands for (.env knows ${NAME})"),
+    (("--teacher-model", "`cat name`"), "nothing expands"),
     (("--run-name", "ä" * 101), "takes 202 bytes, and must take 200 at most"),
     (("--training-stage", "sft"), "SFT_DATA_PATH is not set; prepare data with scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
@@ -500,6 +504,12 @@ def test_a_script_can_do_without_what_training_needs():
 ])
 def test_impossible_combinations_name_the_settings(flags, words):
     assert len(found := problems(*flags)) == 1 and words in found[0]
+
+
+def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
+    monkeypatch.setenv("HOME", "/of/mine")
+    config = load_config(["--output-dir=~/runs", "--resume=~/x"], {**DATA, "TOKENIZER_PATH": "~"}).config
+    assert (config.output_dir, config.resume, config.tokenizer_path) == ("/of/mine/runs", "/of/mine/x", "/of/mine")
 
 
 def test_an_output_is_a_path_on_this_machine():

@@ -394,7 +394,7 @@ def test_validation_reads_the_same_rows_each_time(tiny_run, monkeypatch):
 
 
 def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
-    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2])))
+    with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2, 4.3])))
     run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7)
     assert run.train() == 0
     # Step 2 is skipped, step 3 counts, step 4 is a new best, steps 5 and 6 are two without one.
@@ -402,14 +402,17 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "Early stopping" in capsys.readouterr().out
     assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"
     assert run.train() == 0
-    assert ("Nothing to do: 6 steps are finished, of MAX_STEPS=20. Early stopping: 2 validations without a loss below 3.9 (step 4)."
-            in capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert "Nothing to do" in told and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in told
+    assert "raise EARLY_STOPPING_PATIENCE" in told and run.train(EARLY_STOPPING_PATIENCE=3) == 0
+    assert run.steps_saved()[-1] == 7
 
 
-def test_nan_is_never_the_best(tiny_run, monkeypatch):
+def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, math.nan, 4.0, math.nan])))
     run = tiny_run(KEEP_LAST=1, SAVE_EVERY=6)
     assert run.train() == 0
+    assert capsys.readouterr().err.count("is no number") == 2
     assert run.steps_saved() == [4, 6]
     progress = checkpoints.read_state(run.checkpoint(6))["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)
