@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ class Once:
     ranks: Ranks
     signals: StopSignals
     say: Callable[[str], None]
+    told: set[str] = field(default_factory=set)
 
     def place_to_write(self, rows, name: str = "") -> Path:
         """The folder for what is computed of these rows, told where it is not the usual one.
@@ -41,8 +42,9 @@ class Once:
             return [str(place), why]
 
         place, why = self.ranks.broadcast(self.ranks.main_first(find))
-        if why:
-            self.say(f"{why}; what is computed once goes to {place} (CACHE_DIR)")
+        if why and why not in self.told:
+            self.told.add(why)
+            self.say(f"{why}; what is computed once goes to {self.cache.otherwise} (CACHE_DIR would be another place)")
         return Path(place)
 
     @contextmanager
