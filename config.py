@@ -332,8 +332,8 @@ def rules(config: Config) -> Iterator[Problem]:
             yield Problem((name,), f"{name.upper()}={value} is a URL, and it must be a path on this machine{hub}; mount what is "
                                    "there, or copy it")
         elif value and re.search(r"\$[\w({]|`", value):
-            yield Problem((name,), f"{name.upper()}={value} has a variable or a command in it that nothing expands here; write what "
-                                   "it stands for (.env knows ${NAME})")
+            yield Problem((name,), f"{name.upper()}={value} has a variable or a command in it that nothing expands here; write "
+                                   "what it stands for (.env knows ${NAME})")
     path = f"{c.training_stage}_data_path"
     if getattr(c, path) is None:
         script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"

@@ -294,8 +294,8 @@ def memory_advice(config: Config, room: int, *device) -> str:
 def check_disk(config: Config, vocab_size: int) -> tuple[int, str]:
     """The bytes of one checkpoint. Raises CheckpointError where those that are kept have no room."""
     size = 3 * FLOAT32 * parameter_count(config, vocab_size)
-    output_dir = Path(config.output_dir).absolute()
-    there = next(path for path in (output_dir, *output_dir.parents) if os.path.exists(path))
+    place = (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute()
+    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir} cannot be written to ({there}); set it to a folder that can")
     free = shutil.disk_usage(there).free

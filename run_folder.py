@@ -89,6 +89,13 @@ def hold(config: Config, warn: Warn) -> Iterator[RunFolder]:
         stack.enter_context(lock_run(path, warn))
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; wait for it, stop it, or "
+                                  "set another RUN_NAME") from error
+        except OSError:  # not all file systems lock folders, and the file is locked
+            pass
         if made:
             stack.callback(drop_lone_lock, path)
         yield RunFolder(path, handle)

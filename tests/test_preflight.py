@@ -287,6 +287,8 @@ def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, ca
 def test_an_output_folder_that_is_a_file_ends_with_5(prepared, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    assert Checked(TinyRun(prepared, tmp_path / "runs"), capsys).code == 5, "or a link to nothing"
 
 
 def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):

@@ -235,6 +235,19 @@ def test_runs_of_one_second_get_folders_of_their_own(tiny_run, monkeypatch):
     assert sorted(os.listdir(run.output_dir)) == ["pretrain-now", "pretrain-now-2", "pretrain-now-3"]
 
 
+def test_a_lock_that_somebody_has_deleted_still_keeps_others_out(tiny_run, capsys):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=2)
+
+    def delete_and_begin():
+        (run.folder / run_folder.LOCK).unlink()
+        assert run.train(MAX_STEPS=1) == 5
+
+    with at_step(2, delete_and_begin):
+        assert run.train() == 0
+    assert "in use by another job, although its run.lock was deleted" in capsys.readouterr().err
+    assert run.steps_saved() == [2]
+
+
 def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / run_folder.LOCK).symlink_to(tmp_path / "precious")
