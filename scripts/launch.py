@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
 from errors import CheckpointError, SettingsError, drop_unread_streams, run_script
-from launched import EXIT_PREEMPTED, JOB_TOKEN, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
+from launched import EXIT_PREEMPTED, JOB_TOKEN, JOINED, LAUNCHER_PID, leave_at_signals, provide_streams, stop_signals
 from network import LOOPBACK, listen_at
 from settings import exit_with, export, load_config
 
@@ -238,6 +238,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
 
 def main() -> None:
+    provide_streams()
     args, flags = parse_args()
     leave_at_signals()
     config = check_settings(flags, args.nnodes * (args.nproc_per_node or 1))

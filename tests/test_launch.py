@@ -105,6 +105,16 @@ def test_settings_are_read_as_for_all_ranks(tiny_run):
     assert command.text().count("WORLD_SIZE=3, but the launcher started 2 processes") == 1
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_path):
+    code = ("import os, sys, launched; launched.provide_streams(); file = open(sys.argv[1], 'w'); "
+            "os.write(1, b'lost'); print('lost', flush=True); print('lost', file=sys.stderr); "
+            "file.write(f'{file.fileno() > 2} {[os.get_inheritable(stream) for stream in range(3)]}')")
+    command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, tmp_path / "file"]
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert (tmp_path / "file").read_text() == "True [True, True, True]"
+
+
 @pytest.mark.parametrize("flags", [["--nnodes=2"], ["--nproc-per-node=0"], ["--nnodes=2", "--node-rank=2", "--master-addr=a",
                                                                            "--master-port=1"]])
 def test_its_own_flags_are_looked_at(flags):
