@@ -106,17 +106,17 @@ def open_logs(config: Config, node_rank: int) -> Logs:
         CheckpointError: there can be none.
     """
     parent = Path(config.output_dir) / "launch"
-    for number in itertools.count(1):
-        folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 1)}-node-{node_rank}"
-        try:
-            folder.mkdir(parents=True)
-            lock = open(folder / LOCK, "w", encoding="utf-8")
-        except FileExistsError:
-            continue  # of another launcher
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
-        take(lock)
-        break
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 1)}-node-{node_rank}"
+            with suppress(FileExistsError):  # another launcher's
+                folder.mkdir()
+                break
+        lock = open(folder / LOCK, "w", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
+    take(lock)
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT]:
         with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:
             if take(other):

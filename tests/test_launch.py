@@ -31,7 +31,7 @@ import evaluation
 import optim
 import run_state
 from config import Config
-from errors import SettingsError
+from errors import CheckpointError, SettingsError
 from launched import JOB_TOKEN, LAUNCHER_PID
 from pulse import TELL_SECONDS, Board
 
@@ -289,6 +289,10 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
         newest, other = begin(), begin(1)
         left = {*(tmp_path / "launch").iterdir()}
         assert len(left) == launcher.KEPT + 1 and other in left and newest in left
+        shutil.rmtree(tmp_path / "launch")
+        (tmp_path / "launch").symlink_to("nowhere")
+        with pytest.raises(CheckpointError, match="launch cannot be written: File exists"):
+            begin()
 
 
 @pytest.mark.parametrize(("nnodes", "found", "told"), [
