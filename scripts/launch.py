@@ -179,7 +179,8 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     except OSError as error:
         reason = errno.errorcode.get(error.errno, str(error))
         raise SettingsError(f"nothing can listen at {args.master_addr or LOOPBACK[0]}:{args.master_port} ({reason}); "
-                            "--master-addr must be an address of this machine, the first, and --master-port free") from error
+                            "--master-addr must be an address of this machine, the first (0.0.0.0: all of them), and "
+                            "--master-port free") from error
     host, port = listening.getsockname()[:2]
     if args.nnodes > 1 and ipaddress.ip_address(host).is_loopback and args.master_addr not in (*LOOPBACK, "localhost"):
         raise SettingsError(f"--master-addr {args.master_addr} is {host} on this machine, which no other can reach; give an "
