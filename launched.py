@@ -25,6 +25,15 @@ def stop_signals() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
+def provide_streams() -> None:
+    """Have all standard streams, where whoever started this process has closed some: else a file that is opened later gets their
+    place, and what is printed."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w", closefd=False), sys.stderr or open(2, "w", closefd=False)
+
+
 def leave_at_signals() -> None:
     """As long as there is nothing to save, a stop signal ends this process at once, with the code of a pre-emption."""
     for number in stop_signals():

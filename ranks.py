@@ -162,7 +162,8 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
         except (OSError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise SettingsError(f"rank {rank} of {world_size} could not join the process group at {where}: {reason}; "
-                                "check that all were started, with the same address and a free port") from error
+                                "check that all were started, with the same address and a free port, and GLOO_SOCKET_IFNAME "
+                                "where that is set") from error
     tell_joined()
     return ranks
 

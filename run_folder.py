@@ -157,7 +157,8 @@ def take_lock(path: Path, warn: Warn) -> FileIO:
         for number in range(1, TRIES + 1):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Not through a link, whose target would be written over.
-            file = stack.enter_context(open(path, "ab+", buffering=0, opener=lambda name, flags: plain(name, flags | os.O_NOFOLLOW)))
+            file = stack.enter_context(open(path, "ab+", buffering=0,
+                                            opener=lambda name, flags: plain(name, flags | os.O_NOFOLLOW)))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

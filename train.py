@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any, Optional
 
 from errors import SettingsError, ending_with_reader, printable, tell, write_whole_lines
-from launched import EXIT_PREEMPTED, end_with_launcher, first_here, leave_at_signals, tell_end
+from launched import EXIT_PREEMPTED, end_with_launcher, first_here, leave_at_signals, provide_streams, tell_end
 from settings import Loaded, exit_with, load_or_exit
 
 USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
 
 if __name__ == "__main__":
+    provide_streams()
     end_with_launcher()
     leave_at_signals()
     write_whole_lines()

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
 from errors import CheckpointError, SettingsError, drop_unread_streams, run_script, tell
-from launched import EXIT_PREEMPTED, JOB_TOKEN, JOINED, LAUNCHER_PID, leave_at_signals, stop_signals
+from launched import EXIT_PREEMPTED, JOB_TOKEN, JOINED, LAUNCHER_PID, leave_at_signals, provide_streams, stop_signals
 from network import LOOPBACK, listen_at
 from settings import exit_with, export, load_config
 
@@ -106,17 +106,17 @@ def open_logs(config: Config, node_rank: int) -> Logs:
         CheckpointError: there can be none.
     """
     parent = Path(config.output_dir) / "launch"
-    for number in itertools.count(1):
-        folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 1)}-node-{node_rank}"
-        try:
-            folder.mkdir(parents=True)
-            lock = open(folder / LOCK, "w", encoding="utf-8")
-        except FileExistsError:
-            continue  # of another launcher
-        except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
-        take(lock)
-        break
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}{f'-{number}' * (number > 1)}-node-{node_rank}"
+            with suppress(FileExistsError):  # another launcher's
+                folder.mkdir()
+                break
+        lock = open(folder / LOCK, "w", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR to a folder that can") from error
+    take(lock)
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT]:
         with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:
             if take(other):
@@ -179,7 +179,8 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     except OSError as error:
         reason = errno.errorcode.get(error.errno, str(error))
         raise SettingsError(f"nothing can listen at {args.master_addr or LOOPBACK[0]}:{args.master_port} ({reason}); "
-                            "--master-addr must be an address of this machine, the first, and --master-port free") from error
+                            "--master-addr must be an address of this machine, the first (0.0.0.0: all of them), and "
+                            "--master-port free") from error
     host, port = listening.getsockname()[:2]
     if args.nnodes > 1 and ipaddress.ip_address(host).is_loopback and args.master_addr not in (*LOOPBACK, "localhost"):
         raise SettingsError(f"--master-addr {args.master_addr} is {host} on this machine, which no other can reach; give an "
@@ -238,6 +239,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
 
 def main() -> None:
+    provide_streams()
     args, flags = parse_args()
     leave_at_signals()
     config = check_settings(flags, args.nnodes * (args.nproc_per_node or 1))

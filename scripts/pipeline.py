@@ -40,11 +40,13 @@ CLOCK = RUNS / "seconds.json"
 def run_python(*arguments: str | Path, ranks: int = 1) -> None:
     """Run one of our programs and show what it says.
 
+    Args:
+        ranks: of train.py, which more than one run through the launcher.
     Raises:
         PaddockError: it failed.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    code = subprocess.run([sys.executable, *launcher, *map(str, arguments)]).returncode
+    command = ["scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:]] if ranks > 1 else arguments
+    code = subprocess.run([sys.executable, *map(str, command)]).returncode
     if code:
         raise PaddockError(f"{' '.join(map(str, arguments))} ended with exit code {code}; what it says above is the cause, and "
                            "the same command goes on from here")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Two nodes on one machine: two network namespaces joined by a veth pair, and torchrun --nnodes 2 in each, with gloo.
-# Trains a tiny model by a static and by a c10d rendezvous; both must learn what one process learns. Needs root and
+# Two nodes on one machine: two network namespaces joined by a veth pair, and a launcher for both in each, with gloo.
+# Trains a tiny model by torchrun and by scripts/launch.py; both must learn what one process learns. Needs root and
 # iproute2, takes a minute, cleans up after itself. PROCESSES_PER_NODE=1 by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,7 +17,7 @@ addresses=(10.213.77.1 10.213.77.2)
 started=()
 
 clean_up() {
-    # A node's torchrun takes its ranks with it.
+    # A node's launcher takes its ranks with it.
     for process in "${started[@]}"; do kill "$process" 2> /dev/null || true; done
     wait
     for node in "${nodes[@]}"; do ip netns delete "$node" 2> /dev/null || true; done
@@ -47,25 +47,15 @@ mapfile -t flags < "$work/flags"
 echo "One process ..."
 python train.py "${flags[@]}" --run-name alone > "$work/alone.txt" 2>&1 || { cat "$work/alone.txt"; exit 1; }
 
-# torchrun's flags for node $2 of rendezvous $1
-rendezvous() {
-    if [ "$1" = static ]; then
-        echo "--node-rank $2 --master-addr ${addresses[0]} --master-port 29500"
-    else
-        # In a namespace the host's name says nothing about its addresses, so each node is told what it is.
-        echo "--rdzv-backend c10d --rdzv-id paddock --rdzv-endpoint ${addresses[0]}:29500 --local-addr ${addresses[$2]}" \
-            "--rdzv-conf is_host=$((1 - $2))"
-    fi
-}
-
-for kind in static c10d; do
-    echo "Two nodes of $processes, $kind rendezvous ..."
+for kind in torchrun launch; do
+    echo "Two nodes of $processes, by $kind ..."
     started=()
+    if [ $kind = torchrun ]; then launcher=(-m torch.distributed.run) script=(train.py); else launcher=(scripts/launch.py) script=(); fi
     for i in 0 1; do
-        # shellcheck disable=SC2046
-        GLOO_SOCKET_IFNAME=${links[i]} timeout --kill-after 60 300 ip netns exec "${nodes[i]}" \
-            python -m torch.distributed.run --nnodes 2 --nproc-per-node "$processes" $(rendezvous $kind $i) \
-            train.py "${flags[@]}" --run-name $kind > "$work/$kind-$i.txt" 2>&1 &
+        # In a namespace the host's name says nothing about its addresses: the ranks find the interface by the master's.
+        timeout --kill-after 60 300 ip netns exec "${nodes[i]}" \
+            python "${launcher[@]}" --nnodes 2 --nproc-per-node "$processes" --node-rank $i --master-addr "${addresses[0]}" \
+            --master-port 29500 "${script[@]}" "${flags[@]}" --run-name $kind > "$work/$kind-$i.txt" 2>&1 &
         started+=($!)
     done
     for i in 0 1; do
@@ -81,8 +71,8 @@ import sys
 from pathlib import Path
 runs, world_size = Path(sys.argv[1]), int(sys.argv[2])
 alone, *others = ([json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
-                  for name in ("alone", "static", "c10d"))
-for name, lines in zip(("static", "c10d"), others):
+                  for name in ("alone", "torchrun", "launch"))
+for name, lines in zip(("torchrun", "launch"), others):
     manifest = json.loads(max((runs / name / "checkpoints").glob("step-*/MANIFEST.json")).read_text())
     assert manifest["world_size"] == world_size, manifest["world_size"]
     assert [line["step"] for line in lines] == [line["step"] for line in alone]

@@ -31,7 +31,7 @@ import evaluation
 import optim
 import run_state
 from config import Config
-from errors import SettingsError
+from errors import CheckpointError, SettingsError
 from launched import JOB_TOKEN, LAUNCHER_PID
 from pulse import TELL_SECONDS, Board
 
@@ -103,6 +103,16 @@ def test_settings_are_read_as_for_all_ranks(tiny_run):
     with launch(tiny_run(), WORLD_SIZE=3) as command:
         assert command.wait(30) == 2
     assert command.text().count("WORLD_SIZE=3, but the launcher started 2 processes") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_path):
+    code = ("import os, sys, launched; launched.provide_streams(); file = open(sys.argv[1], 'w'); "
+            "os.write(1, b'lost'); print('lost', flush=True); print('lost', file=sys.stderr); "
+            "file.write(f'{file.fileno() > 2} {[os.get_inheritable(stream) for stream in range(3)]}')")
+    command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, tmp_path / "file"]
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert (tmp_path / "file").read_text() == "True [True, True, True]"
 
 
 @pytest.mark.parametrize("flags", [["--nnodes=2"], ["--nproc-per-node=0"], ["--nnodes=2", "--node-rank=2", "--master-addr=a",
@@ -279,6 +289,10 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
         newest, other = begin(), begin(1)
         left = {*(tmp_path / "launch").iterdir()}
         assert len(left) == launcher.KEPT + 1 and other in left and newest in left
+        shutil.rmtree(tmp_path / "launch")
+        (tmp_path / "launch").symlink_to("nowhere")
+        with pytest.raises(CheckpointError, match="launch cannot be written: File exists"):
+            begin()
 
 
 @pytest.mark.parametrize(("nnodes", "found", "told"), [
