@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from errors import CheckpointError, printable, tell
-from plain_files import plain, read_plain
+from plain_files import leads_outside, plain, read_plain
 from pulse import PULSE
 from ranks import Ranks
-from run_files import FORMAT, NEWER, Manifest, parsed, read_state_file
+from run_files import FORMAT, GONE, NEWER, Manifest, parsed, read_state_file
 from tensor_files import sync, write_tensors
 
 PADDOCK_VERSION = "0.1"
@@ -218,8 +218,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content = read_plain(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint of Paddock's, or not a whole one; "
-                              "a model from elsewhere is brought in with scripts/import_checkpoint.py") from error
+        what = (f"has no {MANIFEST}: it is not a checkpoint of Paddock's, or not a whole one; a model from elsewhere is brought "
+                "in with scripts/import_checkpoint.py")
+        raise CheckpointError(f"{folder} {what if os.path.isdir(folder) else GONE}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     try:
@@ -237,17 +238,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def verify(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint all of whose files have the size and SHA-256 that it says. Nothing else is parsed.
 
-    Files that the manifest does not list are ignored. The folder may be a link, but no file in it leads out of it; only in the
-    hub's cache, where a snapshot's files are links, it may lead elsewhere in the cache of that model.
+    Files that the manifest does not list are ignored. The folder may be a link, but no file in it may lead out of it.
     Raises:
         CheckpointError: names the file that is missing or damaged, no file, or not in the folder.
     """
     folder = Path(folder)
-    manifest, home = read_manifest(folder), Path(os.path.realpath(folder))
-    home = home.parents[1] if home.parent.name == "snapshots" else home
+    manifest = read_manifest(folder)
     for name, expected in manifest["files"].items():
         path = folder / name
-        if ".." in Path(name).parts or not Path(os.path.realpath(path)).is_relative_to(home):
+        if leads_outside(name, folder):
             raise CheckpointError(f"{folder / MANIFEST} lists a file outside its folder: {name!r}; put a copy of it "
                                   "there, or take another checkpoint")
         try:
@@ -345,7 +344,7 @@ def _has(folder: Path, name: str) -> bool:
     if (folder / name).exists():
         return True
     if not folder.is_dir() or ((folder / MANIFEST).exists() and name in read_manifest(folder)["files"]):
-        raise CheckpointError(f"{folder / name} is gone: it was pruned or deleted meanwhile; start again, or take another")
+        raise CheckpointError(f"{folder / name} {GONE}")
     return False
 
 

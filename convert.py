@@ -20,6 +20,7 @@ from torch import Tensor
 from config import ModelConfig
 from errors import CheckpointError
 from pulse import PULSE
+from run_files import GONE
 from tensor_files import write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
@@ -376,7 +377,7 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     names = [WEIGHTS_FILE]
     if not os.path.exists(folder / WEIGHTS_FILE):
         if not os.path.isdir(folder):
-            raise CheckpointError(f"{folder} is gone: it was pruned or deleted meanwhile; start again, or take another")
+            raise CheckpointError(f"{folder} {GONE}")
         if not os.path.exists(folder / INDEX_FILE):
             raise CheckpointError(f"{folder} holds no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not read: "
                                   "save the model as safetensors first")

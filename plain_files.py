@@ -34,6 +34,17 @@ def plain(path: str, flags: int) -> int:
     raise NotAFileError(path)
 
 
+def leads_outside(name: str, folder: Path) -> bool:
+    """Whether what has this name in a folder lies outside of it, by the name or behind links.
+
+    In the hub's cache a snapshot's files are links, which may lead anywhere in the cache of that model.
+    """
+    home = Path(os.path.realpath(folder))
+    if home.parent.name == "snapshots":
+        home = home.parents[1]
+    return ".." in Path(name).parts or not Path(os.path.realpath(folder / name)).is_relative_to(home)
+
+
 def read_plain(path: Path) -> bytes:
     """A file's content.
 

@@ -15,6 +15,7 @@ from plain_files import plain, read_plain
 
 FORMAT = 1
 LONGEST_LINE = 1 << 24  # bytes
+GONE = "is gone: it was pruned or deleted meanwhile; start again, or take another"
 NEWER = "it was written by a newer Paddock; go on with that"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]

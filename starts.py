@@ -43,8 +43,8 @@ def weights_sha256(folder: Path) -> str:
 
 
 def is_inside(folder: Path, run_dir: Path) -> bool:
-    """Whether this is one of the run's own checkpoints."""
-    return folder.resolve().parent == (run_dir / "checkpoints").resolve()
+    """Whether this is one of the run's own checkpoints, which may be a link to another disk."""
+    return (run_dir / "checkpoints").resolve() in (folder.resolve().parent, folder.absolute().parent.resolve())
 
 
 def continues(state: Mapping[str, Any], own: bool, config: Config) -> bool:

@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from errors import run_script  # noqa: E402
-from run_files import read_entries  # noqa: E402
 
 
 class Skipped(Exception):
@@ -204,6 +203,8 @@ def stage(name: str, preset: str, base: Optional[str] = None, **settings: Any) -
     """
 
     def part(task: Task) -> None:
+        from run_files import read_entries
+
         flags = [*flags_of(task, name, preset), *([f"--{base}={base_of(task)}"] if base else []),
                  *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items())]
         started = time.perf_counter()

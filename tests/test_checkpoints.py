@@ -176,8 +176,9 @@ def test_what_is_pruned_while_it_is_loaded_is_no_model_that_never_had_it(tmp_pat
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match=f"{name} is gone: "):
         read(folder)
-    with pytest.raises(CheckpointError, match="step-00000001 is gone: "):
-        convert.load_model_weights(folder)
+    for load in (checkpoints.verify, convert.load_model_weights):
+        with pytest.raises(CheckpointError, match="step-00000001 is gone: "):
+            load(folder)
 
 
 def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_hang):

@@ -159,3 +159,11 @@ def test_what_is_no_file_of_ours_in_a_run_s_folder_is_left_alone_or_told(run, ca
     os.mkfifo(run.folder / "config.json")
     assert run.train(MAX_STEPS=4) == 5
     assert f"{run.folder / 'config.json'}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "step-00000002"])
+def test_a_checkpoint_of_its_own_may_be_a_link_to_another_disk(resume, run, tmp_path, capsys):
+    elsewhere = run.checkpoint(2).rename(tmp_path / "elsewhere")
+    run.checkpoint(2).symlink_to(elsewhere)
+    assert run.train(MAX_STEPS=3, RESUME=resume, SAVE_EVERY=1, KEEP_LAST=1) == 0
+    assert "going on after step 2" in capsys.readouterr().out and run.steps_saved() == [2, 3]
