@@ -65,7 +65,10 @@ class FileLock:
     """
 
     def __init__(self, path: Path):
-        self.file = open(path, "a+", encoding="utf-8")
+        try:
+            self.file = open(path, "a+", encoding="utf-8")
+        except PermissionError:
+            self.file = open(path, encoding="utf-8")  # another user's, which is enough for a lock
 
     def take(self) -> str:
         """Who else has the lock, in words; empty: it is taken."""
@@ -74,9 +77,10 @@ class FileLock:
         except BlockingIOError:
             self.file.seek(0)
             return self.file.read(1000).strip() or "another process"
-        self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
+        if self.file.writable():
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self.file.flush()
         return ""
 
     def __enter__(self) -> "FileLock":
