@@ -65,7 +65,10 @@ class FileLock:
     """
 
     def __init__(self, path: Path):
-        self.file = open(path, "a+", encoding="utf-8")
+        try:
+            self.file = open(path, "a+", encoding="utf-8")
+        except PermissionError:
+            self.file = open(path, encoding="utf-8")  # another user's, which is enough for a lock
 
     def take(self) -> str:
         """Who else has the lock, in words; empty: it is taken."""
@@ -74,14 +77,17 @@ class FileLock:
         except BlockingIOError:
             self.file.seek(0)
             return self.file.read(1000).strip() or "another process"
-        self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        self.file.flush()
+        self._name_holder(f"process {os.getpid()} on {socket.gethostname()}")
         return ""
+
+    def _name_holder(self, name: str) -> None:
+        with suppress(OSError):  # a full disk, or a file that is another user's; the name is for people
+            os.ftruncate(self.file.fileno(), 0)
+            os.write(self.file.fileno(), name.encode())
 
     def __enter__(self) -> "FileLock":
         return self
 
     def __exit__(self, *_) -> None:
-        with self.file, suppress(OSError):  # the name is for people, and the lock goes with the file
-            self.file.truncate(0)
+        with self.file:  # with which the lock goes
+            self._name_holder("")

@@ -61,7 +61,7 @@ class Once:
             try:
                 return stack.enter_context(FileLock(path))
             except OSError as error:
-                raise DataError(f"{path} cannot be written: {error.strerror}; make it writable, or set CACHE_DIR to another "
+                raise DataError(f"{path} cannot be written: {error.strerror or error}; make it writable, or set CACHE_DIR to another "
                                 "folder") from error
 
         def take() -> str:

@@ -20,7 +20,7 @@ from cache import Cache
 from errors import DataError
 from manifest import MANIFEST, Entry, Manifest, read_manifest
 from pulse import PULSE
-from watched import WatchedFile, load_seals, save_seals, seal
+from watched import WatchedFile, let_open, load_seals, save_seals, seal
 
 HEADER_BYTES = 1024
 # llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
@@ -202,6 +202,7 @@ def _open(path: str | Path, split: str, vocab_size: int, tokenizer_sha256: str |
     else:
         shards = [_foreign_shard(file, vocab_size) for file in _foreign_files(Path(path), split)]
         fingerprint = _sampled_fingerprint(shards)
+    let_open(len(shards), shards[0].path.parent)
     token_set = TokenSet(tuple(shards), fingerprint, document_start_id, vocab_size)
     if token_set.tokens < minimum_tokens:
         raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but {minimum_tokens:,} are "
@@ -226,7 +227,8 @@ def _prepared_folder(path: Path) -> Path | None:
     """Return the one prepared folder that `path` is or holds, None where there is none."""
     if os.path.lexists(path / MANIFEST):
         return path
-    inside = path.glob(f"*/{MANIFEST}") if path.is_dir() else []
+    # listdir, as a glob keeps to itself what it may not see.
+    inside = path.glob(f"*/{MANIFEST}") if path.is_dir() and os.listdir(path) else []
     found = sorted(manifest.parent for manifest in inside if not manifest.parent.name.startswith(("tmp-", ".")))
     if len(found) > 1:
         raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: {', '.join(map(str, found))}")

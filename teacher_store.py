@@ -288,6 +288,8 @@ def with_stored_teacher(rows, facts: Mapping[str, Any], make_teacher: Callable[[
             complete(store, rows, indices, lambda: partial(ask, make_teacher()), once, config.micro_batch_size)
     ranks.together(lambda: check_complete(store, indices))
     stored = StoredTeacherRows(rows, store)
+    if not len(indices):
+        return stored
     share = ranks.together(lambda: kept_share(stored(indices[:config.micro_batch_size])))
     advice = "" if share > LITTLE else "; a lower temperature or a larger DISTILLATION_TOP_K would teach more"
     once.say(f"Teacher: the {k} likeliest tokens hold {share:.0%} of its probability at DISTILLATION_TEMPERATURE="

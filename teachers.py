@@ -54,7 +54,10 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
     name = config.teacher_model
     places = (Path(config.output_dir) / name, Path(name).expanduser())
     if any(place.exists() for place in places) or not HUB_NAME.fullmatch(name):
-        folder = checkpoints.locate(name, Path(config.output_dir))
+        try:
+            folder = checkpoints.locate(name, Path(config.output_dir))
+        except CheckpointError as error:
+            raise CheckpointError(f"TEACHER_MODEL={name}: {error}") from error
     else:
         folder = _hub_folder(name)
     if verify and (folder / checkpoints.MANIFEST).exists():

@@ -141,7 +141,7 @@ class HuggingFaceTokenizer:
     def __init__(self, file: Path, name: str):
         import tokenizers
 
-        self._document = _read_json(file, name)
+        self._name, self._document = name, _read_json(file, name)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
@@ -201,7 +201,13 @@ class HuggingFaceTokenizer:
 
     def _encode(self, tokenizer, text: str) -> list[int]:
         pieces = split_long(text) if self._pieces_join else [without_surrogates(text)]
-        ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        try:
+            ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
+        except BaseException as error:  # a panic of the Rust library is no Exception
+            if type(error).__name__ != "PanicException":
+                raise
+            raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json gives up on the text that begins {text[:40]!r} "
+                            f"({error}); leave that text away, or take another tokenizer") from None
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +13,7 @@ from errors import DataError
 from plain_files import plain, read_plain
 
 SEALS = ".verified.json"
+OTHER_FILES = 64  # that a process has open besides
 
 
 def seal(status: os.stat_result) -> dict[str, int]:
@@ -41,6 +43,16 @@ def save_seals(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
             unfinished.unlink()
         return False
     return True
+
+
+def let_open(files: int, folder: Path) -> None:
+    """Raise this process's limit on open files where so many of a folder need it. Raises DataError where it is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files + OTHER_FILES > hard:
+        raise DataError(f"{folder}: has {files:,} shards, and this shell lets a process open {hard:,} files; raise that "
+                        "(ulimit -n), or prepare the data again with a larger SHARD_TOKENS")
+    if soft < (wanted := min(hard, 2 * (files + OTHER_FILES))):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class WatchedFile:
@@ -81,9 +93,9 @@ class WatchedFile:
         return content
 
     def _changed(self, now: os.stat_result) -> DataError:
-        was = self.status
-        how = ("it ends too early" if was is None else
-               "another file has its name" if was.st_ino != now.st_ino else
+        if (was := self.status) is None:
+            return DataError(f"{self.path}: is cut short; start again, and what it lacks is made again")
+        how = ("another file has its name" if was.st_ino != now.st_ino else
                "it was written to" if was.st_size == now.st_size else f"it had {was.st_size:,} bytes and has {now.st_size:,}")
         return DataError(f"{self.path}: was changed while it was read: {how}; bring back what it was and start again, then the "
                          "run goes on from its last checkpoint")

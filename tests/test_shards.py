@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shards
+import watched
 from errors import DataError
 from shards import HEADER_BYTES, MANIFEST, dtype_for, header_bytes, open_token_set
 from watched import SEALS
@@ -273,6 +274,19 @@ def test_an_id_beyond_the_vocabulary_indexes_nothing_where_no_change_is_seen(pre
         with pytest.raises(DataError, match=r"train-00000\.bin: token 3 \(byte 1030\) has id 32771, beyond the vocab"):
             read()
     assert tokens.read(0, 3).tolist() == [0, 1, 2]
+
+
+def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared, monkeypatch):
+    limits = []
+    monkeypatch.setattr(watched.resource, "setrlimit", lambda what, values: limits.append(values))
+    for soft, hard, raised in ((1024, 4096, []), (66, 4096, [(134, 4096)]), (66, 100, [(100, 100)])):
+        limits.clear()
+        monkeypatch.setattr(watched.resource, "getrlimit", lambda what, values=(soft, hard): values)
+        open_train(prepared)
+        assert limits == raised
+    monkeypatch.setattr(watched.resource, "getrlimit", lambda what: (66, 66))
+    with pytest.raises(DataError, match="has 3 shards, and this shell lets a process open 66 files"):
+        open_train(prepared)
 
 
 # Files made by others

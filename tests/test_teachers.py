@@ -447,6 +447,7 @@ def test_only_the_rows_that_will_be_read_are_asked_for(tmp_path, tokenizer):
     rows, teacher = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer)
     partly = stored(rows, tmp_path, tokenizer, teacher, indices=np.array([5, 1, 5]))
     assert teacher.asked == 2 and partly(np.array([1, 5])).stored
+    assert len(stored(rows, tmp_path / "none", tokenizer, None, indices=np.arange(0))) == 9  # of a run of no step
     with pytest.raises(DataError, match="row 2 is missing"):
         partly(np.array([2]))
     stored(rows, tmp_path, tokenizer, teacher)

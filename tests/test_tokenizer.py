@@ -110,6 +110,17 @@ def test_trained_ranks_are_the_bpe_that_was_trained(monkeypatch):
     assert len(ours.encode(SENTENCES[0])) < len(SENTENCES[0]) / 3
 
 
+def test_a_pattern_that_explodes_is_an_error_that_names_the_tokenizer(ours, tmp_path, capfd):
+    ours.save_huggingface(tmp_path)
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    foreign = HuggingFaceTokenizer(tmp_path / "tokenizer.json", "theirs")
+    assert foreign.decode(foreign.encode("some words")) == "some words"
+    with pytest.raises(DataError, match="TOKENIZER_PATH=theirs: its tokenizer.json gives up on the text that begins 'xxx"):
+        foreign.encode("x" * 100)
+
+
 def test_training_refuses_what_it_cannot_give():
     with pytest.raises(SettingsError, match="256"):
         train_bpe(SENTENCES, 255)
