@@ -44,10 +44,11 @@ class Cache(NamedTuple):
         """
         refusals = []
         for place in self.places(data, fingerprint):
-            refused = [(folder, error) for folder in (place, place / name) if (error := why_not_writable(folder))]
+            refused = [f"{folder} cannot be written: {error.strerror}" for folder in (place, place / name)
+                       if (error := why_not_writable(folder))]
             if not refused:
                 return place, "; ".join(refusals)
-            refusals.append("{0} cannot be written: {1.strerror}".format(*refused[0]))
+            refusals.append(refused[0])
         raise DataError(f"{'; '.join(refusals)}; set CACHE_DIR to a folder that can")
 
     def check(self) -> None:
