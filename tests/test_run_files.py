@@ -100,7 +100,7 @@ SPOILT = {
     "a list as settings": (1, ("settings",), [], "settings: input should be"),
     "no files": (0, ("files",), GONE, "files: field required"),
     "an empty list of files": (0, ("files",), {}, "files: dictionary should have at least 1 item"),
-    "not the how-manieth": (0, ("written",), GONE, "written: field required"),
+    "no order of writing": (0, ("written",), GONE, "written: field required"),
     "a file of words": (0, ("files", "config.json"), "x", "files.config.json: input should be an object")}
 
 
