@@ -401,8 +401,8 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "Early stopping" in capsys.readouterr().out
     assert list(run.column("hellaswag_acc")) == [0, 6], "the last evaluation is made however the run ends"
     assert run.train() == 0
-    assert ("Nothing to do: 6 steps are finished, of MAX_STEPS=20. Early stopping: 2 validations without a loss below 3.9 (step 4)."
-            in capsys.readouterr().out)
+    told = capsys.readouterr().out
+    assert "Nothing to do: 6 steps are finished, of MAX_STEPS=20. Early stopping: 2 validations without a loss below 3.9" in told
 
 
 def test_nan_is_never_the_best(tiny_run, monkeypatch):
