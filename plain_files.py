@@ -9,10 +9,10 @@ LARGEST_TEXT = 1 << 26  # bytes of what is read as a whole
 
 
 class NotAFileError(OSError):
-    """What stands there is a pipe, a socket, a device or a folder."""
+    """What stands there is a pipe, a socket, a device, a folder, or a link where none is followed."""
 
     def __init__(self, path: str | Path):
-        super().__init__(errno.EINVAL, "is no file but a pipe, a socket, a device or a folder", str(path))
+        super().__init__(errno.EINVAL, "is no plain file but a pipe, a device, a folder or a link", str(path))
 
 
 def plain(path: str, flags: int) -> int:
@@ -25,7 +25,7 @@ def plain(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.EISDIR):  # a pipe that nobody reads, a socket; a folder
+        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ELOOP):  # a pipe that nobody reads, a socket; a folder; a link
             raise NotAFileError(path) from error
         raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):

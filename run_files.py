@@ -19,7 +19,7 @@ GONE = "is gone: it was pruned or deleted meanwhile; start again, or take anothe
 NEWER = "it was written by a newer Paddock; go on with that"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-Ranks = Annotated[int, Field(ge=1, lt=1 << 31)]
+WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
 Place = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
 KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid")
 Kind = TypeVar("Kind", bound=BaseModel)
@@ -45,7 +45,7 @@ class Manifest(BaseModel):
     format: Literal[1]
     paddock: str
     step: Count
-    world_size: Ranks = 1
+    world_size: WorldSize = 1
     val_loss: Optional[float] = None
     written: int = Field(ge=0)  # after how many others
     files: dict[Place, File] = Field(min_length=1)
@@ -103,7 +103,7 @@ class State(BaseModel):
 
     progress: SavedProgress
     identity: dict[str, Union[str, int]]
-    world_size: Ranks
+    world_size: WorldSize
     settings: Settings
     scaler: Optional[Scaler] = None
     val_loss: Optional[float] = None

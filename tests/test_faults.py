@@ -60,7 +60,7 @@ def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
         assert code == 0, "it was finished but for the save"
     else:
         assert code == train.EXIT_PREEMPTED
-        assert run.steps_saved()[-1] == finished
+        assert (run.steps_saved() or [0])[-1] == finished, "before the first step there is nothing to save"
     assert run.train() == 0
     assert run.hashes(6) == whole.hashes(6)
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())

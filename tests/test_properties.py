@@ -235,7 +235,8 @@ counts = st.integers(0, 2**50)
 file_names = any_text.filter(lambda name: "\0" not in name and not re.search("[\ud800-\udfff]", name))
 manifests = st.fixed_dictionaries(
     {"format": st.just(checkpoints.FORMAT), "paddock": st.just("0.1"), "step": counts, "written": counts,
-     "files": st.dictionaries(file_names, st.fixed_dictionaries({"size": counts, "sha256": st.just("0")}), min_size=1, max_size=3)},
+     "files": st.dictionaries(file_names, st.fixed_dictionaries({"size": counts, "sha256": st.just("0")}), min_size=1,
+                              max_size=3)},
     optional={"world_size": st.integers(1, 99), "val_loss": st.none() | st.floats(allow_nan=False, allow_infinity=False)})
 
 

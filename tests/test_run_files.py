@@ -100,7 +100,7 @@ SPOILT = {
     "a list as settings": (1, ("settings",), [], "settings: input should be"),
     "no files": (0, ("files",), GONE, "files: field required"),
     "an empty list of files": (0, ("files",), {}, "files: dictionary should have at least 1 item"),
-    "not the how-manieth": (0, ("written",), GONE, "written: field required"),
+    "no order of writing": (0, ("written",), GONE, "written: field required"),
     "a file of words": (0, ("files", "config.json"), "x", "files.config.json: input should be an object")}
 
 
@@ -147,7 +147,7 @@ def test_what_is_no_file_in_the_place_of_a_log_is_refused_and_not_waited_for(nam
         put(run.folder / name)
         assert run.train(MAX_STEPS=3) == 5
         error = capsys.readouterr().err
-        assert f"{run.folder / name}" in error and "is no file but a pipe, a socket, a device or a folder" in error
+        assert f"{run.folder / name}" in error and "is no plain file but a pipe, a device, a folder or a link" in error
         (run.folder / name).rmdir() if put is os.mkdir else (run.folder / name).unlink()
 
 

@@ -267,7 +267,7 @@ def test_settings_are_not_awaited_from_a_pipe_or_a_device():
     os.mkfifo("pipe")
     for flag in ("--env-file", "--config"):
         for path in ("pipe", "/dev/zero"):
-            assert problems(flag, path)[0] == f"{path}: cannot be read: is no file but a pipe, a socket, a device or a folder"
+            assert problems(flag, path)[0] == f"{path}: cannot be read: is no plain file but a pipe, a device, a folder or a link"
 
 
 @pytest.mark.parametrize("content, words", [

@@ -634,5 +634,6 @@ def test_a_complete_store_needs_no_right_to_write(tmp_path, tokenizer, monkeypat
     rows = token_rows(tmp_path, tokenizer)
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
     real = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, *mode: pytest.fail("for writing") if flags else real(path, flags))
+    monkeypatch.setattr(os, "open", lambda path, flags, *mode: pytest.fail("for writing")
+                        if flags & (os.O_WRONLY | os.O_RDWR) else real(path, flags, *mode))
     assert isinstance(stored(rows, tmp_path, tokenizer, None), StoredTeacherRows)
