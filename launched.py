@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+SECOND_SIGNAL_SECONDS = 1.0  # one that comes within is the same: torchrun hands on what the terminal has sent already
 EXIT_PREEMPTED = 143
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"  # in the environment of the processes that scripts/launch.py starts
 JOB_TOKEN = "PADDOCK_JOB_TOKEN"  # there too, where they are on one machine: the secret by which they know each other's words

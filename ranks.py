@@ -21,14 +21,13 @@ import torch.distributed as dist
 
 import errors
 from errors import HangError, PaddockError, SettingsError
-from launched import JOB_TOKEN, stop_signals, tell_end, tell_joined
+from launched import JOB_TOKEN, SECOND_SIGNAL_SECONDS, stop_signals, tell_end, tell_joined
 from network import keep_to_interface, listen_at
 from pulse import PULSE, Board, Watch
 
 T = TypeVar("T")
 JOIN_SECONDS = 25  # that ranks may start apart, where no launcher has gathered them
 LATER_SECONDS = 86_400  # after DISTRIBUTED_TIMEOUT the group would end a wait, also one for a rank that moves; the watch does not
-SECOND_SIGNAL_SECONDS = 1.0  # torchrun hands on a signal that the terminal has sent to the workers already
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,9 @@ def join(ranks: Ranks, timeout_seconds: float) -> None:
     with dying_at_signals():
         _hosted = host_store(listen_at([host], int(port), patience)) if hosted_by_main and ranks.is_main else None
         store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=patience)))
+        here = [f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-here-{rank}" for rank in range(ranks.world_size)]
+        store.set(here[ranks.rank], "yes")
+        store.wait(here, timedelta(seconds=patience))  # the group would wait as long as for any collective
         dist.init_process_group(backend, store=store, **place, device_id=device_id,
                                 timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS))
         own_client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))

@@ -32,7 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from config import Config
 from errors import CheckpointError, SettingsError, drop_unread_streams, run_script, tell
-from launched import EXIT_PREEMPTED, JOB_TOKEN, JOINED, LAUNCHER_PID, leave_at_signals, provide_streams, stop_signals
+from launched import (
+    EXIT_PREEMPTED,
+    JOB_TOKEN,
+    JOINED,
+    LAUNCHER_PID,
+    SECOND_SIGNAL_SECONDS,
+    leave_at_signals,
+    provide_streams,
+    stop_signals,
+)
 from network import LOOPBACK, listen_at
 from settings import exit_with, export, load_config
 
@@ -208,7 +217,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
     host, port, listening = meeting_point(args)
     _hosted = listening and host_store(listening)
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ",".join(number.name for number in stop_signals())}
+    newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ""}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
         tell("warning: this torch kills ranks that have not saved 30 s after a signal", sys.stderr)
@@ -223,6 +232,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
         with suppress(OSError):
             return json.loads((logs.of(local_rank) / "error.json").read_text(encoding="utf-8"))["message"]
 
+    stop_twice(SignalException)
     try:
         elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
     except ChildFailedError as error:
@@ -236,6 +246,26 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
         raise SettingsError(f"the {args.nnodes} machine(s) did not come together at {endpoint}: {reason}; check "
                             "--master-addr and --nnodes, and that --master-port is free on the first machine") from error
     return []
+
+
+def stop_twice(error: type[Exception]) -> None:
+    """From now on a stop signal raises an error, at which torch's launcher stops the ranks, and so does a second one that comes
+    more than a moment later, at which they leave at once. All others mean nothing: that launcher, which would hear each, would
+    leave at the third without having waited for anybody, and hang.
+
+    Args:
+        error: gets a sentence and the signal.
+    """
+    heard: list[float] = []
+
+    def handle(number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if len(heard) < 2 and (not heard or now - heard[0] > SECOND_SIGNAL_SECONDS):
+            heard.append(now)
+            raise error(f"got {signal.Signals(number).name}", signal.Signals(number))
+
+    for number in stop_signals():
+        signal.signal(number, handle)
 
 
 def main() -> None:

@@ -29,10 +29,12 @@ from test_pickles import Bomb
 import convert
 import evaluation
 import optim
+import ranks
 import run_state
 from config import Config
 from errors import CheckpointError, SettingsError
-from launched import JOB_TOKEN, LAUNCHER_PID
+from launched import JOB_TOKEN, LAUNCHER_PID, stop_signals
+from network import LOOPBACK, listen_at
 from pulse import TELL_SECONDS, Board
 
 WORLD = 2
@@ -152,9 +154,17 @@ def test_ranks_that_do_not_come_are_told(rank, world_size, told, tiny_run):
     assert told in job.text() and "Traceback" not in job.text()
 
 
-def impatient() -> None:
-    import ranks
+def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tiny_run):
+    """The launcher's own place at the store is not the other's."""
+    hosted = ranks.host_store(listen_at(LOOPBACK, 0))
+    dist.TCPStore(hosted.host, hosted.port, world_size=1, is_master=False)
+    job = tiny_run().start(plant=impatient, env={
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": hosted.host, "MASTER_PORT": str(hosted.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert job.wait(30) == [2] and "rank 0 of 2 could not join" in job.text(), job.text()
 
+
+def impatient() -> None:
     assert ranks.JOIN_SECONDS < 30
     ranks.JOIN_SECONDS = 2
 
@@ -349,6 +359,25 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole, tiny_run)
     assert {path.name for path in (run.output_dir / "launch").rglob("*.*")} == {"stdout.log", "stderr.log", "error.json"}
     assert run.hashes(6) == whole.hashes(6)
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+def test_the_launcher_stops_its_ranks_twice_and_no_more(launcher, monkeypatch):
+    """Not at one that comes within a moment, nor at a third."""
+    now, heard = 0.0, []
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now)
+    launcher.stop_twice(ValueError)
+    try:
+        for now in (0.0, 0.5, 0.9, 2.0, 2.1, 9.0):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                try:
+                    os.kill(os.getpid(), number)
+                except ValueError as error:
+                    heard.append((now, error.args[1]))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [(0.0, signal.SIGTERM), (2.0, signal.SIGTERM)]
 
 
 @pytest.mark.slow
