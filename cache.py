@@ -47,7 +47,7 @@ class Cache(NamedTuple):
             refused = [(folder, error) for folder in (place, place / name) if (error := why_not_writable(folder))]
             if not refused:
                 return place, "; ".join(refusals)
-            refusals.append("{0} cannot be written: {1.strerror}".format(*refused[0]))
+            refusals.append("{} cannot be written: {.strerror}".format(*refused[0]))
         raise DataError(f"{'; '.join(refusals)}; set CACHE_DIR to a folder that can")
 
     def check(self) -> None:

@@ -61,8 +61,8 @@ class Once:
             try:
                 return stack.enter_context(FileLock(path))
             except OSError as error:
-                raise DataError(f"{path} cannot be written: {error.strerror or error}; make it writable, or set CACHE_DIR to another "
-                                "folder") from error
+                raise DataError(f"{path} cannot be written: {error.strerror or error}; make it writable, or set CACHE_DIR "
+                                "to another folder") from error
 
         def take() -> str:
             try:

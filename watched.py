@@ -24,7 +24,7 @@ def seal(status: os.stat_result) -> dict[str, int]:
 def load_seals(folder: Path) -> dict[str, dict[str, Any]]:
     """What is remembered in a folder, by file; {} where nothing is, or not legibly: then everything is read again."""
     try:
-        known = json.loads((folder / SEALS).read_text(encoding="utf-8"))
+        known = json.loads((folder / SEALS).read_text(encoding="utf-8")) if (folder / SEALS).is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) and all(isinstance(found, dict) for found in known.values()) else {}
