@@ -45,6 +45,16 @@ def leads_outside(name: str, folder: Path) -> bool:
     return ".." in Path(name).parts or not Path(os.path.realpath(folder / name)).is_relative_to(home)
 
 
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """A file's text, its line ends as newlines.
+
+    Raises:
+        OSError, UnicodeDecodeError: it cannot be read, or is no file, or no text.
+    """
+    with open(path, encoding=encoding, opener=plain) as file:
+        return file.read()
+
+
 def read_plain(path: Path) -> bytes:
     """A file's content.
 

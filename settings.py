@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from config import SECRETS, Config, describe_settings, rules
 from errors import SettingsError, ending_with_reader, printable, show, tell, without_passwords
 from launched import first_here
-from plain_files import plain
+from plain_files import read_text
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 
@@ -95,8 +95,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     values, problems, above = {}, [], {}
     known = ChainMap(environ, above)
     try:
-        with open(path, encoding="utf-8-sig", opener=plain) as file:
-            text = file.read()
+        text = read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
         return Layer({}, [f"{path}: cannot be read: {reason(error)}"])
     for binding in parse_stream(io.StringIO(text)):
@@ -135,8 +134,7 @@ def read_json_file(path: Path) -> Layer:
     values, problems = {}, []
     try:
         # As pairs, because a dictionary would hide a name that is there twice.
-        with open(path, encoding="utf-8-sig", opener=plain) as file:
-            content = json.load(file, object_pairs_hook=Pairs)
+        content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=Pairs)
     except OSError as error:
         return Layer({}, [f"{path}: cannot be read: {reason(error)}"])
     except (ValueError, RecursionError) as error:

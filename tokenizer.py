@@ -18,6 +18,7 @@ import tiktoken
 from config import SAMPLE
 from downloads import HUB_NAME, hub_folder, why_not
 from errors import DataError, SettingsError
+from plain_files import read_text
 
 # How Llama 3 cuts text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -153,7 +154,7 @@ class HuggingFaceTokenizer:
 
         beside = {}
         for other in ("tokenizer_config.json", "special_tokens_map.json"):
-            if (file.parent / other).is_file():
+            if os.path.lexists(file.parent / other):
                 beside = {**_read_json(file.parent / other, name), **beside}
         self.control_tokens = self._control_tokens(beside, name)
         self.chat_template = _chat_template(file.parent / "chat_template.jinja", beside.get("chat_template"), name)
@@ -422,7 +423,7 @@ BYTE_TO_CHAR = _byte_alphabet()
 
 def _read_json(file: Path, name: str) -> dict:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_text(file))
     except (ValueError, RecursionError) as error:
         raise DataError(f"TOKENIZER_PATH={name}: {file} is not JSON: {error}; get it anew") from error
     if not isinstance(content, dict):
@@ -432,7 +433,7 @@ def _read_json(file: Path, name: str) -> dict:
 
 def _chat_template(file: Path, beside: Any, name: str) -> str | None:
     try:
-        template = file.read_text(encoding="utf-8") if file.is_file() else beside
+        template = read_text(file) if os.path.lexists(file) else beside
     except UnicodeDecodeError as error:
         raise DataError(f"TOKENIZER_PATH={name}: {file} is no text: {error}; get it anew") from error
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):

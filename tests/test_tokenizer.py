@@ -236,6 +236,16 @@ def test_folder_saved_again_gives_the_same_ids(theirs, tmp_path):
     assert [again.encode(text) for text in SENTENCES] == [theirs.encode(text) for text in SENTENCES]
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
+@pytest.mark.parametrize("put, words", [(os.mkfifo, "is no plain file"), (lambda path: path.symlink_to("gone"), "No such file")])
+def test_what_lies_beside_a_tokenizer_and_is_no_file_is_refused(name, put, words, theirs, tmp_path):
+    theirs.save_huggingface(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    put(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name} cannot be read: {words}"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_foreign_tokenizer_without_a_bos(folder, ours, tmp_path):
     document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     end = {**document["added_tokens"][0], "content": "<|endoftext|>"}
