@@ -188,7 +188,7 @@ def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_ha
     (folder / "folder").mkdir()
     for name in ("pipe", "folder"):
         reseal(folder, files | {name: {"size": 0, "sha256": "0" * 64}})
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no file"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no plain file"):
             checkpoints.verify(folder)
     (folder / "zero").symlink_to("/dev/zero")
     reseal(folder, files | {"zero": {"size": 0, "sha256": "0" * 64}})
@@ -198,7 +198,7 @@ def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_ha
                        (checkpoints.OPTIMIZER, checkpoints.read_optimizer)):
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no file"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no plain file"):
             read(folder)
 
 
