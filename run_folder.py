@@ -25,8 +25,9 @@ from run_log import naming_refusals
 
 LOCK = "run.lock"
 SEGMENTS = "configs"  # the folder of the settings of each part of a run
+LOGS = tuple(f"{name}.jsonl{bad}" for name in ("metrics", "ledger", "samples") for bad in ("", ".bad"))
 # What a run has written. The checkpoints go first: from then on the run that was here lies aside, whatever else is still to go.
-OWN = ("checkpoints", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "config.json", SEGMENTS, "log", "debug", "tensorboard")
+OWN = ("checkpoints", *LOGS, "config.json", SEGMENTS, "log", "debug", "tensorboard")
 TRIES = 10  # for a lock that another job takes away with its folder at the same moment
 Warn = Callable[[str], None]
 

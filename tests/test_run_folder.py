@@ -186,9 +186,11 @@ def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_
     def die():
         raise Killed
 
+    (finished.folder / "ledger.jsonl.bad").write_text("{}")
     with at_step(1, die), pytest.raises(Killed):
         finished.train(RESUME="never", SEED=7)
     (aside,) = finished.folder.glob("before-*")
+    assert (aside / "ledger.jsonl.bad").exists() and not (finished.folder / "ledger.jsonl.bad").exists()
     assert f"is moved aside into {aside.name}" in capsys.readouterr().err
     assert finished.train(MAX_STEPS=2) == 0
     told = capsys.readouterr().err
