@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import json
 import os
 import re
@@ -196,7 +197,9 @@ def join(ranks: Ranks, timeout_seconds: float) -> None:
     with dying_at_signals():
         _hosted = host_store(listen_at([host], int(port), patience)) if hosted_by_main and ranks.is_main else None
         store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=patience)))
-        here = [f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}-here-{rank}" for rank in range(ranks.world_size)]
+        # By the token's hash, not the token: anyone can list the keys. Without a launcher there is none yet.
+        job = f"{os.environ.get(JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        here = [f"paddock-{hashlib.sha256(job.encode()).hexdigest()}/here-{rank}" for rank in range(ranks.world_size)]
         store.set(here[ranks.rank], "yes")
         store.wait(here, timedelta(seconds=patience))  # the group would wait as long as for any collective
         dist.init_process_group(backend, store=store, **place, device_id=device_id,
