@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from chunked_head import IGNORE_INDEX
-from shards import TokenSet
+from data_pipeline.shard_reader import TokenSet
+from fused.chunked_head import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 6
 CLOSING_SECONDS = 10
@@ -23,12 +23,12 @@ Permutation = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one forward. Targets are already shifted; `documents_BT` is None where documents see each other."""
+    """Rows for one forward. Targets are already shifted; `document_ids_BT` is None where documents see each other."""
 
     tokens_BT: torch.Tensor  # int64
     targets_BT: torch.Tensor  # int64, IGNORE_INDEX where nothing is predicted
-    documents_BT: torch.Tensor | None = None  # int32, documents numbered from 1 in each row
-    positions_M: torch.Tensor | None = None  # int64, where in the flattened targets something is predicted; None = everywhere
+    document_ids_BT: torch.Tensor | None = None  # int32, documents numbered from 1 in each row
+    target_index_M: torch.Tensor | None = None  # int64, where in the flattened targets something is predicted; None = everywhere
     stored: dict[str, torch.Tensor] = field(default_factory=dict)  # what was computed before, row by row
 
     def to(self, device: torch.device) -> "Batch":
@@ -37,7 +37,7 @@ class Batch:
         The documents' numbers stay: the model makes what its kernels want of them on the CPU, and so waits for no GPU.
         """
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
-        return replace(moved, documents_BT=self.documents_BT)
+        return replace(moved, document_ids_BT=self.document_ids_BT)
 
     def pin_memory(self) -> "Batch":
         """Return the batch in memory that a GPU can fetch from by itself."""
@@ -47,17 +47,17 @@ class Batch:
         def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else change(tensor)
 
-        return Batch(change(self.tokens_BT), change(self.targets_BT), optional(self.documents_BT), optional(self.positions_M),
+        return Batch(change(self.tokens_BT), change(self.targets_BT), optional(self.document_ids_BT), optional(self.target_index_M),
                      {name: change(tensor) for name, tensor in self.stored.items()})
 
     def ignore_from(self, row: int) -> "Batch":
         """Return the batch with nothing to predict in the rows from `row` on, which are padding."""
         targets_BT = self.targets_BT.clone()
         targets_BT[row:] = IGNORE_INDEX
-        positions_M = self.positions_M
-        if positions_M is not None:
-            positions_M = positions_M[positions_M < row * targets_BT.shape[1]]
-        return replace(self, targets_BT=targets_BT, positions_M=positions_M)
+        target_index_M = self.target_index_M
+        if target_index_M is not None:
+            target_index_M = target_index_M[target_index_M < row * targets_BT.shape[1]]
+        return replace(self, targets_BT=targets_BT, target_index_M=target_index_M)
 
 
 ReadRows = Callable[[np.ndarray], Batch]
@@ -96,10 +96,10 @@ class TokenRows:
         ids_BT = np.concatenate([self.token_set.read(index * length, length + 1) for index in indices.tolist()])
         ids_BT = ids_BT.reshape(-1, length + 1)
         tokens_BT, targets_BT = ids_BT[:, :-1].astype(np.int64), ids_BT[:, 1:].astype(np.int64)
-        documents_BT = None
+        document_ids_BT = None
         if self.document_start_id is not None:
-            documents_BT = torch.from_numpy(number_documents(ids_BT[:, :-1], self.document_start_id))
-        return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT), documents_BT)
+            document_ids_BT = torch.from_numpy(number_documents(ids_BT[:, :-1], self.document_start_id))
+        return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT), document_ids_BT)
 
 
 def number_documents(ids_BT: np.ndarray, document_start_id: int) -> np.ndarray:

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from chunked_head import IGNORE_INDEX
-from errors import DataError
+from common.errors import DataError
+from data_pipeline.sources import flaw_of
+from fused.chunked_head import IGNORE_INDEX
 from model import SHARED_PREFIX, Transformer
-from records import flaw_of
 
 ENDINGS = 4
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # that one may have when it is unpacked; HellaSwag's have 3 kB and 13 MB
@@ -223,9 +223,9 @@ def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.dev
     tokens_BT = pad_sequence([task.tokens_T for task in batch], batch_first=True).long().to(device)
     targets_BT = pad_sequence([task.targets_T for task in batch], batch_first=True, padding_value=IGNORE_INDEX).long()
     # They stay on the CPU, where the model sees without waiting for the device that there is a shared prefix.
-    documents_BT = pad_sequence([task.documents_T for task in batch], batch_first=True, padding_value=ENDINGS + 1)
+    document_ids_BT = pad_sequence([task.documents_T for task in batch], batch_first=True, padding_value=ENDINGS + 1)
     is_target_BT = targets_BT != IGNORE_INDEX
-    hidden_MD = model.hidden(tokens_BT, documents_BT)[is_target_BT.to(device)]
+    hidden_MD = model.hidden(tokens_BT, document_ids_BT)[is_target_BT.to(device)]
     logprob_M = model.logprobs(hidden_MD, targets_BT[is_target_BT].to(device)).double().cpu().numpy()
     lengths = np.array([length for task in batch for length in task.ending_tokens])
     return np.add.reduceat(logprob_M, lengths.cumsum() - lengths).reshape(len(batch), ENDINGS)

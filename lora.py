@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from chunked_head import HeadWeight
+from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
-from errors import CheckpointError, SettingsError
+from fused.chunked_head import HeadWeight
+from fused.matmul import linear, upcast_for_matmul
 from model import Linear, Transformer
-from numerics import linear, multipliable
 
 NF4_BLOCK = 64  # numbers that share a scale
 
@@ -68,14 +68,14 @@ class QuantizedProduct(torch.autograd.Function):
     def forward(ctx, x, packed, scales, shape):
         ctx.save_for_backward(packed, scales)
         ctx.shape = shape
-        product = F.linear(multipliable(x), multipliable(dequantized(packed, scales, shape, x.dtype)))
+        product = F.linear(upcast_for_matmul(x), upcast_for_matmul(dequantized(packed, scales, shape, x.dtype)))
         # torch 2.11 compiles a conversion that changes nothing, where a forward ends with it, into gradients of zero.
         return product if product.dtype == x.dtype else product.to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
         weight = dequantized(*ctx.saved_tensors, ctx.shape, gradient.dtype)
-        return (multipliable(gradient) @ multipliable(weight)).to(gradient.dtype), None, None, None
+        return (upcast_for_matmul(gradient) @ upcast_for_matmul(weight)).to(gradient.dtype), None, None, None
 
 
 class FrozenLinear(nn.Module):
@@ -238,7 +238,7 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
 
 
 def train_whole(module: nn.Module) -> None:
-    """Let a module's weight learn, in float32, and keep what it was as `frozen_weight`, for `adapters_off`."""
+    """Let a module's weight learn, in float32, and keep what it was as `frozen_weight`, for `disable_adapters`."""
     module.frozen_weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
     module.weight = nn.Parameter(module.weight.detach().float())
 
@@ -251,7 +251,7 @@ def keep_base_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Make the model its base for a while, wrapped and compiled as it may be; a compiled block is compiled once more."""
     adapters = [module for module in model.modules() if isinstance(module, (LoRALinear, TrainedRows))]
     whole = [module for module in model.modules() if hasattr(module, "frozen_weight")]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention_kernels import VARLEN, attend, choose_kernel
-from chunked_head import HeadFunctions, HeadWeight, LogitsLoss, LogprobOfTargets, SummedOverLogits, chunk_tokens
 from config import ModelConfig
-from numerics import linear, multipliable
+from fused.attention import VARLEN, attend, choose_kernel
+from fused.chunked_head import ChunkedLogitsLoss, HeadFunctions, HeadWeight, LogitsLoss, LogprobOfTargets, chunk_tokens
+from fused.matmul import linear, upcast_for_matmul
 
 SHARED_PREFIX = 0  # the document that every later one in its row sees
 
@@ -30,7 +30,7 @@ def padded(vocab_size: int) -> int:
     return -(-vocab_size // 128) * 128
 
 
-class Layout(NamedTuple):
+class AttentionMeta(NamedTuple):
     """Who sees whom in a batch, and where each token stands. Made once per forward, used by every block."""
 
     kernel: str  # that computes the attention
@@ -40,7 +40,7 @@ class Layout(NamedTuple):
     cu_seqlens: Optional[Tensor] = None  # int32 borders of the documents in the flattened batch, for varlen kernels
 
 
-def positions_of(documents_BS: Tensor) -> Tensor:
+def position_ids(documents_BS: Tensor) -> Tensor:
     """How many tokens each token sees before itself: its position for the rotary embedding."""
     index_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
     starts_BS = F.pad(documents_BS[:, 1:] != documents_BS[:, :-1], (1, 0))
@@ -58,14 +58,14 @@ def mask_of(documents_BS: Tensor, queries: int) -> Tensor:
     return (causal_TS & ((query_BT1 == key_B1S) | (key_B1S == SHARED_PREFIX)))[:, None]
 
 
-def borders_of(documents_BT: Tensor) -> Tensor:
+def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
     """int32 offsets at which a document of the flattened batch begins, and its end.
 
     Padded with the end (empty documents) to a multiple of 64, so that compiled kernels see few shapes.
     """
-    starts = F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0), value=True).flatten().nonzero().flatten()
+    starts = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True).flatten().nonzero().flatten()
     size = -(-(len(starts) + 1) // 64) * 64
-    return F.pad(starts, (0, size - len(starts)), value=documents_BT.numel()).to(torch.int32)
+    return F.pad(starts, (0, size - len(starts)), value=document_ids_BT.numel()).to(torch.int32)
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
@@ -80,7 +80,7 @@ def inverse_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     return share * frequencies + (1 - share) * frequencies / config.rope_scaling_factor
 
 
-def rotate(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
+def apply_rotary_emb(x_BTNH: Tensor, cos_BT1H: Tensor, sin_BT1H: Tensor) -> Tensor:
     """Turn each pair (2i, 2i + 1) by its angle, in float32. Source: Su et al. 2021 (arXiv:2104.09864), in Meta's pairing."""
     x32 = x_BTNH.float()
     swapped = x32.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -151,14 +151,14 @@ class Attention(nn.Module):
         self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.wo = Linear(config.n_heads * config.head_dim, config.dim)
 
-    def forward(self, x_BTD: Tensor, layout: Layout, store: Optional[Callable]) -> Tensor:
+    def forward(self, x_BTD: Tensor, layout: AttentionMeta, store: Optional[Callable]) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (projected.unflatten(-1, (-1, self.head_dim))
                                   for projected in linear_together(x_BTD, self.wq, self.wk, self.wv))
-        q_BTNH = rotate(q_BTNH, layout.cos_BT1H, layout.sin_BT1H)
-        k_BTKH = rotate(k_BTKH, layout.cos_BT1H, layout.sin_BT1H)
+        q_BTNH = apply_rotary_emb(q_BTNH, layout.cos_BT1H, layout.sin_BT1H)
+        k_BTKH = apply_rotary_emb(k_BTKH, layout.cos_BT1H, layout.sin_BT1H)
         if store is not None:
             k_BTKH, v_BTKH = store(k_BTKH, v_BTKH)
-        heads = (multipliable(heads) for heads in (q_BTNH, k_BTKH, v_BTKH))
+        heads = (upcast_for_matmul(heads) for heads in (q_BTNH, k_BTKH, v_BTKH))
         attended_BTNH = attend(layout.kernel, *heads, layout.mask_B1TS, layout.cu_seqlens)
         return self.wo(attended_BTNH.flatten(-2).to(x_BTD.dtype))
 
@@ -190,7 +190,7 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x_BTD: Tensor, layout: Layout, store: Optional[Callable] = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, layout: AttentionMeta, store: Optional[Callable] = None) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), layout, store)
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
             if parameter.shape[0] == padded(self.vocab_size) and ("tok_embeddings" in name or "output" in name):
                 parameter[self.vocab_size:] = 0
 
-    def layout(self, tokens: Tensor, documents: Optional[Tensor], cache: Optional[KVCache]) -> Layout:
+    def layout(self, tokens: Tensor, documents: Optional[Tensor], cache: Optional[KVCache]) -> AttentionMeta:
         """Positions and visibility of a batch. Documents may lie on the CPU, which spares a synchronisation."""
         device, queries = tokens.device, tokens.shape[1]
         purpose, mask, borders = "causal", None, None
@@ -249,19 +249,19 @@ class Transformer(nn.Module):
             positions = torch.arange(queries, device=device)[None]
         else:
             if kernel in VARLEN:
-                borders = borders_of(documents).to(device, non_blocking=True)
+                borders = compute_cu_seqlens(documents).to(device, non_blocking=True)
                 torch._dynamo.maybe_mark_dynamic(borders, 0)  # one compilation for any number of documents
             documents = documents.to(device, non_blocking=True)
-            positions = positions_of(documents)[:, -queries:]
+            positions = position_ids(documents)[:, -queries:]
             mask = mask_of(documents, queries) if borders is None else None
         angles = positions[:, :, None, None].float() * inverse_frequencies(self.config, device)
         sin = angles.sin()
         cos, signed_sin = angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
-        return Layout(kernel, cos, signed_sin, mask, borders)
+        return AttentionMeta(kernel, cos, signed_sin, mask, borders)
 
-    def hidden(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None) -> Tensor:
         """The normalised last hidden states, (B, T, D) in the compute dtype."""
-        layout = self.layout(tokens_BT, documents_BT, cache)
+        layout = self.layout(tokens_BT, document_ids_BT, cache)
         x_BTD = self.tok_embeddings(tokens_BT).to(self.compute_dtype)
         for layer, block in enumerate(self.layers):
             if self.config.activation_checkpointing == "block" and torch.is_grad_enabled():
@@ -272,34 +272,34 @@ class Transformer(nn.Module):
             cache.used += tokens_BT.shape[1]
         return self.norm(x_BTD)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Optional[Tensor] = None, *,
-                positions_M: Optional[Tensor] = None, reduction: str | LogitsLoss = "none") -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, document_ids_BT: Optional[Tensor] = None, *,
+                target_index_M: Optional[Tensor] = None, reduction: str | LogitsLoss = "none") -> Tensor:
         """Log-probabilities of the targets in nats, float32, without ever holding all logits.
 
         Args:
             tokens_BT: int64 ids.
             targets_BT: int64 ids, already shifted; IGNORE_INDEX = not predicted, counts 0.
-            documents_BT: int32 numbers of the documents; a token sees its own and SHARED_PREFIX. None = rows are whole.
-            positions_M: int64, where the flattened targets are not ignored: the head runs only there. None = everywhere.
+            document_ids_BT: int32 numbers of the documents; a token sees its own and SHARED_PREFIX. None = rows are whole.
+            target_index_M: int64, where the flattened targets are not ignored: the head runs only there. None = everywhere.
             reduction: "none" gives (B, T); "sum" their sum, whose backward costs one head matmul less; a function of
                 (M, vocab_size) float32 logits and of which positions these are gives the sum of what it returns.
         """
-        return self.logprobs(self.hidden(tokens_BT, documents_BT), targets_BT, positions_M=positions_M, reduction=reduction)
+        return self.logprobs(self.hidden(tokens_BT, document_ids_BT), targets_BT, target_index_M=target_index_M, reduction=reduction)
 
-    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, positions_M: Optional[Tensor] = None,
+    def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, target_index_M: Optional[Tensor] = None,
                  reduction: str | LogitsLoss = "none") -> Tensor:
         """The head's part of `forward`, for hidden states of any leading shape."""
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
-        if positions_M is not None:
-            hidden_MD, targets_M = hidden_MD[positions_M], targets_M[positions_M]
+        if target_index_M is not None:
+            hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
         chunk = self.config.head_chunk_tokens or chunk_tokens(padded(self.vocab_size), hidden_MD.device.type)
         if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
             return self.sum_over_logits(hidden_MD, targets_M, chunk, reduction)
         logprob_M = LogprobOfTargets.apply(hidden_MD, *self.head_weight, targets_M, self.vocab_size, chunk, self.head)
         if reduction == "sum":
             return logprob_M.sum()
-        if positions_M is not None:
-            logprob_M = torch.zeros(targets_BT.numel(), device=logprob_M.device).index_put((positions_M,), logprob_M)
+        if target_index_M is not None:
+            logprob_M = torch.zeros(targets_BT.numel(), device=logprob_M.device).index_put((target_index_M,), logprob_M)
         return logprob_M.view_as(targets_BT)
 
     def sum_over_logits(self, hidden_MD: Tensor, targets_M: Tensor, chunk: int, loss: str | LogitsLoss) -> Tensor:
@@ -312,11 +312,11 @@ class Transformer(nn.Module):
             gradient_MV, missing = gradient_MV.to(hidden.dtype), len(weight) - self.vocab_size
             return total, F.pad(gradient_MV, (0, missing)) if missing else gradient_MV  # padding by nothing copies
 
-        return SummedOverLogits.apply(hidden_MD, *self.head_weight, chunk, of_loss if callable(loss) else of_logprobs)
+        return ChunkedLogitsLoss.apply(hidden_MD, *self.head_weight, chunk, of_loss if callable(loss) else of_logprobs)
 
-    def logits(self, tokens_BT: Tensor, documents_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None, *,
+    def logits(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None, cache: Optional[KVCache] = None, *,
                last_only: bool = False) -> Tensor:
         """All logits, (B, T, vocab_size) float32 without padded ids; (B, 1, vocab_size) with `last_only`."""
-        hidden_BTD = self.hidden(tokens_BT, documents_BT, cache)
+        hidden_BTD = self.hidden(tokens_BT, document_ids_BT, cache)
         hidden_BTD = hidden_BTD[:, -1:] if last_only else hidden_BTD
         return linear(hidden_BTD, self.head_weight.values_VD)[..., :self.vocab_size].float()

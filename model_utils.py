@@ -5,7 +5,8 @@ import random
 import shutil
 import sysconfig
 from functools import cache
-from typing import Optional
+from pathlib import Path
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -13,13 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from chunked_head import HeadFunctions
-from config import Config, RunConfig
-from errors import SettingsError
-from model import Transformer
-from numerics import CPU_MULTIPLIES_BF16
-from pulse import PULSE
-from ranks import Ranks
+from checkpoint import hf_format, peft_format, store
+from checkpoint.hf_format import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json, vocabulary_rows
+from checkpoint.peft_format import refuse_adapters
+from checkpoint.resume_rules import AS_SET, MODEL_SHAPE, assignments
+from common.errors import CheckpointError, SettingsError
+from common.heartbeat import HEARTBEAT
+from config import Config, ModelConfig, RunConfig
+from fused.chunked_head import HeadFunctions
+from fused.matmul import CPU_MULTIPLIES_BF16
+from model import Transformer, padded
+from parallel.collectives import Ranks
+from tokenizer import load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # with which it is deterministic
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -172,7 +178,7 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
 
 def note_wait(parameter) -> None:
     """Say that this rank has its own gradients, until it moves on."""
-    PULSE.waits = True
+    HEARTBEAT.waits = True
 
 
 def exchange_in_bf16(process_group, bucket):
@@ -193,3 +199,102 @@ def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
     if max_norm == 0:
         return None
     return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)
+
+
+def load_weights(folder: Path, model: Transformer) -> None:
+    """Put a folder's weights into the model.
+
+    Raises:
+        CheckpointError: they are of another shape than the settings say, or only adapters.
+    """
+    peft_format.refuse_adapters(folder)
+    tensors = hf_format.from_huggingface(hf_format.load_model_weights(folder), model.config, padded(model.vocab_size))
+    model.load_state_dict(tensors)
+
+
+def cut_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+    """The same without the rows of padded ids, which no saved folder shows."""
+    rows = padded(model.vocab_size)
+    return {name: tensor[:model.vocab_size] if is_vocabulary(name) and tensor.ndim == 2 and len(tensor) == rows else tensor
+            for name, tensor in tensors.items()}
+
+
+def restore_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+    """The inverse of `cut_padding`; padded ids get no gradient, so their state is zero."""
+    missing = padded(model.vocab_size) - model.vocab_size
+    return {name: nn.functional.pad(tensor, (0, 0, 0, missing)) if is_vocabulary(name) and tensor.ndim == 2 else tensor
+            for name, tensor in tensors.items()}
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether a parameter, or an optimizer's tensor of it, has a row for each id."""
+    return name.startswith(hf_format.VOCABULARY)
+
+
+def transformer_of(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
+                   dtype: torch.dtype = torch.float32) -> Transformer:
+    """A model around the tensors of a Hugging Face Llama, which keep their own dtype, that computes in the given one."""
+    state = from_huggingface(tensors, config, padded(vocab_size))
+    with torch.device("meta"):
+        model = Transformer(config, vocab_size, dtype)
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def model_config_of(folder: Path) -> ModelConfig:
+    """The settings of the Llama in a folder.
+
+    Raises:
+        CheckpointError: it has no config.json that describes one.
+    """
+    content = read_json(folder / "config.json")
+    try:
+        return ModelConfig(**model_settings_from_huggingface(content))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
+    """The folder's model, on the GPU in bf16 where there is one and otherwise in fp32, and its tokenizer.
+
+    Raises:
+        CheckpointError: it holds no Llama that can be read, only adapters, or a damaged one.
+        DataError: its tokenizer cannot be used.
+    """
+    refuse_adapters(folder)
+    if os.path.exists(folder / store.MANIFEST):
+        store.verify(folder)
+    config = model_config_of(folder)
+    tensors = load_model_weights(folder)
+    vocab_size = vocabulary_rows(tensors)
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model {vocab_size:,}; put the "
+                              "model's own tokenizer there")
+    on_gpu = torch.cuda.is_available()
+    model = transformer_of(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
+    return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
+
+
+def check_model(folder: Path, config: ModelConfig) -> list[str]:
+    """Hold the settings against the model in a folder; returns what to warn of.
+
+    Raises:
+        CheckpointError: it holds a model of another shape, only adapters, or none.
+    """
+    refuse_adapters(folder)
+    theirs = model_config_of(folder)
+
+    def differing(*names: str) -> dict[str, Any]:
+        return {name.upper(): getattr(theirs, name) for name in names if getattr(theirs, name) != getattr(config, name)}
+
+    def shown(others: dict[str, Any]) -> str:
+        return "; ".join(f"{AS_SET.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
+                         for name, value in others.items())
+
+    if others := differing(*map(str.lower, MODEL_SHAPE)):
+        raise CheckpointError(f"{folder} holds another model: {shown(others)}. To start from it, {assignments(others)}")
+    # The same weights compute something else with these, which is done on purpose to learn longer contexts.
+    scaling = ("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len") if theirs.rope_scaling_factor else ()
+    others = differing("norm_eps", "rope_theta", "rope_scaling_factor", *scaling)
+    return [f"the model in {folder} was made with other settings: {shown(others)}"] if others else []

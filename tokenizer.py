@@ -15,10 +15,10 @@ from typing import Any
 
 import tiktoken
 
+from common.errors import DataError, SettingsError
+from common.files import read_text
+from common.remote import HUB_NAME, hub_folder, why_not
 from config import SAMPLE
-from downloads import HUB_NAME, hub_folder, why_not
-from errors import DataError, SettingsError
-from plain_files import read_text
 
 # How Llama 3 cuts text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"

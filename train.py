@@ -9,9 +9,16 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Optional
 
-from errors import SettingsError, ending_with_reader, printable, tell, write_whole_lines
-from launched import EXIT_PREEMPTED, end_with_launcher, first_here, leave_at_signals, provide_streams, tell_end
-from settings import Loaded, exit_with, load_or_exit
+from common.errors import SettingsError, ending_with_reader, print_safely, printable, write_whole_lines
+from parallel.exit_report import (
+    EXIT_PREEMPTED,
+    end_with_launcher,
+    first_here,
+    leave_at_signals,
+    provide_streams,
+    write_error_file,
+)
+from settings.load import Loaded, exit_with, load_or_exit
 
 USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
 
@@ -26,11 +33,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-import diagnostics
-import preflight
-from alarms import check_replicas, enter_in_ledger, heed_loss_spike, stop_non_finite
+from common.heartbeat import HEARTBEAT
 from dataloaders import Batch
-from evaluation import due, measure
 from model_utils import (
     build_model,
     choose_device,
@@ -42,12 +46,15 @@ from model_utils import (
     seed_step,
     wrap_model,
 )
-from optim import Optimizer, learning_rate
-from pulse import PULSE
-from ranks import Interrupted, StopSignals, explain, joined_ranks, leave_if_stopped, stop_watch
-from run_folder import open_run_folder
-from run_log import RunLog, console_line, leaving_trackers_behind
-from run_state import (
+from parallel.collectives import Interrupted, StopSignals, classify_exception, joined_ranks, leave_if_stopped, stop_watch
+from scripts.sample.world import provide_sample
+from training import diagnostics, preflight
+from training.build_objective import Base, choose_objective
+from training.evaluation import due, measure
+from training.optim import Optimizer, learning_rate
+from training.run_folder import open_run_folder
+from training.run_log import RunLog, console_line, leaving_trackers_behind
+from training.state import (
     Run,
     StepResult,
     begin,
@@ -60,8 +67,7 @@ from run_state import (
     resume,
     save_checkpoint,
 )
-from sample_world import provide_sample
-from stages import Base, choose_objective
+from training.step_guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -73,19 +79,19 @@ def main(argv: Optional[list[str]] = None) -> int:
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watch()
-        ending = explain(error)
+        ending = classify_exception(error)
         if ending is None:
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
-            tell_end(1, sentence, traceback.format_exc())
+            write_error_file(1, sentence, traceback.format_exc())
             raise
-        if not tell_end(ending.code, ending.sentence, victim=ending.victim):
+        if not write_error_file(ending.code, ending.sentence, victim=ending.victim):
             if isinstance(error, SettingsError):
                 exit_with(error)
             with first_here() if ending.shared else nullcontext(True) as speaks:
                 if speaks:
-                    tell(f"error: {ending.sentence}", sys.stderr)
+                    print_safely(f"error: {ending.sentence}", sys.stderr)
         return ending.code
-    tell_end(code)
+    write_error_file(code)
     return code
 
 
@@ -104,7 +110,7 @@ def train(loaded: Loaded) -> int:
         inputs = open_inputs(config, ranks)
         place = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
         folder = place.path
-        PULSE.folder = folder / "log"
+        HEARTBEAT.folder = folder / "log"
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         start = find_start(config, inputs, folder, ranks)
         place_weights(config, start, model, inputs, dtype, ranks)
@@ -119,28 +125,28 @@ def train(loaded: Loaded) -> int:
         for message in (*loaded.warnings, *start.warnings):
             log.warn(message)
         for message in (*loaded.notes, *start.notes):
-            log.say(message)
+            log.info(message)
         try:
             base = Base(config, progress, folder, log.warn)
-            objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.say)
+            objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.info)
             run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
             preflight.announce(run, dtype)
             if reason := compile_where_possible(model, config, device_type):
                 log.warn(f"no torch.compile: {reason}")
             leave_if_stopped(ranks, signals)
         except Interrupted:
-            log.say("Stopped by a signal before the first step, and nothing is changed; the same command begins again.")
+            log.info("Stopped by a signal before the first step, and nothing is changed; the same command begins again.")
             return EXIT_PREEMPTED
         begin(run)
-        return take_steps(run)
+        return train_loop(run)
 
 
-def take_steps(run: Run) -> int:
+def train_loop(run: Run) -> int:
     """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
         early = f" {run.why_early()}" if progress.step < config.max_steps else ""
-        log.say(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.{early}")
+        log.info(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.{early}")
         return 0
     trained = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
@@ -152,18 +158,18 @@ def take_steps(run: Run) -> int:
             baseline, first = reached if progress.step == 0 else {}, progress.step
             while not run.finished:
                 throughput.skip_pause()
-                PULSE.enter("data", progress.step + 1)
+                HEARTBEAT.enter("data", progress.step + 1)
                 batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 rate = learning_rate(progress.updates, config)
                 result = train_step(run, trained, batches, count, rate)
                 if progress.step == first:
                     keep_settings(run)
-                enter_in_ledger(run, result)
+                append_ledger(run, result)
                 if not result.finite:
                     stop_non_finite(run, batches, result, first_bad, partial(own_part_is_finite, run, batches, result.count))
                 if result.spike:
-                    heed_loss_spike(run, batches, result)
+                    handle_loss_spike(run, batches, result)
                 run.advance(result)
                 throughput.add(config.total_batch_size)
                 if due(config.log_every, progress.step, run.finished):
@@ -177,11 +183,11 @@ def take_steps(run: Run) -> int:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run)
-        log.say(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
+        log.info(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
-        log.say(run.why_early())
-    preflight.farewell(run, run.saved, time.perf_counter() - started, baseline, reached)
+        log.info(run.why_early())
+    preflight.print_summary(run, run.saved, time.perf_counter() - started, baseline, reached)
     return 0
 
 
@@ -197,7 +203,7 @@ def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: 
         count: of the units in these.
         rate: the learning rate.
     """
-    PULSE.enter("forward and backward")
+    HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
     units = ranks.total(torch.full((), count, dtype=torch.float64, device=ranks.device))
     sums = accumulate_gradients(run, trained, batches, (ranks.world_size / units).float())
@@ -221,7 +227,7 @@ def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: 
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # a run that ends here is saved as it was before
         scaler.update()
-    spike = run.progress.spike_height(loss, config) if loss > limit else 0.0
+    spike = run.progress.robust_z_score(loss, config) if loss > limit else 0.0
     return StepResult(loss, dict(zip([*sums][1:], others)), round(units), norm, finite, not left_out, spike, stops > 0)
 
 
@@ -248,7 +254,7 @@ def accumulate_gradients(run: Run, trained: torch.nn.Module, batches: list[Batch
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
-        PULSE.move()
+        HEARTBEAT.move()
     return sums
 
 
@@ -273,7 +279,7 @@ def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: f
         flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
         metrics["mfu"] = tokens_per_second * flops / (peak * ranks.world_size)
     tokens_left = (config.max_steps - progress.step) * config.total_batch_size
-    run.log.say(console_line(progress.step, config.max_steps, metrics, tokens_left / tokens_per_second))
+    run.log.info(console_line(progress.step, config.max_steps, metrics, tokens_left / tokens_per_second))
     return metrics
 
 

@@ -37,7 +37,7 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from errors import run_script  # noqa: E402
+from common.errors import run_script  # noqa: E402
 
 # rows a step, tokens a row, warm-up and timed steps, and the shape
 MODELS = {
@@ -85,7 +85,7 @@ def peer_of(model, config, vocab: int, seq_len: int, liger: bool = False):
     """transformers' Llama with the weights of ours, ready to be trained; with Liger's kernels if asked."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from convert import huggingface_config, to_huggingface
+    from checkpoint.hf_format import huggingface_config, to_huggingface
     from model import padded
 
     assert padded(vocab) == vocab, "the peers have no padding"
@@ -120,7 +120,7 @@ def litgpt_model(model, config, vocab: int, seq_len: int):
     """litgpt's GPT with the weights of ours. Only its model is imported: the rest of it wants Lightning, which is large."""
     import torch
 
-    from convert import to_huggingface
+    from checkpoint.hf_format import to_huggingface
 
     package = types.ModuleType("litgpt")
     package.__path__ = list(importlib.util.find_spec("litgpt").submodule_search_locations)
@@ -169,12 +169,12 @@ def contender_of(words: set[str], model, config, shape: dict, eager: bool) -> tu
     rows, seq_len, vocab = shape["rows"], shape["seq_len"], shape["vocab"]
     eager = eager or "eager" in words
     if "paddock" in words:
-        documents_BT = None if "causal" in words else documents_of(rows, seq_len)
+        document_ids_BT = None if "causal" in words else documents_of(rows, seq_len)
         if not eager:
             compile_model(model)
 
-        def our_loss(ids, documents_BT=documents_BT):
-            return -model(ids[:, :-1], ids[:, 1:], documents_BT, reduction="sum") / (rows * seq_len)
+        def our_loss(ids, document_ids_BT=document_ids_BT):
+            return -model(ids[:, :-1], ids[:, 1:], document_ids_BT, reduction="sum") / (rows * seq_len)
 
         return model, our_loss
     try:
@@ -200,12 +200,12 @@ def run_contender(name: str, shape: dict, arguments: argparse.Namespace) -> dict
     began = time.perf_counter()
     import torch
 
-    import diagnostics
     from config import Config
-    from memory_estimate import estimate_memory
     from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
-    from optim import Optimizer
-    from ranks import Ranks
+    from parallel.collectives import Ranks
+    from training import diagnostics
+    from training.memory_estimate import estimate_memory
+    from training.optim import Optimizer
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

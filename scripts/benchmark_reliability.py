@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import checkpoints
-import diagnostics
 import train
-from errors import run_script
-from settings import load_or_exit
+from checkpoint import store
+from common.errors import run_script
+from settings.load import load_or_exit
+from training import diagnostics
 
 USAGE = "python scripts/benchmark_reliability.py [settings as for train.py]"
 STEPS = 6
@@ -61,9 +61,9 @@ def main() -> None:
     config = loaded.config
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     clock = Clock()
-    clock.watch(checkpoints, "_sync_and_hash", "hash")
-    clock.watch(checkpoints, "_sync_folder", "folders")
-    clock.watch(checkpoints, "save", "save")
+    clock.watch(store, "_sync_and_hash", "hash")
+    clock.watch(store, "_sync_folder", "folders")
+    clock.watch(store, "save", "save")
     clock.watch(train, "train_step", "step")
     clock.watch(diagnostics, "checksums", "drift")
     # A single process has no replicas to compare; what it costs is the reading of every weight and moment.

@@ -35,25 +35,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark import bootstrap
 
-from cache import Cache
-from chunked_head import IGNORE_INDEX
+from checkpoint.hf_format import huggingface_config, to_huggingface
+from common.cache import Cache
+from common.errors import run_script
 from config import Config
-from convert import huggingface_config, to_huggingface
+from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.shard_reader import MANIFEST, open_token_set
+from data_pipeline.shard_writer import SplitWriter, Tokens, write_durably
 from dataloaders import Batch, TokenRows, rows_of_step
-from distillation import Distillation
-from errors import run_script
-from example_rows import ExampleRows, open_example_set
+from fused.chunked_head import IGNORE_INDEX
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
-from objectives import DPO, NextToken, stored_reference
-from once import Once
-from optim import Optimizer
-from ranks import Ranks, StopSignals
-from references import frozen_logprobs, with_stored_reference
-from shard_writer import SplitWriter, Tokens, write_durably
-from shards import MANIFEST, open_token_set
-from teacher_store import with_stored_teacher
-from teachers import LlamaTeacher
+from objectives.base import DPO, NextToken, stored_reference
+from objectives.distillation import Distillation
+from objectives.once import Once
+from objectives.reference import frozen_logprobs, with_stored_reference
+from objectives.teacher import LlamaTeacher
+from objectives.teacher_store import with_stored_teacher
+from parallel.collectives import Ranks, StopSignals
+from training.optim import Optimizer
 
 VOCABULARY, ROW_TOKENS, ROWS_A_STEP, EXAMPLES_A_MICRO_BATCH = 4096, 1024, 2, 8
 PADDING, END, START, WORD = 0, 1, 2, "<{}>"  # ids with a meaning, and how any is written
@@ -127,7 +127,7 @@ def padded_batch(chats: list[list[list[int]]]) -> Batch:
         ids = torch.tensor(asked + answered)
         tokens_BT[row, :len(ids) - 1] = ids[:-1]
         targets_BT[row, len(asked) - 1:len(ids) - 1] = ids[len(asked):]
-    return Batch(tokens_BT, targets_BT, positions_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0])
+    return Batch(tokens_BT, targets_BT, target_index_M=(targets_BT.flatten() != IGNORE_INDEX).nonzero()[:, 0])
 
 
 def pretraining_rows(folder: Path) -> TokenRows:
@@ -298,7 +298,7 @@ def on_chats(folder: Path, lora_enabled: bool) -> dict[str, Contender]:
     rows, probe_rows = (example_rows(folder / str(len(part)), "chats", part) for part in (chats, chats[:PROBED]))
     probe = probe_rows(np.arange(len(probe_rows)))
     micro_batches = round(len(chats) / len(rows) * ROWS_A_STEP / EXAMPLES_A_MICRO_BATCH)
-    say(f"{rows.describe()}, {rows.tokens / len(chats):.0f} tokens a chat; the padded take {EXAMPLES_A_MICRO_BATCH} chats a "
+    info(f"{rows.describe()}, {rows.tokens / len(chats):.0f} tokens a chat; the padded take {EXAMPLES_A_MICRO_BATCH} chats a "
         f"micro-batch, {micro_batches} a step")
 
     def ours(batches: Iterator[tuple[list[Batch], int]], adapters: bool = False) -> Contender:
@@ -342,13 +342,13 @@ def dpo(folder: Path) -> Group:
     pairs = draw_examples(4, PAIRS, 2, 250)
     rows, probe_rows = (example_rows(folder / str(len(part)), "pairs", part) for part in (pairs, pairs[:PROBED]))
     micro_batches = max(1, round(len(pairs) / len(rows) * ROWS_A_STEP / EXAMPLES_A_MICRO_BATCH))
-    say(f"{rows.describe()}; the peer takes {EXAMPLES_A_MICRO_BATCH} pairs a micro-batch, {micro_batches} a step")
+    info(f"{rows.describe()}; the peer takes {EXAMPLES_A_MICRO_BATCH} pairs a micro-batch, {micro_batches} a step")
     reference = new_model(seed=2).requires_grad_(False).eval()
 
     def with_reference(part: ExampleRows):
         with StopSignals() as signals:
             return with_stored_reference(part, "train", {"weights_sha256": "0" * 64, "compute_dtype": "float32"},
-                                         lambda: reference, ROWS_A_STEP, Once(Cache(), Ranks(), signals, say))
+                                         lambda: reference, ROWS_A_STEP, Once(Cache(), Ranks(), signals, info))
 
     def contender(read, read_probe, asked: Callable[[Batch], torch.Tensor]) -> Contender:
         return paddock(new_model(), DPO(CONFIG, asked), packed_batches(rows, read), read_probe(np.arange(len(probe_rows))))
@@ -372,7 +372,7 @@ def distillation(folder: Path) -> Group:
     rows, teacher = pretraining_rows(folder / "documents"), LlamaTeacher(new_model(seed=2), VOCABULARY)
     asked = np.unique(np.concatenate([rows_of_step(step, ROWS_A_STEP, len(rows), CONFIG.seed) for step in range(STORED_STEPS)]))
     with StopSignals() as signals:
-        once = Once(Cache(), Ranks(), signals, say)
+        once = Once(Cache(), Ranks(), signals, info)
         stored = with_stored_teacher(rows, {}, lambda: teacher, CONFIG, VOCABULARY, once, asked)
 
     def contender(read, objective, reported: str = "") -> Contender:
@@ -391,7 +391,7 @@ def distillation(folder: Path) -> Group:
 GROUPS = {"sft": sft, "lora": lora, "dpo": dpo, "distillation": distillation}
 
 
-def say(message: str) -> None:
+def info(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
@@ -405,7 +405,7 @@ def measure(contenders: dict[str, Contender], blocks: int) -> dict[str, list[flo
             began = time.process_time()
             tokens = contenders[name].step()
             seconds[name].append((time.process_time() - began) / tokens * 1e6)
-        say(f"block {block + 1}/{blocks}: " + ", ".join(f"{name} {figures[-1]:.0f}" for name, figures in seconds.items()))
+        info(f"block {block + 1}/{blocks}: " + ", ".join(f"{name} {figures[-1]:.0f}" for name, figures in seconds.items()))
     return seconds
 
 
@@ -413,7 +413,7 @@ def report(group: Group, seconds: dict[str, list[float]]) -> Iterator[str]:
     """A table row a comparison."""
     contenders, comparisons = group
     losses = {name: contender.first_loss for name, contender in contenders.items()}
-    say("first losses: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
+    info("first losses: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
     for what, slower, faster, target, at_most in comparisons:
         if abs(losses[slower] - losses[faster]) > TOLERANCE:
             yield f"| {what} | refused: the first losses are {losses[slower]:.4f} and {losses[faster]:.4f} | | |"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from chat_formats import load_chat_format
-from errors import run_script, show
-from generate import generate
-from model_folder import load_model_folder
+from common.errors import run_script, show
+from data_pipeline.chat_templates import load_chat_format
+from model_utils import load_model_folder
+from training.generate import generate
 
 
 def continuations(folder: Path, prompts: list[str], **options) -> list[str]:

@@ -99,7 +99,7 @@ def rate_of(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: fl
 
 def attention(task) -> None:
     """Each kernel: whether it runs, whether it is right, and how fast it is; and which is chosen."""
-    import attention_kernels as kernels
+    from fused import attention as kernels
 
     device = torch.device(task.device)
     shapes = TINY_SHAPES if task.tiny else SHAPES
@@ -185,7 +185,7 @@ def model_of(task, **changes):
     """A model of the shape of Llama 3.2 1B with random weights, its settings, and its vocabulary."""
     from config import Config
     from model_utils import build_model, choose_dtype
-    from ranks import Ranks
+    from parallel.collectives import Ranks
 
     sizes = dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128) if task.tiny else \
         dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, max_seq_len=4096)
@@ -217,8 +217,8 @@ def checkpoint(task) -> None:
 
     from safetensors.torch import load_file, save_file
 
-    import checkpoints
-    from optim import Optimizer
+    from checkpoint import store
+    from training.optim import Optimizer
 
     model, config, _, ranks = model_of(task)
     optimizer = Optimizer(model, config)
@@ -242,9 +242,9 @@ def checkpoint(task) -> None:
     def write(folder: Path) -> None:
         save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors")
 
-    saved = clock(task, "save in all", lambda: checkpoints.save(folder / "checkpoints", 1, ranks, write, {}, states, size))
-    clock(task, "verify", lambda: checkpoints.verify(saved))
-    clock(task, "load of the optimizer", lambda: optimizer.load_state_tensors(checkpoints.read_optimizer(saved)))
+    saved = clock(task, "save in all", lambda: store.save(folder / "checkpoints", 1, ranks, write, {}, states, size))
+    clock(task, "verify", lambda: store.verify(saved))
+    clock(task, "load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)
 
 
@@ -252,7 +252,7 @@ def hellaswag(task) -> None:
     """HellaSwag's scoring, on items of random tokens with the lengths that real ones have, the first time and the second."""
     import random
 
-    from chunked_head import IGNORE_INDEX
+    from fused.chunked_head import IGNORE_INDEX
     from hellaswag_utils import Task as Item
     from hellaswag_utils import evaluate
     from model import SHARED_PREFIX

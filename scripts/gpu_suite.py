@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from errors import run_script  # noqa: E402
+from common.errors import run_script  # noqa: E402
 
 PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # of every part
 RESULTS = "results.jsonl"
@@ -136,13 +136,13 @@ class Suite:
         elif left < min(10, part.seconds):
             record = record_of(part, None, error="skipped: no time was left")
         else:
-            self.say(f"{part.name:<22} begins: {part.what}")
+            self.info(f"{part.name:<22} begins: {part.what}")
             record = self.in_process(part, min(part.seconds, left))
         with self.lock:
             self.records[part.name] = record
             with open(self.folder / RESULTS, "a", encoding="utf-8") as results:
                 results.write(json.dumps(record) + "\n")
-        self.say(f"{part.name:<22} {verdict(record)} after {record['seconds']:.0f} s"
+        self.info(f"{part.name:<22} {verdict(record)} after {record['seconds']:.0f} s"
                  + (f": {record['error']}" if record["error"] else ""))
         return record
 
@@ -173,7 +173,7 @@ class Suite:
             return record_of(part, False, seconds, figures, "; ".join(faults))
         return record_of(part, None if skipped else True, seconds, figures, f"skipped: {skipped}" if skipped else None)
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """A line of progress."""
         with self.lock:
             done = f"{len(self.records)}/{len(self.parts)}"

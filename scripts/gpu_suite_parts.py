@@ -22,7 +22,7 @@ from typing import Any, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from errors import run_script  # noqa: E402
+from common.errors import run_script  # noqa: E402
 
 
 class Skipped(Exception):
@@ -134,10 +134,10 @@ def version_of(package: str) -> str:
 
 
 def pytest_part(*chosen: str) -> Callable[[Task], None]:
-    """A part that is tests of tests/test_gpu.py, with each of them a figure."""
+    """A part that is tests of tests/system/gpu/test_gpu.py, with each of them a figure."""
 
     def part(task: Task) -> None:
-        command = [sys.executable, "-m", "pytest", "tests/test_gpu.py", "-m", "gpu", "-k", " or ".join(chosen), "-vv", "-raP",
+        command = [sys.executable, "-m", "pytest", "tests/system/gpu/test_gpu.py", "-m", "gpu", "-k", " or ".join(chosen), "-vv", "-raP",
                    "--tb=short", "-p", "no:cacheprovider", "--basetemp", str(task.folder / "runs" / f"tests-{chosen[0]}")]
         environment = os.environ | {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
         (task.folder / "runs").mkdir(exist_ok=True)
@@ -146,11 +146,11 @@ def pytest_part(*chosen: str) -> Callable[[Task], None]:
         counts = {"passed": 0, "skipped": 0, "failed": 0}
         for line in process.stdout:
             print(line, end="", flush=True)
-            if found := re.match(r"tests/test_gpu\.py::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+            if found := re.match(r"tests/system/gpu/test_gpu\.py::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
                 kind = "failed" if found[2] == "ERROR" else found[2].lower()
                 counts[kind] += 1
                 task.figure(kind, counts[kind])
-            elif found := re.match(r"(FAILED|ERROR) tests/test_gpu\.py::(.*)", line):
+            elif found := re.match(r"(FAILED|ERROR) tests/system/gpu/test_gpu\.py::(.*)", line):
                 task.note(fault=found[2].strip()[:300])
             elif found := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
                 task.figure(f"skipped: {found[2].strip()}", int(found[1]))
@@ -203,7 +203,7 @@ def stage(name: str, preset: str, base: Optional[str] = None, **settings: Any) -
     """
 
     def part(task: Task) -> None:
-        from run_files import read_entries
+        from checkpoint.schema import read_entries
 
         flags = [*flags_of(task, name, preset), *([f"--{base}={base_of(task)}"] if base else []),
                  *(f"--{key.replace('_', '-')}={value}" for key, value in settings.items())]
@@ -285,7 +285,7 @@ def fsdp(task: Task) -> None:
 
     from config import Config
     from model_utils import build_model
-    from ranks import Ranks
+    from parallel.collectives import Ranks
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)

@@ -18,9 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from checkpoints import MANIFEST, publish, verify
-from config import ModelConfig
-from convert import (
+from checkpoint.hf_format import (
     MAX_SHARD_BYTES,
     checked_settings,
     from_huggingface,
@@ -31,7 +29,9 @@ from convert import (
     save_model_folder,
     vocabulary_rows,
 )
-from errors import CheckpointError, local_path, run_script, show
+from checkpoint.store import MANIFEST, publish, verify
+from common.errors import CheckpointError, local_path, run_script, show
+from config import ModelConfig
 from tokenizer import load_tokenizer
 
 

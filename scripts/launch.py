@@ -30,9 +30,9 @@ from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.errors import CheckpointError, SettingsError, drop_unread_streams, print_safely, run_script
 from config import Config
-from errors import CheckpointError, SettingsError, drop_unread_streams, run_script, tell
-from launched import (
+from parallel.exit_report import (
     EXIT_PREEMPTED,
     JOB_TOKEN,
     JOINED,
@@ -42,8 +42,8 @@ from launched import (
     provide_streams,
     stop_signals,
 )
-from network import LOOPBACK, listen_at
-from settings import exit_with, export, load_config
+from parallel.network import LOOPBACK, listen_at
+from settings.load import exit_with, export, load_config
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT = 10  # folders of earlier launches
@@ -141,7 +141,7 @@ def take(lock: TextIO) -> bool:
     return False
 
 
-class Ending(NamedTuple):
+class ExitReport(NamedTuple):
     """How a rank ended; the smallest of several is the cause."""
 
     victim: bool  # it only lost another
@@ -152,27 +152,27 @@ class Ending(NamedTuple):
     trace: str = ""  # what its sentence does not tell
 
 
-def ending(rank: int, exit_code: Optional[int], at: int, word: Any, joined: bool) -> Ending:
+def ending(rank: int, exit_code: Optional[int], at: int, word: Any, joined: bool) -> ExitReport:
     """How a rank ended.
 
     Args:
         exit_code: below 0 for a signal; None = not known, because the job was ended by a signal.
         at: when it was seen to have ended.
-        word: what its error file says (see launched.tell_end); anything else where it left none.
+        word: what its error file says (see launched.write_error_file); anything else where it left none.
         joined: whether it had something to save.
     """
     if isinstance(word, dict):
         trace = word["extraInfo"]["py_callstack"]
-        return Ending(word["victim"], word["at"], rank, word["errorCode"], word["message"], trace)
+        return ExitReport(word["victim"], word["at"], rank, word["errorCode"], word["message"], trace)
     if exit_code == EXIT_PREEMPTED or not joined and (exit_code is None or -exit_code in stop_signals()):
-        return Ending(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
+        return ExitReport(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
     if exit_code is None:
-        return Ending(False, at, rank, 1, f"rank {rank} was killed before it had saved")
+        return ExitReport(False, at, rank, 1, f"rank {rank} was killed before it had saved")
     if exit_code < 0:
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-exit_code, f"signal {-exit_code}")  # the real-time ones have none
-        return Ending(False, at, rank, 1, f"rank {rank} was killed by {name}{HINTS.get(name, '')}")
-    return Ending(False, at, rank, exit_code if exit_code in CODES else 1, f"rank {rank} ended with code {exit_code}")
+        return ExitReport(False, at, rank, 1, f"rank {rank} was killed by {name}{HINTS.get(name, '')}")
+    return ExitReport(False, at, rank, exit_code if exit_code in CODES else 1, f"rank {rank} ended with code {exit_code}")
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
@@ -197,7 +197,7 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
     return host, port, listening
 
 
-def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs, all_on_console: bool) -> list[Ending]:
+def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs, all_on_console: bool) -> list[ExitReport]:
     """Start the ranks, wait for their end, and tell how each ended that did not end well.
 
     They meet by torch's static rendezvous, because the dynamic one unpickles what its store holds. Its store, which would listen
@@ -212,7 +212,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from ranks import host_store
+    from parallel.collectives import host_store
 
     host, port, listening = meeting_point(args)
     _hosted = listening and host_store(listening)
@@ -220,7 +220,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
     newer = {"shutdown_timeout": args.shutdown_timeout, "signals_to_handle": ""}
     known = {field.name for field in fields(LaunchConfig)}
     if "shutdown_timeout" not in known:
-        tell("warning: this torch kills ranks that have not saved 30 s after a signal", sys.stderr)
+        print_safely("warning: this torch kills ranks that have not saved 30 s after a signal", sys.stderr)
     config = LaunchConfig(
         min_nodes=args.nnodes, max_nodes=args.nnodes, nproc_per_node=ranks_here, run_id="paddock", max_restarts=0,
         rdzv_backend="static", rdzv_endpoint=endpoint, rdzv_configs={"rank": args.node_rank},
@@ -296,10 +296,10 @@ def main() -> None:
     cause = min(failures)
     on_console = cause.rank % ranks_here == 0 or config.log_all_ranks
     if cause.trace and not (on_console and cause.code == 1):
-        tell(cause.trace, sys.stderr)
+        print_safely(cause.trace, sys.stderr)
     named = cause.sentence if cause.sentence.startswith(("rank", "hang")) else f"rank {cause.rank}: {cause.sentence}"
     printed = f"was in {logs.folder}, which was deleted meanwhile" if logs.were_deleted else f"is in {logs.folder}"
-    tell(f"error: {named}. What each rank printed {printed}", sys.stderr)
+    print_safely(f"error: {named}. What each rank printed {printed}", sys.stderr)
     raise SystemExit(cause.code)
 
 

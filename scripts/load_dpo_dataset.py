@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from preparation_flags import run_preparation
+from data_preparation_utils import run_preparation
 
 RECORDS = """
 A record is a pair by its columns chosen and rejected, texts or lists of messages, with a column prompt (text or messages) or

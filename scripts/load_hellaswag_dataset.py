@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tqdm import tqdm
 
-from errors import DataError, local_path, run_script, show
+from common.errors import DataError, local_path, run_script, show
+from data_pipeline.sources import Reading, read_records, source_of
 from hellaswag_utils import parse_item
-from records import Reading, read_records, source_of
-from settings import export, load_config
+from settings.load import export, load_config
 
 USAGE = """usage: python scripts/load_hellaswag_dataset.py [--source SOURCE] [--split NAME] [--revision REV] [--output FILE]
 

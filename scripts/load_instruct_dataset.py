@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from preparation_flags import run_preparation
+from data_preparation_utils import run_preparation
 
 RECORDS = """
 A record is a chat by its columns: messages [{role, content}], conversations [{from, value}] (ShareGPT), instruction,

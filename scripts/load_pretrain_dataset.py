@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from preparation_flags import run_preparation
+from data_preparation_utils import run_preparation
 
 if __name__ == "__main__":
     run_preparation("documents")

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from errors import run_script, show  # noqa: E402
+from common.errors import run_script, show  # noqa: E402
 
 FOLDER = Path("data/sample")
 STAMP = "made-from.json"
@@ -26,8 +26,9 @@ RANKS = 1024
 VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # What the sample's bytes follow from: it is made anew when one of them has changed.
-SOURCES = ("sample_world.py", "scripts/make_sample.py", "tokenizer.py", "data_preparation_utils.py", "records.py",
-           "mixes.py", "shard_writer.py", "chats.py", "chat_formats.py", "example_preparation.py")
+SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.py", "scripts/make_sample.py", "tokenizer.py",
+           "data_pipeline/prepare.py", "data_pipeline/sources.py", "data_pipeline/shard_writer.py",
+           "data_pipeline/chat_records.py", "data_pipeline/chat_templates.py", "data_pipeline/tokenize_chats.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:
@@ -43,9 +44,9 @@ def is_up_to_date(folder: Path, stories: int) -> bool:
 
 def make(folder: Path, stories: int) -> None:
     """Write the whole sample into an empty folder."""
-    from data_preparation_utils import prepare_pretrain
-    from example_preparation import prepare_examples
-    from sample_world import parts, texts, write_jsonl
+    from data_pipeline.prepare import prepare_pretrain
+    from data_pipeline.tokenize_chats import prepare_examples
+    from scripts.sample.world import parts, texts, write_jsonl
     from tokenizer import train_bpe, write_tiktoken
 
     for name, records in parts(stories).items():
@@ -70,7 +71,7 @@ def main() -> None:
     folder, stories = arguments.folder.absolute(), arguments.stories
     if is_up_to_date(folder, stories):
         return
-    from shard_writer import locked
+    from data_pipeline.shard_writer import locked
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.with_name(f".{folder.name}.lock")):

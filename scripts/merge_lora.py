@@ -16,10 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import adapter_files
-from checkpoints import MANIFEST, publish, read_state, verify
-from config import ModelConfig
-from convert import (
+from checkpoint import peft_format
+from checkpoint.hf_format import (
     MAX_SHARD_BYTES,
     load_model_weights,
     model_settings_from_huggingface,
@@ -28,10 +26,12 @@ from convert import (
     vocabulary_rows,
     weights_sha256,
 )
-from errors import CheckpointError, local_path, run_script, show
+from checkpoint.store import MANIFEST, publish, read_state, verify
+from common.errors import CheckpointError, local_path, run_script, show
+from config import ModelConfig
 from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import padded
-from model_folder import transformer_of
+from model_utils import transformer_of
 from tokenizer import load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -44,7 +44,7 @@ def base_of(adapter: Path, base: Optional[Path]) -> Path:
     Raises:
         CheckpointError: it is not here.
     """
-    named = base or read_json(adapter / adapter_files.CONFIG_FILE).get("base_model_name_or_path")
+    named = base or read_json(adapter / peft_format.CONFIG_FILE).get("base_model_name_or_path")
     beside = read_state(adapter).get("progress", {}).get("base_beside")
     places = [named, adapter.resolve().parents[1] / beside] if beside and not base else [named]
     found = next((place for place in places if place and os.path.isfile(f"{place}/config.json")), None)
@@ -70,7 +70,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None, dtype
     content, tensors = read_json(base / "config.json"), load_model_weights(base)
     config = ModelConfig(**model_settings_from_huggingface(content))
     rows = vocabulary_rows(tensors)
-    adapter = adapter_files.load_adapter_folder(adapter_folder, config, padded(rows))
+    adapter = peft_format.load_adapter_folder(adapter_folder, config, padded(rows))
     adapter.check_base(weights_sha256(tensors), base)
     if adapter.base_sha256 is None:
         show(f"The adapters do not say which weights they were trained on; {base} is taken on trust.")

@@ -23,13 +23,13 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from chat_formats import load_chat_format  # noqa: E402
-from errors import PaddockError, SettingsError, needing, run_script  # noqa: E402
-from example_rows import ExampleRows, open_example_set  # noqa: E402
-from generate import generate  # noqa: E402
-from model_folder import load_model_folder  # noqa: E402
-from objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
-from run_files import read_entries  # noqa: E402
+from checkpoint.schema import read_entries  # noqa: E402
+from common.errors import PaddockError, SettingsError, needing, run_script  # noqa: E402
+from data_pipeline.chat_templates import load_chat_format  # noqa: E402
+from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
+from model_utils import load_model_folder  # noqa: E402
+from objectives.base import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from training.generate import generate  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
@@ -112,7 +112,7 @@ def preference_accuracy(folder: Path) -> float:
 
 def trained_fraction(adapter: Path, base: Path) -> float:
     """The adapters' parameters as a share of the base's."""
-    from convert import load_model_weights, read_tensors
+    from checkpoint.hf_format import load_model_weights, read_tensors
 
     trained = sum(tensor.numel() for tensor in read_tensors(adapter / "adapter_model.safetensors").values())
     return trained / sum(tensor.numel() for tensor in load_model_weights(base).values())

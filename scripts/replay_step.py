@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import PaddockError, SettingsError, run_script  # noqa: E402
-from settings import read_flags  # noqa: E402
+from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
+from settings.load import read_flags  # noqa: E402
 
 
 def main() -> None:
@@ -31,14 +31,14 @@ def main() -> None:
         raise SettingsError("command line: the run's own folder has its settings; name those that are to differ, one by one")
 
     # These take seconds, as they bring torch.
-    from ranks import explain
-    from replay import read_settings, replay
+    from debug.replay import read_settings, replay
+    from parallel.collectives import classify_exception
 
     config, world_size = read_settings(args.run, flags.layer, args.step)
     try:
         replay(args.run, args.step, config, world_size, args.rows, args.at_checkpoint)
     except (MemoryError, RuntimeError) as error:
-        ending = explain(error)
+        ending = classify_exception(error)
         if ending is None:
             raise
         raise PaddockError(ending.sentence) from error

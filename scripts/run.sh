@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source scripts/setup.sh
 set_up requirements.txt
 
-preset=$(python -c 'import sys, settings; print(settings.peek(sys.argv[1:])[0])' "$@")
+preset=$(python -c 'import sys; from settings.load import peek; print(peek(sys.argv[1:])[0])' "$@")
 own_settings=no check=no
 [ -e .env ] || [ -n "${PRETRAIN_DATA_PATH:-}" ] && own_settings=yes
 for flag in "$@"; do
@@ -29,7 +29,7 @@ END
 fi
 
 # As many GPUs as .env lets torch see.
-ranks=${NPROC:-$(python -c 'import os, sys, settings; os.environ.update(settings.peek(sys.argv[1:])[1])
+ranks=${NPROC:-$(python -c 'import os, sys; from settings.load import peek; os.environ.update(peek(sys.argv[1:])[1])
 import torch; print(torch.cuda.device_count())' "$@")}
 if [ "$check" = yes ]; then
     exec env WORLD_SIZE="${WORLD_SIZE:-$((ranks > 1 ? ranks : 1))}" python train.py "$@"

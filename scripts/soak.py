@@ -44,12 +44,12 @@ from random import Random
 from typing import Any, NamedTuple, Optional
 
 import faults
-from helpers import PATIENCE, UNMEASURED, Job, Prepared, TinyRun, prepare, without_clocks
+from factories import PATIENCE, UNMEASURED, Job, Prepared, TinyRun, prepare, without_clocks
 from tqdm import tqdm
 
-import checkpoints
-from errors import run_script
-from run_log import duration
+from checkpoint import store
+from common.errors import run_script
+from training.run_log import duration
 
 # Saved and pruned at every step. The long one measures, too.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
@@ -71,9 +71,9 @@ def evidence(run: TinyRun) -> dict[str, Any]:
 
 def sound_step(run: TinyRun) -> int:
     """The step of the newest checkpoint, -1 where there is none; none of them is bad."""
-    folder, messages = checkpoints.newest_verified(run.folder / "checkpoints")
+    folder, messages = store.newest_verified(run.folder / "checkpoints")
     assert not messages, messages
-    return -1 if folder is None else checkpoints.read_manifest(folder)["step"]
+    return -1 if folder is None else store.read_manifest(folder)["step"]
 
 
 class Reference(NamedTuple):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import local_path, run_script, show, tell
-from records import READABLE, Reading, read_texts, source_of
+from common.errors import local_path, print_safely, run_script, show
+from data_pipeline.sources import READABLE, Reading, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     ranks = train_bpe(texts, args.vocab_size)
     write_tiktoken(ranks, args.output)
     for record in reading.bad_records:
-        tell(f"skipped {record}", sys.stderr)
+        print_safely(f"skipped {record}", sys.stderr)
     show(f"{args.output}: {len(ranks):,} ranks; with the {len(SPECIALS)} special tokens the vocabulary has "
          f"{len(ranks) + len(SPECIALS):,} ids; {reading.bad:,} records skipped",
          f"Use it with TOKENIZER_PATH={args.output}")

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from checkpoint.schema import read_entries, read_state_file  # noqa: E402
+from common.errors import PaddockError, SettingsError, run_script, show  # noqa: E402
 from config import START_FROM, Config  # noqa: E402
-from errors import PaddockError, SettingsError, run_script, show  # noqa: E402
-from run_files import read_entries, read_state_file  # noqa: E402
-from settings import exit_with, load_config  # noqa: E402
+from settings.load import exit_with, load_config  # noqa: E402
 
 CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ from one run to the next
 STOPPING_SECONDS = 60  # that a run has to save and leave, when this script is stopped
@@ -72,14 +72,14 @@ def where_it_starts(config: Config) -> tuple[dict[str, Any], int]:
     Raises:
         CheckpointError: it is not there.
     """
-    import checkpoints
-    from starts import continues, named_checkpoint
+    from checkpoint import store
+    from training.start import continues, named_checkpoint
 
     named = named_checkpoint(config)
     if named is None:
         return {"RESUME": "auto"}, config.start_step or 0
-    folder = checkpoints.locate(named, Path(config.output_dir) / (config.run_name or "-")).resolve()
-    state = checkpoints.read_state(folder)
+    folder = store.locate(named, Path(config.output_dir) / (config.run_name or "-")).resolve()
+    state = store.read_state(folder)
     setting = "RESUME" if config.resume == named else next(name.upper() for name in START_FROM if getattr(config, name))
     goes_on = continues(state, config.resume == named, config)
     done = state["progress"]["step"] if goes_on else 0
@@ -277,20 +277,20 @@ def compare_runs(one: Place, other: Place, last: int) -> list[Verdict]:
     return [*verdicts, Verdict("progress", not unlike, ", ".join(unlike) if unlike else f"{len(states[0])} entries")]
 
 
-def check_resume(flags: list[str], config: Config, folder: Path, steps: int, say: Callable[[str, str], None]) -> list[Verdict]:
+def check_resume(flags: list[str], config: Config, folder: Path, steps: int, info: Callable[[str, str], None]) -> list[Verdict]:
     """Train straight, and with a kill in the middle, and compare."""
     begins, first = where_it_starts(config)
     settings = {**begins, **few_steps(config, first, steps)}
     straight, killed = (place(flags, folder / name, config.world_size, settings) for name in ("straight", "killed"))
     begun = time.monotonic()
     seen = finish(straight, "straight", steps)
-    say("straight", f"{steps} steps in {time.monotonic() - begun:.0f} s")
+    info("straight", f"{steps} steps in {time.monotonic() - begun:.0f} s")
     found = re.search(r"Hardware: (.*)", straight.output.read_text(errors="replace"))
     hardware = found[1] if found else "not known"
-    say("hardware", f"{hardware}; DETERMINISTIC={str(config.deterministic).lower()}")
+    info("hardware", f"{hardware}; DETERMINISTIC={str(config.deterministic).lower()}")
     often = settings["SAVE_EVERY"]
     a_step = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 0.0
-    say("killed", kill_in_the_middle(killed, first, steps, often, often * a_step, random.Random(config.seed)))
+    info("killed", kill_in_the_middle(killed, first, steps, often, often * a_step, random.Random(config.seed)))
     finish(killed, "resumed", steps)
     went_on = re.findall(r"going on after step (\d+)", killed.output.read_text(errors="replace"))
     resumed = Verdict("resumed", bool(went_on) and int(went_on[-1]) > first,
@@ -392,16 +392,16 @@ def main() -> None:
     output_dir.mkdir(parents=True, exist_ok=True)
     folder, failed = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=output_dir)), True
 
-    def say(name: str, text: str) -> None:
+    def info(name: str, text: str) -> None:
         show(f"  {name:<18}{text}")
 
     def tell(verdict: Verdict) -> bool:
-        say(verdict.name, f"{'ok' if verdict.alike else 'DIFFERS'}: {verdict.text}")
+        info(verdict.name, f"{'ok' if verdict.alike else 'DIFFERS'}: {verdict.text}")
         return verdict.alike
 
     try:
         show(f"Training ({config.training_stage}, ranks: {args.nproc_per_node}) in {folder}")
-        alike = [tell(verdict) for verdict in check_resume(flags, config, folder, args.steps, say)] if args.steps else []
+        alike = [tell(verdict) for verdict in check_resume(flags, config, folder, args.steps, info)] if args.steps else []
         alike += [tell(verdict) for verdict in check_layouts(flags, config, folder, layouts)] if layouts else []
         failed = not all(alike)
     except KeyboardInterrupt:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
-from helpers import PATIENCE, TinyRun, free_port
+from factories import PATIENCE, TinyRun, free_port
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 WORLD = 2
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# For the server that the tests' ranks come from.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+# For the processes that the tests start: the modules, the helpers, and the functions that tests plant.
+FOLDERS = (ROOT, TESTS := ROOT / "tests", *sorted({path.parent for path in TESTS.glob("*/**/*.py")}))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH"))))
 
 # Nothing that a clock, an earlier run or chance decides: not even whether drawing an example was quick enough.
 settings.register_profile("paddock", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -23,8 +24,8 @@ settings.load_profile("paddock")
 def no_broken_trackers():
     """A tracker that a test has broken would end a later test's program at once, and pytest with it."""
     yield
-    if "run_log" in sys.modules:
-        sys.modules["run_log"].Tracker.broken.clear()
+    if "training.run_log" in sys.modules:
+        sys.modules["training.run_log"].Tracker.broken.clear()
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
     """The tiny data set, tokenizer and items that runs of the tests read."""
-    from helpers import prepare
+    from factories import prepare
 
     return prepare(tmp_path_factory.mktemp("prepared"))
 
@@ -60,7 +61,7 @@ def prepared(tmp_path_factory):
 @pytest.fixture
 def tiny_run(prepared, tmp_path):
     """Make a TinyRun with some settings changed."""
-    from helpers import TinyRun
+    from factories import TinyRun
 
     return lambda **settings: TinyRun(prepared, tmp_path / "runs", **settings)
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunked_head import IGNORE_INDEX
+from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes, open_token_set
 from dataloaders import Batch, RowOrder, StepLoader, TokenRows, number_documents, permutation, rows_of_step, validation_batches
-from shards import HEADER_BYTES, Shard, TokenSet, header_bytes, open_token_set
+from fused.chunked_head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 
@@ -112,7 +112,7 @@ def test_rows_follow_each_other_and_targets_are_the_next_tokens():
     assert len(rows) == 6
     batch = rows(np.array([5, 0, 1]))
     assert batch.tokens_BT.tolist() == [list(range(i * 8, i * 8 + 8)) for i in (5, 0, 1)]
-    assert (batch.targets_BT == batch.tokens_BT + 1).all() and batch.documents_BT is None
+    assert (batch.targets_BT == batch.tokens_BT + 1).all() and batch.document_ids_BT is None
     for tensor in (batch.tokens_BT, batch.targets_BT):
         assert tensor.dtype == torch.int64 and tensor.is_contiguous()
 
@@ -130,8 +130,8 @@ def test_wide_ids_survive():
 def test_documents_are_numbered_from_one_at_each_start():
     ids = [7, 1, 7, 2, 3, 4, 5, 6, 7, 7, 1, 1, 7]
     batch = TokenRows(token_set(ids), 4, document_start_id=7)(np.array([0, 1, 2]))
-    assert batch.documents_BT.tolist() == [[1, 1, 2, 2], [1, 1, 1, 1], [1, 2, 2, 2]]
-    assert batch.documents_BT.dtype == torch.int32
+    assert batch.document_ids_BT.tolist() == [[1, 1, 2, 2], [1, 1, 1, 1], [1, 2, 2, 2]]
+    assert batch.document_ids_BT.dtype == torch.int32
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))
@@ -268,6 +268,6 @@ def test_batches_arrive_on_the_gpu():
         for step in range(20):
             batches, count = next(loader)
             assert count == 18 and all(batch.targets_BT.device == device for batch in batches)
-            assert all(batch.documents_BT.is_pinned() for batch in batches), "they stay on the CPU"
+            assert all(batch.document_ids_BT.is_pinned() for batch in batches), "they stay on the CPU"
             assert [batch.tokens_BT[:, 0].tolist() for batch in batches] == ORDER.micro_batches(step).tolist()
     assert identity_rows(np.arange(3)).pin_memory().targets_BT.is_pinned()

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import furthest, run_ranks
+from factories import furthest, run_ranks
 from safetensors.torch import save_file
 from torch import nn
 
-import adapter_files
-import convert
 import lora
+from checkpoint import hf_format, peft_format
+from common.errors import CheckpointError, SettingsError
 from config import LoraConfig, ModelConfig
-from errors import CheckpointError, SettingsError
 from model import Linear, Transformer, padded
 from model_utils import wrap_model
-from ranks import Ranks, start_ranks, stop_ranks
+from parallel.collectives import Ranks, start_ranks, stop_ranks
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -62,7 +61,7 @@ def adapted(config: ModelConfig, changes: dict, dtype: torch.dtype = torch.float
         for name, parameter in model.named_parameters():
             if grown and parameter.requires_grad:
                 noise = 0.05 * torch.randn(parameter.shape, generator=generator)
-                if name in convert.VOCABULARY:
+                if name in hf_format.VOCABULARY:
                     noise[VOCAB:] = 0
                 parameter.add_(noise)
     return model
@@ -102,7 +101,7 @@ def test_at_birth_the_model_is_its_base_to_the_bit(besides, dtype):
     with torch.no_grad():
         expected = before.logits(tokens())
         assert torch.equal(after.logits(tokens()), expected)
-        with lora.adapters_off(after):
+        with lora.disable_adapters(after):
             assert torch.equal(after.logits(tokens()), expected)
     assert all(factor.any() for name, factor in after.named_parameters() if name.endswith("lora_A"))
 
@@ -129,7 +128,7 @@ def test_adapters_off_is_the_base_and_on_again_is_what_it_was(besides, tied):
         learnt, base = model.logits(tokens()), base_model(config).logits(tokens())
         assert (learnt - base).abs().max() > 0.1
         with pytest.raises(KeyError):
-            with lora.adapters_off(model):
+            with lora.disable_adapters(model):
                 assert torch.equal(model.logits(tokens()), base)
                 raise KeyError
         assert torch.equal(model.logits(tokens()), learnt)
@@ -150,7 +149,7 @@ def test_merged_is_unmerged(changes, tied):
     with torch.no_grad():
         expected = model.logits(tokens())
         assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert convert.to_huggingface(state, config, VOCAB).keys() == convert.to_huggingface(
+    assert hf_format.to_huggingface(state, config, VOCAB).keys() == hf_format.to_huggingface(
         base_model(config).state_dict(), config, VOCAB).keys()
 
 
@@ -234,7 +233,7 @@ def test_one_compilation_serves_all_blocks_and_one_more_the_model_without_adapte
     torch._dynamo.reset()
     assert furthest(learn(compiled), learn(eager)) < 1e-6
     assert len(graphs) == 2
-    with torch.no_grad(), lora.adapters_off(compiled):
+    with torch.no_grad(), lora.disable_adapters(compiled):
         expected = base_model(shape(n_layers=3)).logits(tokens())
         torch.testing.assert_close(compiled.logits(tokens()), expected)
     learn(compiled)
@@ -252,7 +251,7 @@ def shared_gradients(ranks: Ranks) -> dict[str, torch.Tensor]:
     for part, last in zip(halves, (False, True)):
         with nullcontext() if last else trained.no_sync():
             (-trained(part[:, :-1], part[:, 1:], reduction="sum")).backward()
-    with torch.no_grad(), lora.adapters_off(trained):
+    with torch.no_grad(), lora.disable_adapters(trained):
         assert torch.equal(model.logits(tokens()), base_model(model.config).logits(tokens()))
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
 
@@ -304,9 +303,9 @@ def test_tokens_can_be_named():
 
 def in_transformers(config: ModelConfig):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
-    content = convert.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
+    content = hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**content))
-    tensors = convert.to_huggingface(base_model(config).state_dict(), config, VOCAB)
+    tensors = hf_format.to_huggingface(base_model(config).state_dict(), config, VOCAB)
     theirs.load_state_dict(tensors, strict=not config.tie_embeddings)
     theirs.tie_weights()
     return theirs
@@ -323,35 +322,35 @@ def peft():
 def test_forward_and_gradients_are_pefts(peft, tied, changes):
     config = shape(tie_embeddings=tied, rope_scaling_factor=8.0, rope_original_max_len=64)
     ours, wanted = adapted(config, changes), settings(**changes)
-    content = adapter_files.peft_config(wanted, tied, "", ids_of(config, changes)) | {"inference_mode": False,
+    content = peft_format.peft_config(wanted, tied, "", ids_of(config, changes)) | {"inference_mode": False,
                                                                                       "base_model_name_or_path": None}
     theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
-    peft.set_peft_model_state_dict(theirs, convert.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
+    peft.set_peft_model_state_dict(theirs, hf_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
-        with lora.adapters_off(ours), theirs.disable_adapter():
+        with lora.disable_adapters(ours), theirs.disable_adapter():
             assert (ours.logits(tokens()) - theirs(tokens()).logits).abs().max() < 1e-4
     theirs(tokens(), labels=tokens()).loss.backward()
     of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
                  if parameter.requires_grad}
     for reduction in ("sum", "none"):
-        of_ours = convert.to_peft(learn(ours, reduction=reduction), config, VOCAB)
+        of_ours = hf_format.to_peft(learn(ours, reduction=reduction), config, VOCAB)
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
     """The base as a model folder, and its hash."""
     folder.mkdir()
-    convert.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
-    return folder, convert.weights_sha256(convert.load_model_weights(folder))
+    hf_format.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
+    return folder, hf_format.weights_sha256(hf_format.load_model_weights(folder))
 
 
 def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer) -> tuple[Path, Path]:
     """Adapter and base folders of a model."""
     base, sha256 = base_folder(folder / "base", model.config, tokenizer)
     (folder / "adapter").mkdir()
-    adapter_files.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
+    peft_format.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
                                       str(base), sha256, tokenizer, lora.trained_token_ids(model))
     return folder / "adapter", base
 
@@ -370,7 +369,7 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert (model.logits(tokens()) - expected).abs().max() < 1e-5
-    adapter = adapter_files.load_adapter_folder(folder, model.config, padded(VOCAB))
+    adapter = peft_format.load_adapter_folder(folder, model.config, padded(VOCAB))
     again = base_model(model.config)
     lora.add_adapters(again, adapter.config, torch.Generator(), adapter.token_ids)
     lora.load_adapter_state_dict(again, adapter.state)
@@ -400,7 +399,7 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
             if "modules_to_save" in name or "trainable_tokens" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path)
-    adapter = adapter_files.load_adapter_folder(tmp_path, config, padded(VOCAB))
+    adapter = peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
     assert adapter.base_sha256 is None
     ours = base_model(config)
     lora.add_adapters(ours, adapter.config, torch.Generator(), adapter.token_ids)
@@ -416,18 +415,18 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
 def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
     config = shape(tie_embeddings=True)
     whole, sha256 = base_folder(tmp_path / "whole", config, tokenizer)
-    monkeypatch.setattr(convert.save_weights, "__defaults__", (100_000,))
+    monkeypatch.setattr(hf_format.save_weights, "__defaults__", (100_000,))
     divided, same = base_folder(tmp_path / "divided", config, tokenizer)
     assert len(list(divided.glob("*.safetensors"))) > 2 and same == sha256
-    tensors = convert.load_model_weights(whole)
+    tensors = hf_format.load_model_weights(whole)
     extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}
-    assert convert.weights_sha256({**extra, **tensors}) == sha256
+    assert hf_format.weights_sha256({**extra, **tensors}) == sha256
     name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
-    assert convert.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
-    assert convert.weights_sha256({**tensors, name: tensors[name].reshape(64, -1)}) != sha256
+    assert hf_format.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
+    assert hf_format.weights_sha256({**tensors, name: tensors[name].reshape(64, -1)}) != sha256
     tensors[name] = tensors[name].clone()
     tensors[name][3, 4] += 1e-6
-    assert convert.weights_sha256(tensors) != sha256
+    assert hf_format.weights_sha256(tensors) != sha256
 
 
 @pytest.mark.parametrize("damage, match", [
@@ -441,10 +440,10 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    content = convert.read_json(folder / "adapter_config.json")
+    content = hf_format.read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
-        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
+        peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
 
 
 def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
@@ -452,26 +451,26 @@ def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
     for changes, match in ((dict(dim=32), r"lora_A.weight is \(4, 64\).*\(4, 32\)"),
                            (dict(n_layers=1), "hold .*layers.1.*has not")):
         with pytest.raises(CheckpointError, match=match):
-            adapter_files.load_adapter_folder(folder, shape(**changes), padded(VOCAB))
-    state = adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB)).state
+            peft_format.load_adapter_folder(folder, shape(**changes), padded(VOCAB))
+    state = peft_format.load_adapter_folder(folder, shape(), padded(VOCAB)).state
     for changes, match in ((dict(lora_rank=8), r"\(4, 64\) in the checkpoint and \(8, 64\) here.*LORA_RANK"),
                            (dict(lora_target_modules="wq"), "none here.*LORA_TARGET_MODULES")):
         with pytest.raises(CheckpointError, match=match):
             lora.load_adapter_state_dict(adapted(shape(), changes), state)
     with pytest.raises(CheckpointError, match="holds no adapters"):
-        adapter_files.load_adapter_folder(tmp_path / "base", shape(), padded(VOCAB))
+        peft_format.load_adapter_folder(tmp_path / "base", shape(), padded(VOCAB))
     (folder / "adapter_model.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="adapter_model.safetensors cannot be read"):
-        adapter_files.load_adapter_folder(folder, shape(), padded(VOCAB))
+        peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
 
 
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
     tied = shape(tie_embeddings=True)
-    tensors = convert.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
+    tensors = hf_format.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
     for change in ({}, {"base_model.model.lm_head.weight": torch.zeros(VOCAB, 64)}):
         apart = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name} | change
         with pytest.raises(CheckpointError, match="one matrix in their base"):
-            convert.from_peft(apart, tied, padded(VOCAB), 4, {})
+            hf_format.from_peft(apart, tied, padded(VOCAB), 4, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------- the script
@@ -499,7 +498,7 @@ def test_a_merge_can_round_to_bf16(tokenizer, tmp_path):
     model = adapted(shape(), {})
     adapter, _ = saved(tmp_path, model, {}, tokenizer)
     assert 0 < merge(adapter, tmp_path / "merged", dtype=torch.bfloat16) < 0.2
-    assert {tensor.dtype for tensor in convert.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in hf_format.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
 
 
 def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_path):
@@ -516,12 +515,12 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     refused("nowhere is no model folder here; .*--base", output, tmp_path / "nowhere")
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    tensors = convert.load_model_weights(base)
+    tensors = hf_format.load_model_weights(base)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
-    convert.save_weights(other, tensors)
-    hashes = [convert.weights_sha256(convert.load_model_weights(folder)) for folder in (other, base)]
+    hf_format.save_weights(other, tensors)
+    hashes = [hf_format.weights_sha256(hf_format.load_model_weights(folder)) for folder in (other, base)]
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
-    factors = convert.read_tensors(adapter / "adapter_model.safetensors")
+    factors = hf_format.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
     save_file(factors, adapter / "adapter_model.safetensors")
     refused("lora_A.weight holds numbers that are not finite", output)
@@ -570,7 +569,7 @@ def test_a_quantised_base_compiles_recomputes_merges_and_is_not_saved(kind):
     with torch.no_grad():
         expected = model.logits(tokens())
         assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
-        with lora.adapters_off(model):
+        with lora.disable_adapters(model):
             assert not torch.equal(model.logits(tokens()), expected)
     assert all("lora_" in name for name in lora.adapter_state_dict(model))
 

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attention_kernels import choose_kernel
-from chunked_head import IGNORE_INDEX, float_logits
+from checkpoint.hf_format import huggingface_config, to_huggingface
+from common.errors import SettingsError
 from config import ModelConfig
-from convert import huggingface_config, to_huggingface
-from errors import SettingsError
+from fused.attention import choose_kernel
+from fused.chunked_head import IGNORE_INDEX, float_logits
+from fused.matmul import linear
 from model import (
     SHARED_PREFIX,
     KVCache,
     Linear,
     Transformer,
-    borders_of,
+    compute_cu_seqlens,
     linear_together,
     mask_of,
     padded,
-    positions_of,
+    position_ids,
 )
 from model_utils import compile_model
-from numerics import linear
-from settings import load_config
+from settings.load import load_config
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -164,18 +164,18 @@ def test_a_shared_prefix_equals_rows_that_repeat_it():
 def test_positions_count_the_tokens_that_are_seen():
     documents = torch.tensor([[1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 2], [2, 1, 1, 1, 4, 4]])
     expected = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 2, 3], [0, 0, 1, 2, 0, 1]])
-    assert torch.equal(positions_of(documents), expected)
+    assert torch.equal(position_ids(documents), expected)
     seen = mask_of(documents, documents.shape[1])[:, 0].sum(dim=-1) - 1
     assert torch.equal(seen, expected)
 
 
 def test_borders_are_where_documents_begin_in_the_flattened_batch():
     documents = torch.tensor([[1, 1, 2, 2], [2, 2, 3, 3], [1, 1, 1, 1]], dtype=torch.int32)
-    borders = borders_of(documents)
+    borders = compute_cu_seqlens(documents)
     assert borders.dtype == torch.int32 and len(borders) == 64
     assert borders[:6].tolist() == [0, 2, 4, 6, 8, 12], "a row's begin is a border even where the number goes on"
     assert (borders[5:] == 12).all()
-    single = borders_of(torch.arange(64, dtype=torch.int32)[None])
+    single = compute_cu_seqlens(torch.arange(64, dtype=torch.int32)[None])
     assert single.tolist() == [*range(65)] + [64] * 63
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
-from errors import DataError, SettingsError
+from common.errors import DataError, SettingsError
 from tokenizer import (
     PATTERN,
     SPECIALS,
@@ -24,7 +24,7 @@ from tokenizer import (
     write_tiktoken,
 )
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 RANKS = 450
 SENTENCES = (
     "Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow, and it'd better be there!\n\n",
@@ -293,7 +293,7 @@ def test_missing_file_is_named(path, tmp_path, monkeypatch):
 
 
 def test_name_that_the_hub_does_not_give_is_one_clear_error(tmp_path):
-    code = ("from errors import DataError; from tokenizer import load_tokenizer\n"
+    code = ("from common.errors import DataError; from tokenizer import load_tokenizer\n"
             "try: load_tokenizer('nobody/nothing')\n"
             "except DataError as error: print(error)")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}

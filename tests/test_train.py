@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import (
+from factories import (
     UNMEASURED,
     TinyRun,
     a_step,
@@ -25,14 +25,12 @@ from helpers import (
     without_clocks,
 )
 
-import checkpoints
-import evaluation
-import run_folder
-import run_state
 import train
+from checkpoint import store
 from config import Config
 from model import Transformer
 from model_utils import seed_step
+from training import evaluation, run_folder, state
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
@@ -103,9 +101,9 @@ def test_random_numbers_follow_from_seed_step_and_rank():
 
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
-    run = run_state.Run(config, *[None] * 7, run_state.Progress(), None, None, None)
+    run = state.Run(config, *[None] * 7, state.Progress(), None, None, None)
     for updated in (True, False, True):
-        run.advance(run_state.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
+        run.advance(state.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
@@ -414,7 +412,7 @@ def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     assert run.train() == 0
     assert capsys.readouterr().err.count("is no number") == 2
     assert run.steps_saved() == [4, 6]
-    progress = checkpoints.read_state(run.checkpoint(6))["progress"]
+    progress = store.read_state(run.checkpoint(6))["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)
 
 
@@ -447,7 +445,7 @@ def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatc
     assert run.train() == 0
     assert "Finished 6 steps" in capsys.readouterr().out
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
-    state, undisturbed = (checkpoints.read_state(each.checkpoint(6)) for each in (run, whole))
+    state, undisturbed = (store.read_state(each.checkpoint(6)) for each in (run, whole))
     assert state["val_loss"] == undisturbed["val_loss"]
     assert state["progress"] | {"wandb_run_id": None} == undisturbed["progress"] | {"wandb_run_id": None}
 

@@ -1,0 +1,1 @@
+"""Checkpoints on disk, and the formats of Hugging Face, Meta and PEFT."""

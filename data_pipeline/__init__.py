@@ -1,0 +1,1 @@
+"""From text to rows: sources, chats, tokens, shards, packing."""

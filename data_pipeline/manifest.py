@@ -1,0 +1,70 @@
+"""What manifest.json says of a prepared set, as far as a reader must be able to trust it; docs/architecture.md shows one."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from common.errors import DataError
+
+MANIFEST = "manifest.json"
+
+
+class Entry(BaseModel, strict=True):
+    """One token file, in the manifest's own folder."""
+
+    file: str = Field(pattern=r"^[\w-][\w.-]*$")
+    tokens: int
+    sha256: str
+
+
+class Stream(BaseModel, strict=True):
+    """Token files, one after the other."""
+
+    tokens: int
+    shards: list[Entry]
+
+    @model_validator(mode="after")
+    def adds_up(self) -> "Stream":
+        """Refuse a list that lacks a shard, or has one twice."""
+        if len({entry.file for entry in self.shards}) < len(self.shards):
+            raise ValueError("a shard is listed twice")
+        if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
+            raise ValueError(f"the shards that are listed have {listed} tokens, and there should be {self.tokens}")
+        return self
+
+
+class Split(Stream):
+    """The tokens of one split and, of examples, the segments that they are cut into."""
+
+    segments: Stream | None = None
+
+
+class Manifest(BaseModel, strict=True):
+    """The whole."""
+
+    format: Literal[1]
+    kind: str = "documents"
+    dtype: Literal["uint16", "uint32"]
+    tokenizer_sha256: str
+    document_start_id: int = Field(ge=0)
+    splits: dict[str, Split]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises:
+        DataError: it is no file, or does not say what it must.
+        OSError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{path}: is no file; prepare the data again")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"])) or "its content"
+        what = fault["msg"][0].lower() + fault["msg"][1:]
+        raise DataError(f"{path}: {where}: {what}; copy or prepare the data again") from error

@@ -1,0 +1,245 @@
+"""What one step's rows do to a model, row by row: which is bad or hard, where in it, and the text that stands there.
+
+Shapes: B rows, T tokens.
+"""
+
+import copy
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from common.errors import printable
+from dataloaders import Batch, TokenRows
+from fused.chunked_head import IGNORE_INDEX
+from model_utils import gradient_norm, is_vocabulary
+from training.diagnostics import count_bad, describe_tensors
+from training.state import Rows, Run
+
+ROOT = Path(__file__).resolve().parents[1]
+CONTEXT_TOKENS = 24  # of a document, shown on either side of a token
+
+
+def bad_tokens(values: Tensor) -> list[int]:
+    """The tokens of the first row of a (B, T, ...) tensor at which it is not finite."""
+    return (~values[0].isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist() if values.ndim > 2 else []
+
+
+class FirstBad:
+    """Watches a model that reads one row: the first module whose output is not finite, the first such gradient to arrive.
+
+    `token` is where in the row: the first one of which the output is bad, as later ones see it; else the last one whose
+    embedding gets a bad gradient, as those go backwards.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.clear()
+        self.handles = [module.register_forward_hook(self._watch_output(name or "the head"))
+                        for name, module in model.named_modules()]
+        self.handles += [parameter.register_post_accumulate_grad_hook(self._watch_gradient(name))
+                         for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def clear(self) -> None:
+        """Forget what was found."""
+        self.module: Optional[str] = None
+        self.gradient: Optional[str] = None
+        self.token: Optional[int] = None
+
+    def _watch_output(self, name: str):
+        def hook(module, inputs, output):
+            if self.module is None and isinstance(output, Tensor) and count_bad(output):
+                self.module = name
+                self.token = next(iter(bad_tokens(output)), None)
+            if name == "tok_embeddings" and isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self._watch_embeddings)
+        return hook
+
+    def _watch_embeddings(self, gradient_BTD: Tensor) -> None:
+        if self.token is None and (tokens := bad_tokens(gradient_BTD)):
+            self.token = tokens[-1]
+
+    def _watch_gradient(self, name: str):
+        def hook(parameter):
+            if self.gradient is None and count_bad(parameter.grad):
+                self.gradient = name
+        return hook
+
+    def __enter__(self) -> "FirstBad":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class RowReport(NamedTuple):
+    """What one row does by itself, with the weights from before the step."""
+
+    row: int
+    loss: float  # the mean over what the objective counts in it; NaN where that is nothing
+    grad_norm: float  # of its part in the step's gradient
+    bad_module: Optional[str]
+    bad_gradient: Optional[str]
+    bad_token: Optional[int]  # as FirstBad has it
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether something in it is not finite."""
+        return self.bad_module is not None or self.bad_gradient is not None
+
+
+def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
+    """The row's summed loss, the norm of its part in the gradient of a mean over `count`, and how much of that it holds."""
+    batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
+    scale = run.scaler.get_scale() if run.scaler else 1.0
+    run.optimizer.zero_grad()
+    total, _ = run.objective.loss_sum(run.model, batch)
+    (total * (scale / count)).backward()
+    return float(total.detach()), float(gradient_norm(run.model)) / scale, int(run.objective.count(batch))
+
+
+def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
+    """Each row by itself, without dropout; first those that are not finite, then by their loss, the largest first."""
+    reports = []
+    run.model.eval()
+    with FirstBad(run.model) as first_bad:
+        for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False, disable=None):
+            first_bad.clear()
+            total, norm, own = backward_of_row(run, row, count)
+            reports.append(RowReport(row, total / own if own else math.nan, norm, first_bad.module, first_bad.gradient,
+                                     first_bad.token))
+    return sorted(reports, key=lambda report: (not report.is_bad, -report.loss if report.loss == report.loss else 0))
+
+
+def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
+    """What autograd's anomaly detection says of a row: the operation whose gradient is NaN first, and the line that made it."""
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with torch.autograd.detect_anomaly():
+                backward_of_row(run, row, count)
+    except RuntimeError as error:
+        found = re.search(r"Function '(\w+)' returned nan", str(error))
+        if not found:
+            raise
+        made = re.findall(r'File "(.*?\.py)", line (\d+), in (\w+)', "\n".join(str(entry.message) for entry in told))
+        own = [f"{Path(name).relative_to(ROOT)}:{line} in {function}" for name, line, function in made
+               if Path(name).is_relative_to(ROOT) and "site-packages" not in name]
+        return f"{found[1]}{f', made by {own[-1]}' if own else ''}"
+    return None
+
+
+@torch.no_grad()
+def losses_by_token(run: Run, row: int) -> tuple[Batch, Tensor]:
+    """The row, and the (T,) cross-entropy of each target in nats; NaN where there is none."""
+    batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
+    logprob_BT = run.model.eval()(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=batch.target_index_M)
+    return batch, torch.where(batch.targets_BT == IGNORE_INDEX, torch.nan, -logprob_BT.float())[0].cpu()
+
+
+# -------------------------------------------------------------------------------------------------------------- where and what
+
+
+def numbered(rows) -> Rows:
+    """The rows as they are read, without what was stored for them, with their documents numbered whatever DOCUMENT_MASK says."""
+    while hasattr(rows, "rows"):
+        rows = rows.rows
+    if isinstance(rows, TokenRows):
+        return replace(rows, document_start_id=rows.token_set.document_start_id)
+    rows = copy.copy(rows)
+    rows.numbered = True
+    return rows
+
+
+def place_of(rows: Rows, row: int, token: int, document: int) -> str:
+    """Where a document of a row lies.
+
+    Args:
+        token: its first in the row.
+        document: its number there, from 1.
+    """
+    if not isinstance(rows, TokenRows):
+        examples = rows.examples_in(row).tolist()
+        index = (document - 1) // (2 if rows.example_set.kind == "pairs" else 1)
+        return f"example {examples[index]:,} of {rows.example_set.path} ({rows.example_set.kind})"
+    offset = row * rows.row_tokens + token
+    for shard in rows.token_set.shards:
+        if offset < shard.tokens:
+            return f"{shard.path}, token {offset:,}"
+        offset -= shard.tokens
+    raise AssertionError("a row beyond the last shard")
+
+
+def excerpt(tokenizer, ids: Sequence[int], marked: int) -> str:
+    """The text around one token, which stands between >> and <<."""
+    first, last = max(0, marked - CONTEXT_TOKENS), marked + 1 + CONTEXT_TOKENS
+    parts = [tokenizer.decode(part) for part in (ids[first:marked], ids[marked:marked + 1], ids[marked + 1:last])]
+    text = f"{parts[0].lstrip(' ')}>>{parts[1]}<<{parts[2]}"
+    return printable(f"{'... ' if first else ''}{text}{' ...' if last < len(ids) else ''}")
+
+
+def worst_document(bare: Rows, report: RowReport, loss_T: Tensor) -> tuple[str, int, slice]:
+    """Of a row: where its worst document lies, its worst token in the row, and the slice of the row that it takes.
+
+    The worst is the one in which something is bad first, or which has the most loss above the row's median.
+    """
+    document_ids_BT = bare(np.array([report.row])).document_ids_BT
+    document_T = torch.ones_like(loss_T, dtype=torch.int32) if document_ids_BT is None else document_ids_BT[0]
+    if report.bad_token is not None:
+        worst = report.bad_token
+    else:
+        excess_T = (loss_T - loss_T.nanmedian()).nan_to_num(0, posinf=torch.finfo(torch.float32).max).clamp(min=0)
+        sums = torch.zeros(int(document_T.max()) + 1).scatter_add(0, document_T.long(), excess_T)
+        worst = int(torch.where(document_T == int(sums.argmax()), excess_T, -1).argmax())
+    inside = (document_T == document_T[worst]).nonzero().flatten()
+    within = slice(int(inside[0]), int(inside[-1]) + 1)
+    return place_of(bare, report.row, within.start, int(document_T[worst])), worst, within
+
+
+def describe_row(run: Run, bare: Rows, report: RowReport, count: int) -> list[str]:
+    """What to tell of a row: its loss, its worst document, the text around its worst token."""
+    tokenizer = run.inputs.tokenizer
+    batch, loss_T = losses_by_token(run, report.row)
+    place, worst, within = worst_document(bare, report, loss_T)
+    ids = [*batch.tokens_BT[0].tolist(), int(batch.targets_BT[0, -1])]
+    own_loss = float(loss_T[within].nanmean())
+    lines = [f"Row {report.row}: loss {report.loss:.4f}, norm of its part in the gradient {report.grad_norm:.4f}",
+             f"  document: {place}", f"  {within.stop - within.start} of its tokens are in this row, at {own_loss:.4f} each"]
+    if report.is_bad:
+        if report.bad_module:
+            lines.append(f"  first bad output: {report.bad_module}")
+        elif operation := first_bad_operation(run, report.row, count):
+            lines.append(f"  first NaN in a gradient: from {operation}")
+        lines.append(f"  first bad gradient: {report.bad_gradient}")
+        if report.bad_token is not None:
+            lines.append(f"  where: at token {worst} of the row, {tokenizer.decode(ids[worst:worst + 1])!r}")
+        marked = worst
+    else:
+        losses = [(float(loss), token) for token, loss in enumerate(loss_T.tolist()) if loss == loss and
+                  within.start <= token < within.stop]
+        most = [f"{tokenizer.decode([ids[token + 1]])!r} {loss:.2f}" for loss, token in sorted(losses)[:-6:-1]]
+        lines.append(f"  hardest targets: {', '.join(most)}")
+        marked = worst + 1
+    end = min(within.stop + 1, len(ids)) if marked >= within.stop else within.stop
+    return [*lines, f"  text: {excerpt(tokenizer, ids[within.start:end], marked - within.start)}"]
+
+
+def describe_parameters(run: Run) -> list[str]:
+    """Each parameter that is not finite, with the token whose row it is."""
+    lines = []
+    for entry in describe_tensors(run.model):
+        if entry["kind"] == "parameter":
+            parameter = dict(run.model.named_parameters())[entry["tensor"]]
+            at = (~parameter.isfinite()).nonzero()[0].tolist()
+            token = f" (token {run.inputs.tokenizer.decode(at[:1])!r})" if is_vocabulary(entry["tensor"]) else ""
+            lines.append(f"Parameter {entry['tensor']} {tuple(entry['shape'])}: {entry['non_finite']} of its numbers are not "
+                         f"finite, the first at {at}{token}")
+    return lines

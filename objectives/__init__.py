@@ -1,0 +1,1 @@
+"""What a model learns from: next tokens, preferences, a teacher."""

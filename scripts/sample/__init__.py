@@ -1,0 +1,1 @@
+"""The embedded sample: a small world, its stories and questions."""

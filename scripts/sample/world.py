@@ -1,0 +1,272 @@
+"""The embedded sample: a small world of people, places and things, and stories, items, questions and pairs told of it.
+
+A story is made of *facts* (who, which colour, what thing, where ...) and a *plot* that tells them. Facts are split by a hash:
+whatever is held out (items, questions, pairs) is about facts that no training text ever tells.
+The same seed gives the same bytes on every machine and every Python: of `random.Random` only `random()` is used.
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common.errors import DataError
+from config import SAMPLE, Config
+from scripts.sample.plots import (
+    ANIMALS,
+    COLOURS,
+    GIRLS,
+    KIND,
+    PEOPLE,
+    PLACES,
+    PLOTS,
+    QUESTIONS,
+    SCENES,
+    THINGS,
+    TIMES,
+    UNKIND,
+    WEATHERS,
+    WHAT_THEN,
+    Plot,
+)
+
+# One in this many combinations of facts is held out.
+HELD_OUT_SHARE = 10
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is true in one story. The other_* are there to be told apart from the true ones."""
+
+    hero: str
+    friend: str
+    colour: str
+    thing: str
+    place: str
+    other_colour: str
+    other_thing: str
+    other_place: str
+    animal: str
+    weather: str
+    time: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether these facts belong to the held-out part; decided by who, colour, thing and place alone."""
+        key = " ".join((self.hero, self.colour, self.thing, self.place))
+        return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
+
+
+@dataclass(frozen=True)
+class Story:
+    """One story: a title, sentences that tell it, and the last one, which follows from them."""
+
+    plot: Plot
+    facts: Facts
+    title: str
+    sentences: tuple[str, ...]
+    ending_template: str
+
+    @property
+    def ending(self) -> str:
+        """The last sentence."""
+        return tell(self.ending_template, self.facts)
+
+    @property
+    def body(self) -> str:
+        """Everything but title and ending."""
+        return " ".join(self.sentences)
+
+    @property
+    def text(self) -> str:
+        """The whole, as a model reads it: HellaSwag's rendering of label, context and ending."""
+        return f"{self.title}: {self.body} {self.ending}"
+
+
+# Where each slot's values come from, and the fact that is the easiest to take for it.
+POOLS = {"hero": PEOPLE, "friend": PEOPLE, "colour": COLOURS, "other_colour": COLOURS, "thing": THINGS, "other_thing": THINGS,
+         "place": PLACES, "other_place": PLACES, "animal": ANIMALS, "weather": WEATHERS, "time": TIMES}
+RIVALS = {"hero": "friend", "friend": "hero", "colour": "other_colour", "other_colour": "colour",
+          "thing": "other_thing", "other_thing": "thing", "place": "other_place"}
+PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},
+            False: {"she": "he", "She": "He", "her": "his", "them": "him"}}
+
+
+class Dice:
+    """Choices that are the same on every Python: `random()` is the one method whose sequence is promised."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed).random
+
+    def choose(self, values: Sequence):
+        """One of the values, each as likely."""
+        return values[int(self.random() * len(values))]
+
+    def several(self, values: Sequence, count: int) -> list:
+        """`count` different values, in the order drawn."""
+        left = list(values)
+        return [left.pop(int(self.random() * len(left))) for _ in range(count)]
+
+
+def slots_of(template: str) -> list[str]:
+    """The names of the facts that a template tells, each once, in order."""
+    return list(dict.fromkeys(slot for slot in re.findall(r"{(\w+)}", template) if slot in POOLS))
+
+
+def tell(template: str, facts: Facts) -> str:
+    """The template's sentence about these facts."""
+    return template.format_map(vars(facts) | PRONOUNS[facts.hero in GIRLS])
+
+
+def draw_facts(dice: Dice, held_out: bool) -> Facts:
+    """Draw facts until they belong to the part that is asked for."""
+    while True:
+        hero, friend = dice.several(PEOPLE, 2)
+        colour, other_colour = dice.several(COLOURS, 2)
+        thing, other_thing = dice.several(THINGS, 2)
+        place, other_place = dice.several(PLACES, 2)
+        facts = Facts(hero, friend, colour, thing, place, other_colour, other_thing, other_place,
+                      dice.choose(ANIMALS), dice.choose(WEATHERS), dice.choose(TIMES))
+        if facts.held_out == held_out:
+            return facts
+
+
+def draw_story(dice: Dice, held_out: bool) -> Story:
+    """Draw facts and tell them by one of the plots."""
+    facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
+    title = tell(dice.choose(plot.titles), facts)
+    templates = [dice.choose(beat) for beat in plot.beats]
+    scene = dice.choose(SCENES)
+    place_told = next((index for index, template in enumerate(templates) if "{place}" in template), None)
+    if place_told is not None:
+        templates.insert(place_told + 1, scene)
+    sentences = tuple(tell(template, facts) for template in templates)
+    return Story(plot, facts, title, sentences, dice.choose(plot.endings))
+
+
+def draw_epilogue(dice: Dice, facts: Facts, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> str:
+    """What happened after the story: one of several kinds of things, each as likely as the others."""
+    return tell(dice.choose(dice.choose(kinds)), facts)
+
+
+def documents(count: int, seed: int) -> Iterator[str]:
+    """Training texts: title, colon, story; every second one has an epilogue."""
+    dice = Dice(seed)
+    for _ in range(count):
+        story = draw_story(dice, held_out=False)
+        yield story.text + (" " + draw_epilogue(dice, story.facts) if dice.random() < 0.5 else "")
+
+
+def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
+    """Three endings that tell another value of one slot, each from the slot's own pool.
+
+    One of them is the rival, where the story tells of it and the ending does not: who has merely read the names has to guess.
+    """
+    named = {getattr(story.facts, other) for other in slots_of(story.ending_template) if POOLS[other] is POOLS[slot]}
+    others = [value for value in POOLS[slot] if value not in named]
+    rival = getattr(story.facts, RIVALS[slot])
+    values = [rival] if rival in others and re.search(rf"\b{rival}\b", story.body) else []
+    values += dice.several([value for value in others if value not in values], 3 - len(values))
+    return [tell(story.ending_template, replace(story.facts, **{slot: value})) for value in values]
+
+
+def items(count: int, seed: int) -> Iterator[dict]:
+    """Multiple-choice items in HellaSwag's schema; four endings that differ in the person, the colour, the thing or the place."""
+    dice = Dice(seed)
+    for index in range(count):
+        story = draw_story(dice, held_out=True)
+        slot = dice.choose([slot for slot in slots_of(story.ending_template) if slot in RIVALS])
+        endings, label = wrong_endings(dice, story, slot), dice.choose(range(4))
+        endings.insert(label, story.ending)
+        yield {"ind": index, "activity_label": story.title, "ctx": story.body, "endings": endings, "label": label,
+               "source_id": f"sample~{slot.removeprefix('other_')}"}
+
+
+def chat(prompt: str, answer: str) -> dict:
+    """One turn of a user and one of the assistant."""
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
+    """Chats: a story and a question about it, and the one right answer."""
+    dice = Dice(seed)
+    for _ in range(count):
+        story = draw_story(dice, held_out)
+        question, answer = dice.choose((*story.plot.questions, *QUESTIONS))
+        yield chat(f"{story.text}\n\n{tell(question, story.facts)}", tell(answer, story.facts))
+
+
+def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> Iterator[dict]:
+    """Chats: a story and what happened then, kind or unkind, so that a model learns to tell both."""
+    dice = Dice(seed)
+    for _ in range(count):
+        story = draw_story(dice, held_out=False)
+        yield chat(f"{story.text}\n\n{WHAT_THEN}", draw_epilogue(dice, story.facts, kinds))
+
+
+def preferences(count: int, seed: int, held_out: bool) -> Iterator[dict]:
+    """Preference pairs: a story, the kind epilogue that is wanted and the unkind one that is not."""
+    dice = Dice(seed)
+    for _ in range(count):
+        story = draw_story(dice, held_out)
+        chosen, rejected = (tell(dice.choose(ways), story.facts) for ways in (KIND, UNKIND))
+        yield {"prompt": f"{story.text}\n\n{WHAT_THEN}", "chosen": chosen, "rejected": rejected}
+
+
+def texts() -> Iterator[str]:
+    """Every kind of text in turn, without end, for the tokenizer to learn its words from."""
+    for number in itertools.count(100):
+        yield from documents(10, number)
+        for record in (*questions(5, number, held_out=False), *epilogues(5, number)):
+            yield from (message["content"] for message in record["messages"])
+
+
+def parts(stories: int) -> dict[str, Iterable[dict]]:
+    """The whole sample: the records of each file, by its name; `held-out` is never trained on.
+
+    Args:
+        stories: number of training texts, which the other numbers follow.
+    """
+    chats, held_out = stories // 5, min(500, stories // 8)
+    asked, told = questions(chats, 3, held_out=False), epilogues(chats, 4, (KIND, UNKIND, UNKIND, UNKIND))  # for DPO to turn
+    return {
+        "stories.jsonl": ({"text": text} for text in documents(stories, seed=1)),
+        "items.jsonl": items(held_out, seed=2),
+        "questions.jsonl": (record for pair in zip(asked, told) for record in pair),
+        "questions-held-out.jsonl": questions(held_out, 5, held_out=True),
+        "preferences.jsonl": preferences(chats // 2, 6, held_out=False),
+        "preferences-held-out.jsonl": preferences(held_out, 7, held_out=True),
+    }
+
+
+def provide_sample(config: Config, may_write: bool) -> None:
+    """Make the sample, told on the screen, where the settings name its files and it is not there. One rank of a machine does it;
+    the others wait where ranks meet.
+
+    Raises:
+        DataError: it cannot be made, or must not be.
+    """
+    named = (config.tokenizer_path, config.hellaswag_path, getattr(config, f"{config.training_stage}_data_path"))
+    if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
+        return
+    if not may_write:
+        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with scripts/make_sample.py --folder {SAMPLE}, as "
+                        "the run itself does")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        script = Path(__file__).resolve().parents[1] / "make_sample.py"
+        if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
+            raise DataError(f"the embedded sample could not be made in {SAMPLE}; see above why")
+
+
+def write_jsonl(path: Path, records: Iterable[dict]) -> int:
+    """Write one JSON object a line; returns their number."""
+    lines = [json.dumps(record) + "\n" for record in records]
+    path.write_bytes("".join(lines).encode("ascii"))
+    return len(lines)

@@ -1,0 +1,310 @@
+"""Weights and configuration there and back, held against transformers' own Llama."""
+
+import json
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import hf_format, store
+from common.errors import CheckpointError
+from config import ModelConfig
+from model import Transformer, padded
+from tokenizer import Tokenizer, load_tokenizer, write_tiktoken
+
+transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+
+VOCAB = 300 + 256  # of the tokenizer below; padded to 640
+SHAPES = {
+    "tied, grouped": dict(tie_embeddings=True),
+    "untied, one key per query": dict(tie_embeddings=False, n_kv_heads=4),
+    "untied, one key for all": dict(tie_embeddings=False, n_kv_heads=1),
+    "3.1 scaling": dict(tie_embeddings=True, rope_scaling_factor=8.0, rope_original_max_len=64, rope_theta=10_000.0),
+    "3.1 scaling, untied": dict(tie_embeddings=False, rope_scaling_factor=32.0, rope_low_freq_factor=1.5,
+                                rope_high_freq_factor=5.0, rope_original_max_len=32),
+}
+
+
+def config_of(shape: str) -> ModelConfig:
+    return ModelConfig(**{**dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32, norm_eps=1e-5, init_std=0.1),
+                          **SHAPES[shape]})
+
+
+def model_of(config: ModelConfig) -> Transformer:
+    model = Transformer(config, VOCAB)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms that do something
+                parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    pairs = [bytes([a, b]) for a in b"etaoinsh" for b in b"etaoinsh"][:44]
+    return Tokenizer({token: rank for rank, token in enumerate([bytes([i]) for i in range(256)] + pairs)})
+
+
+@pytest.fixture(params=SHAPES)
+def config(request) -> ModelConfig:
+    return config_of(request.param)
+
+
+def test_there_and_back_is_bit_equal(config):
+    state = model_of(config).state_dict()
+    tensors = hf_format.to_huggingface(state, config, VOCAB)
+    back = hf_format.from_huggingface(tensors, config, padded(VOCAB))
+    assert list(back) == list(state)
+    for name in state:
+        assert torch.equal(back[name], state[name]), name
+    assert len(tensors["model.embed_tokens.weight"]) == VOCAB
+    assert ("lm_head.weight" in tensors) == (not config.tie_embeddings)
+
+
+def test_names_lose_what_compile_and_ddp_put_in(config):
+    state = model_of(config).state_dict()
+    wrapped = {f"module._orig_mod.{name.replace('layers.0.', 'layers.0._orig_mod.')}": tensor for name, tensor in state.items()}
+    plain, unwrapped = (hf_format.to_huggingface(s, config, VOCAB) for s in (state, wrapped))
+    assert plain.keys() == unwrapped.keys()
+
+
+def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
+    """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
+    model = model_of(config)
+    hf_format.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert theirs.dtype == torch.float32
+    tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours_BTV, theirs_BTV = model.logits(tokens_BT), theirs(tokens_BT).logits
+    assert ours_BTV.shape == theirs_BTV.shape == (2, 200, VOCAB)
+    assert 0.3 < ours_BTV.std() < 3
+    assert (ours_BTV - theirs_BTV).abs().max() < 1e-4
+    assert not recwarn.list
+
+
+def test_a_transformers_model_gives_its_logits_in_ours(config):
+    """The way of an import, from a model that they made and initialised."""
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
+    settings = hf_format.model_settings_from_huggingface(theirs.config.to_dict())
+    ours = Transformer(ModelConfig(**settings), VOCAB)
+    ours.load_state_dict(hf_format.from_huggingface(theirs.state_dict(), ModelConfig(**settings), padded(VOCAB)))
+    tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (ours.logits(tokens_BT) - theirs(tokens_BT).logits).abs().max() < 1e-4
+
+
+def test_permutation_is_the_one_of_transformers_own_converter():
+    """Their script's formula, written out: rows of a head, pairs apart, become its halves."""
+    weight = torch.randn(4 * 16, 8)
+    expected = torch.empty_like(weight)
+    for head in range(4):
+        for i in range(8):
+            for half in range(2):
+                expected[16 * head + 8 * half + i] = weight[16 * head + 2 * i + half]
+    assert torch.equal(hf_format._pairs_to_halves(weight, 4), expected)
+    assert torch.equal(hf_format._halves_to_pairs(expected, 4), weight)
+
+
+def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):
+    hf_format.save_model_folder(tmp_path, model_of(config).state_dict(), config, tokenizer, max_seq_len=256)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("the heat is in the tent", "  Zürich\n\n\n 12345 <|eot_id|>x", "日本語 🙂 don't"):
+        ids = tokenizer.encode(text)
+        assert theirs.decode(ids) == text
+        if "<|" not in text:
+            assert theirs.encode(text, add_special_tokens=False) == ids
+    assert len(theirs) == tokenizer.vocab_size
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["vocab_size"], saved["bos_token_id"], saved["eos_token_id"]) == (VOCAB, tokenizer.bos_id, tokenizer.eos_id)
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path)
+    assert generation.eos_token_id == [tokenizer.eos_id, tokenizer.eot_id] and generation.pad_token_id == tokenizer.pad_id
+
+
+def test_settings_come_back_from_the_config(config):
+    """From our own file, and from what transformers makes of it."""
+    written = hf_format.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
+    rewritten = transformers.LlamaConfig(**written).to_dict()
+    for content in (written, rewritten):
+        settings = hf_format.model_settings_from_huggingface(json.loads(json.dumps(content)))
+        back = ModelConfig(**settings)
+        assert back.hidden_dim == config.hidden_dim
+        ignored = {"ffn_dim", "multiple_of"}  # known together as the hidden dimension
+        assert back.model_dump(exclude=ignored) == config.model_dump(exclude=ignored)
+
+
+def test_old_config_files_are_understood():
+    """Before grouped queries had a key, and with the scaling's type named as Llama 3.1's first files did."""
+    old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+    settings = hf_format.model_settings_from_huggingface(old)
+    assert (settings["n_kv_heads"], settings["rope_theta"], settings["tie_embeddings"]) == (4, 10_000.0, False)
+    scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192}
+    assert hf_format.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"model_type": "mistral"}, "mistral"), ({"attention_bias": True}, "attention_bias=True"), ({"head_dim": 32}, "head_dim=32"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"), ({"hidden_act": "gelu"}, "gelu"),
+    ({"hidden_size": None}, "hidden_size"),
+])
+def test_a_model_that_cannot_be_represented_is_refused(change, named):
+    content = {**hf_format.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32), **change}
+    content = {key: value for key, value in content.items() if value is not None}
+    with pytest.raises(CheckpointError, match=named):
+        hf_format.model_settings_from_huggingface(content)
+
+
+def test_weights_of_another_shape_are_refused_by_name():
+    config = config_of("tied, grouped")
+    tensors = hf_format.to_huggingface(model_of(config).state_dict(), config, VOCAB)
+
+    def refuse(match, tensors=tensors, **changes):
+        with pytest.raises(CheckpointError, match=match):
+            hf_format.from_huggingface(tensors, config.model_copy(update=changes), padded(VOCAB))
+
+    refuse("lack model.layers.2", n_layers=3)
+    refuse("hold model.layers.1", n_layers=1)
+    refuse(r"gate_proj.weight is \(192, 64\).*\(96, 64\)", ffn_dim=96)
+    refuse(r"k_proj.weight is \(32, 64\).*\(16, 64\)", n_kv_heads=1)
+    refuse("TIE_EMBEDDINGS=true", tie_embeddings=False)
+    refuse("TIE_EMBEDDINGS=false", {**tensors, "lm_head.weight": torch.zeros(VOCAB, 64)})
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \(556, 64\).*\(512, 64\)"):
+        hf_format.from_huggingface(tensors, config, 512)
+    # A tied head that is stored all the same, and buffers of old files, do no harm.
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"],
+             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    assert hf_format.from_huggingface({**tensors, **extra}, config, padded(VOCAB)).keys() == model_of(config).state_dict().keys()
+
+
+def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypatch):
+    config = config_of("untied, one key for all")
+    model = model_of(config)
+    monkeypatch.setattr(hf_format.save_weights, "__defaults__", (100_000,))
+    hf_format.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    tensors = hf_format.load_model_weights(tmp_path)
+    expected = hf_format.to_huggingface(model.state_dict(), config, VOCAB)
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(theirs[name], expected[name]) for name in expected)
+    (tmp_path / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=files[1]):
+        hf_format.load_model_weights(tmp_path)
+
+
+def test_pickled_weights_are_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    with pytest.raises(CheckpointError, match="pickled weights"):
+        hf_format.load_model_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(pickle.dumps({}))
+    with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
+        hf_format.load_model_weights(tmp_path)
+
+
+def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
+    (tmp_path / hf_format.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        hf_format.load_model_weights(tmp_path)
+
+
+def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, torch.Tensor], dict]:
+    """A model as Meta ships it: no padding, a head of its own even where it is tied, a buffer, and params.json."""
+    config = config_of("3.1 scaling").model_copy(update=dict(tie_embeddings=tied, rope_scaling_factor=32.0 if tied else 8.0,
+                                                             rope_original_max_len=8192))
+    state = {name: tensor[:VOCAB] if len(tensor) == padded(VOCAB) else tensor
+             for name, tensor in model_of(config).state_dict().items()}
+    head = state.get("output.weight", state["tok_embeddings.weight"])
+    params = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCAB, "multiple_of": 32,
+              "ffn_dim_multiplier": 1.3, "norm_eps": 1e-5, "rope_theta": 10_000.0, "use_scaled_rope": True}
+    folder.mkdir()
+    (folder / "params.json").write_text(json.dumps(params))
+    torch.save({**state, "output.weight": head.clone(), "rope.freqs": torch.ones(8)}, folder / "consolidated.00.pth")
+    return config, state, params
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_metas_weights_need_no_change(tied, tmp_path):
+    config, state, params = metas_download(tmp_path / "meta", tied)
+    meta = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
+    read, settings = hf_format.from_meta(meta, params)
+    assert read.keys() == state.keys() and all(torch.equal(read[name], state[name]) for name in state)
+    assert settings["ffn_dim"] == config.hidden_dim and settings["tie_embeddings"] == tied
+    assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
+    with pytest.raises(CheckpointError, match="wk.weight"):
+        hf_format.from_meta(meta, {**params, "n_kv_heads": 4})
+    with pytest.raises(CheckpointError, match="no output.weight"):
+        hf_format.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
+
+
+IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
+import_checkpoint = runpy.run_path(str(IMPORT_SCRIPT))["import_checkpoint"]
+
+
+def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
+    """What our model makes of a start checkpoint, after verifying it as training does."""
+    assert store.verify(store.locate(str(folder), folder.parent / "run"))["step"] == 0
+    assert store.read_state(folder) == store.read_optimizer(folder) == {}
+    settings = hf_format.model_settings_from_huggingface(hf_format.read_json(folder / "config.json"))
+    model = Transformer(ModelConfig(**settings), VOCAB)
+    model.load_state_dict(hf_format.from_huggingface(hf_format.load_model_weights(folder), model.config, padded(VOCAB)))
+    with torch.no_grad():
+        return model.logits(tokens_BT)
+
+
+def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
+    """From a model that transformers made and saved, in bf16 and with rows of the vocabulary that no token has."""
+    source, output = tmp_path / "source", tmp_path / "start"
+    config = config_of("3.1 scaling, untied")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **hf_format.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
+    theirs.bfloat16().save_pretrained(source)
+    tokenizer.save_huggingface(source)
+    done = subprocess.run([sys.executable, IMPORT_SCRIPT, source, output], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "84 rows of the vocabulary have no token" in done.stdout
+    assert "TIE_EMBEDDINGS=false" in done.stdout and "ROPE_SCALING_FACTOR=32.0" in done.stdout
+    tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        expected = theirs(tokens_BT).logits[..., :VOCAB]
+    assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
+    assert hf_format.read_json(output / "config.json")["dtype"] == "bfloat16"
+    assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
+    with pytest.raises(CheckpointError, match=f"{output} exists"):
+        import_checkpoint(source, output)
+
+
+def test_metas_folder_is_imported(tokenizer, tmp_path):
+    config, _, _ = metas_download(tmp_path / "meta", tied=True)
+    write_tiktoken(tokenizer.ranks, tmp_path / "meta" / "tokenizer.model")
+    import_checkpoint(tmp_path / "meta", tmp_path / "start")
+    tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model_of(config).logits(tokens_BT)
+    assert torch.equal(imported_logits(tmp_path / "start", tokens_BT), expected)
+
+
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_an_import_never_runs_what_it_reads(tmp_path):
+    metas_download(tmp_path / "meta", tied=True)
+    torch.save({"tok_embeddings.weight": Bomb(tmp_path / "exploded")}, tmp_path / "meta" / "consolidated.00.pth")
+    with pytest.raises(CheckpointError, match="holds no plain weights"):
+        import_checkpoint(tmp_path / "meta", tmp_path / "start")
+    assert not (tmp_path / "exploded").exists() and not (tmp_path / "start").exists()

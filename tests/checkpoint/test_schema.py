@@ -1,0 +1,169 @@
+"""What stands in a run's folder, whoever wrote it: it is understood, or refused in one sentence that names file and field."""
+
+import copy
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from factories import UNMEASURED, TinyRun
+
+from checkpoint import store
+from checkpoint.schema import SavedProgress
+from common.errors import CheckpointError
+from training.state import Progress
+
+GONE = object()
+WRONG = (GONE, None, "\0", -1, 1.5, 10**30, True, [None], {})
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> TinyRun:
+    run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), **UNMEASURED, MAX_STEPS=2)
+    assert run.train() == 0
+    return run
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> TinyRun:
+    """A copy of it, to be spoiled."""
+    shutil.copytree(trained.output_dir, tmp_path / "runs")
+    copied = TinyRun.__new__(TinyRun)
+    copied.output_dir, copied.settings = tmp_path / "runs", {**trained.settings, "OUTPUT_DIR": tmp_path / "runs"}
+    return copied
+
+
+def changed(content: dict, *place: str, to) -> dict:
+    content = copy.deepcopy(content)
+    inner = content
+    for name in place[:-1]:
+        inner = inner[name]
+    if to is GONE:
+        inner.pop(place[-1], None)
+    else:
+        inner[place[-1]] = to
+    return content
+
+
+def resealed(folder: Path, manifest: dict, state: dict) -> None:
+    """Write both, with the hashes that belong to them."""
+    text = json.dumps(state).encode()
+    (folder / store.STATE).write_bytes(text)
+    if isinstance(manifest.get("files"), dict) and isinstance(manifest["files"].get(store.STATE), dict):
+        manifest["files"][store.STATE] |= {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    (folder / store.MANIFEST).write_bytes(store._sealed(manifest))
+
+
+def both_files(folder: Path) -> tuple[dict, dict]:
+    manifest = json.loads((folder / store.MANIFEST).read_text())
+    return ({name: value for name, value in manifest.items() if name != "sha256"},
+            json.loads((folder / store.STATE).read_text()))
+
+
+def test_any_field_of_any_type_is_read_or_refused_by_name(run):
+    folder = run.checkpoint(2)
+    manifest, state = both_files(folder)
+    tried = refused = 0
+    places = [(0, name) for name in manifest] + [(0, "files", "config.json"), (0, "files", "config.json", "size")]
+    places += [(1, name) for name in state] + [(1, part, name) for part in ("progress", "identity") for name in state[part]]
+    places += [(1, "settings", "TRAINING_STAGE"), (1, "settings", "LORA_ENABLED")]
+    for which, *place in places:
+        for value in WRONG:
+            files = [copy.deepcopy(manifest), state]
+            files[which] = changed(files[which], *place, to=value)
+            resealed(folder, *files)
+            tried += 1
+            try:
+                store.read_manifest(folder)
+                progress = Progress(**store.read_state(folder)["progress"])
+            except CheckpointError as error:
+                refused += 1
+                name = (store.MANIFEST, store.STATE)[which]
+                assert str(folder / name) in str(error) and place[-1] in str(error), (place, value, error)
+            else:
+                assert 0 <= progress.updates <= progress.step and progress.tokens_seen >= 0, (place, value)
+    assert tried > 250 and refused > tried / 2
+
+
+SPOILT = {
+    "of tomorrow": (1, ("of_tomorrow",), 1, "of_tomorrow is not known to this version: it was written by a newer Paddock"),
+    "progress of tomorrow": (1, ("progress", "pace"), 1, "progress.pace is not known to this version: it was written by a newer"),
+    "manifest of tomorrow": (0, ("of_tomorrow",), 1, "of_tomorrow is not known to this version: it was written by a newer"),
+    "format of tomorrow": (0, ("format",), 2, "format 2, and this version reads 1: it was written by a newer Paddock"),
+    "no progress": (1, ("progress",), GONE, "progress: field required"),
+    "no settings": (1, ("settings",), GONE, "settings: field required"),
+    "no identity": (1, ("identity",), GONE, "identity: field required"),
+    "a negative step": (1, ("progress", "step"), -1, "progress.step: input should be greater than or equal to 0"),
+    "more left out than taken": (1, ("progress", "skipped_steps"), 3, "progress.skipped_steps is more than progress.step"),
+    "a list as settings": (1, ("settings",), [], "settings: input should be"),
+    "no files": (0, ("files",), GONE, "files: field required"),
+    "an empty list of files": (0, ("files",), {}, "files: dictionary should have at least 1 item"),
+    "no order of writing": (0, ("written",), GONE, "written: field required"),
+    "a file of words": (0, ("files", "config.json"), "x", "files.config.json: input should be an object")}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_run_does_not_go_on_from_what_it_does_not_understand(spoilt, run, capsys):
+    which, place, value, told = SPOILT[spoilt]
+    files = [*both_files(run.checkpoint(2))]
+    files[which] = changed(files[which], *place, to=value)
+    resealed(run.checkpoint(2), *files)
+    assert run.train(MAX_STEPS=3) == 5
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and told in error and f"{run.checkpoint(2)}/" in error
+
+
+def test_a_checkpoint_of_an_older_version_is_read_with_the_defaults_of_today(run, capsys):
+    manifest, state = both_files(run.checkpoint(2))
+    state["progress"] = {name: state["progress"][name] for name in ("step", "tokens_seen")}
+    del state["scaler"], state["val_loss"]
+    del manifest["val_loss"], manifest["world_size"]
+    resealed(run.checkpoint(2), manifest, state)
+    progress = store.read_state(run.checkpoint(2))["progress"]
+    assert progress == vars(SavedProgress(step=2, tokens_seen=512))
+    assert run.train(MAX_STEPS=3) == 0 and "going on after step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics", "ledger"])
+def test_lines_that_cannot_be_read_are_set_aside_and_the_run_goes_on(name, run, capsys):
+    path = run.folder / f"{name}.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    bad = [b"{}\n", b"5\n", b"null\n", b"[1]\n", b'{"step": "x"}\n', b'{"step": -1}\n', b'{"step": 1.5}\n', b"[" * 10**5 + b"\n",
+           b"\xff\n", b"no JSON\n"]
+    path.write_bytes(b"".join([lines[0], *bad, lines[1]]))
+    assert run.train(MAX_STEPS=3) == 0
+    assert f"warning: {path}: {len(bad)} lines of it cannot be read; set aside in {name}.jsonl.bad" in capsys.readouterr().err
+    assert path.with_name(f"{name}.jsonl.bad").read_bytes() == b"".join(bad)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert run.train(MAX_STEPS=3) == 0 and "set aside" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "samples.jsonl", "log/rank-0.txt", "run.lock"])
+def test_what_is_no_file_in_the_place_of_a_log_is_refused_and_not_waited_for(name, run, capsys, no_hang):
+    for put in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")):
+        (run.folder / name).unlink(missing_ok=True)
+        put(run.folder / name)
+        assert run.train(MAX_STEPS=3) == 5
+        error = capsys.readouterr().err
+        assert f"{run.folder / name}" in error and "is no plain file but a pipe, a device, a folder or a link" in error
+        (run.folder / name).rmdir() if put is os.mkdir else (run.folder / name).unlink()
+
+
+def test_what_is_no_file_of_ours_in_a_run_s_folder_is_left_alone_or_told(run, capsys, no_hang):
+    (run.folder / "configs" / "step-of-mine.json").write_text("{}")
+    assert run.train(MAX_STEPS=3) == 0
+    shutil.rmtree(run.folder / "configs")
+    (run.folder / "config.json").unlink()
+    os.mkfifo(run.folder / "config.json")
+    assert run.train(MAX_STEPS=4) == 5
+    assert f"{run.folder / 'config.json'}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("resume", ["auto", "step-00000002"])
+def test_a_checkpoint_of_its_own_may_be_a_link_to_another_disk(resume, run, tmp_path, capsys):
+    elsewhere = run.checkpoint(2).rename(tmp_path / "elsewhere")
+    run.checkpoint(2).symlink_to(elsewhere)
+    assert run.train(MAX_STEPS=3, RESUME=resume, SAVE_EVERY=1, KEEP_LAST=1) == 0
+    assert "going on after step 2" in capsys.readouterr().out and run.steps_saved() == [2, 3]

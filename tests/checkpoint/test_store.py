@@ -1,0 +1,674 @@
+"""Checkpoints: whatever happens, one good one is left, and a bad one is never loaded."""
+
+import errno
+import hashlib
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import faults
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint import hf_format, store, tensor_files
+from checkpoint.tensor_files import write_tensors
+from common.errors import CheckpointError
+from parallel.collectives import Ranks, start_ranks, stop_ranks
+from training import run_folder
+
+fork_warning = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+
+STATE = {"identity": {}, "world_size": 1, "settings": {"TRAINING_STAGE": "pretrain"}}
+
+
+def write_model(folder: Path) -> None:
+    save_file({"weight": torch.arange(64.0)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def save(folder: Path, step: int, val_loss=None, write=write_model, **options) -> Path:
+    optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
+    return store.save(folder, step, Ranks(), write, {**STATE, "progress": {"step": step}, "val_loss": val_loss}, optimizer,
+                            **options)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_saved_checkpoint_reads_back(tmp_path):
+    folder = save(tmp_path / "checkpoints", 200, val_loss=1.5)
+    assert folder.name == "step-00000200"
+    manifest = store.verify(folder)
+    assert (manifest["step"], manifest["world_size"], manifest["val_loss"]) == (200, 1, 1.5)
+    # The manifest covers every file but itself.
+    assert set(manifest["files"]) | {store.MANIFEST} == set(names(folder))
+    for name, entry in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    state = store.read_state(folder)
+    assert (state["progress"]["step"], state["val_loss"]) == (200, 1.5)
+    optimizer = store.read_optimizer(folder)
+    assert torch.equal(optimizer["weight.exp_avg"], torch.full((64,), 200.0))
+    assert optimizer["weight.step"].shape == () and optimizer["weight.step"] == 200
+
+
+def test_optimizer_state_may_be_empty_or_of_any_layout(tmp_path):
+    matrix = torch.arange(6.0).view(2, 3).T
+    folder = store.save(tmp_path, 1, Ranks(), write_model, {}, {"matrix": matrix})
+    assert torch.equal(store.read_optimizer(folder)["matrix"], matrix)
+    assert store.read_optimizer(store.save(tmp_path, 2, Ranks(), write_model, {}, {})) == {}
+
+
+def test_no_checkpoint_is_none_and_not_an_error(tmp_path):
+    assert store.newest_verified(tmp_path / "missing") == (None, [])
+    (tmp_path / "tmp-00000002-1").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    assert store.newest_verified(tmp_path) == (None, [])
+
+
+def test_newest_is_the_last_written_not_the_highest_step(tmp_path):
+    save(tmp_path, 400)
+    save(tmp_path, 600)
+    back = save(tmp_path, 450)
+    assert store.newest_verified(tmp_path) == (back, [])
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2, val_loss=3.0)
+    folder = save(tmp_path, 2, val_loss=2.0)
+    assert store.verify(folder)["val_loss"] == 2.0
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+# ------------------------------------------------------------------------------------------------------------------ damage
+
+
+FILES = ["MANIFEST.json", "config.json", "model.safetensors", "optimizer.safetensors", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "extend", "empty", "delete"])
+def test_damage_of_any_file_is_found_and_the_previous_loads(tmp_path, name, damage):
+    good = save(tmp_path, 1)
+    bad = save(tmp_path, 2)
+    path = bad / name
+    content = path.read_bytes()
+    if damage == "delete":
+        path.unlink()
+    else:
+        path.write_bytes({"truncate": content[:-1], "extend": content + b"\n", "empty": b""}[damage])
+    with pytest.raises(CheckpointError, match=name):
+        store.verify(bad)
+    folder, messages = store.newest_verified(tmp_path)
+    assert folder == good
+    assert len(messages) == 1 and name in messages[0] and bad.name in messages[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_found(tmp_path, name):
+    folder = save(tmp_path, 1, val_loss=2.0)
+    path = folder / name
+    content = path.read_bytes()
+    stride = max(1, 8 * len(content) // 400)
+    for bit in range(0, 8 * len(content), stride):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=name):
+            store.verify(folder)
+    path.write_bytes(content)
+    store.verify(folder)
+
+
+def test_all_bad_is_refused_and_never_a_fresh_start(tmp_path):
+    for step in (1, 2):
+        (save(tmp_path, step) / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints.*step-00000002/config.json is missing"):
+        store.newest_verified(tmp_path)
+
+
+def test_unlisted_files_are_ignored_but_none_outside_the_folder_is_listed(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "notes.txt").write_text("mine")
+    store.verify(folder)
+    files = store.read_manifest(folder)["files"]
+    shutil.copyfile(folder / "config.json", tmp_path / "elsewhere")
+    for name in ("../elsewhere", str(tmp_path / "elsewhere"), "link"):
+        (folder / "link").unlink(missing_ok=True)
+        (folder / "link").symlink_to(tmp_path / "elsewhere")
+        reseal(folder, files | {name: files["config.json"]})
+        with pytest.raises(CheckpointError, match="outside its folder.*put a copy of it there"):
+            store.verify(folder)
+
+
+def test_a_folder_that_is_a_link_and_links_within_it_or_within_the_cache_of_the_hub_are_followed(tmp_path):
+    folder = save(tmp_path / "models--us--ours" / "snapshots", 1)
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "config.json").rename(folder / "moved.json")
+    (folder / "config.json").symlink_to("moved.json")
+    (folder.parents[1] / "blobs").mkdir()
+    (folder / "model.safetensors").rename(folder.parents[1] / "blobs" / "5f3a")
+    (folder / "model.safetensors").symlink_to("../../blobs/5f3a")
+    assert store.verify(folder) == store.verify(tmp_path / "link")
+
+
+@pytest.mark.parametrize("read, name", [(store.read_state, store.STATE),
+                                        (store.read_optimizer, store.OPTIMIZER)])
+def test_what_is_pruned_while_it_is_loaded_is_no_model_that_never_had_it(tmp_path, read, name):
+    folder = save(tmp_path, 1)
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is gone: "):
+        read(folder)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=f"{name} is gone: "):
+        read(folder)
+    for load in (store.verify, hf_format.load_model_weights):
+        with pytest.raises(CheckpointError, match="step-00000001 is gone: "):
+            load(folder)
+
+
+def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_hang):
+    folder = save(tmp_path, 1)
+    files = store.read_manifest(folder)["files"]
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        reseal(folder, files | {name: {"size": 0, "sha256": "0" * 64}})
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no plain file"):
+            store.verify(folder)
+    (folder / "zero").symlink_to("/dev/zero")
+    reseal(folder, files | {"zero": {"size": 0, "sha256": "0" * 64}})
+    with pytest.raises(CheckpointError, match="outside its folder: 'zero'"):
+        store.verify(folder)
+    for name, read in ((store.MANIFEST, store.verify), (store.STATE, store.read_state),
+                       (store.OPTIMIZER, store.read_optimizer)):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no plain file"):
+            read(folder)
+
+
+def reseal(folder: Path, files: dict) -> None:
+    """Let the manifest list these files."""
+    manifest = {name: value for name, value in store.read_manifest(folder).items() if name != "sha256"}
+    (folder / store.MANIFEST).write_bytes(store._sealed({**manifest, "files": files}))
+
+
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_is_never_executed(tmp_path, name):
+    """Not even where an attacker has put the right hash into the manifest."""
+    bomb = tmp_path / "exploded"
+    folder = save(tmp_path / "checkpoints", 1)
+    content = pickle.dumps(Bomb(bomb))
+    (folder / name).write_bytes(content)
+    (folder / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        store.verify(folder)
+    if name == store.MANIFEST:
+        return
+    reseal(folder, {name: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}})
+    store.verify(folder)
+    for file_name, read in ((store.STATE, store.read_state), (store.OPTIMIZER, store.read_optimizer)):
+        if name == file_name:
+            with pytest.raises(CheckpointError, match=name):
+                read(folder)
+    assert not bomb.exists()
+
+
+# ------------------------------------------------------------------------------------------------------------------- crashes
+
+
+def in_child(work) -> int:
+    """The exit code of a forked process that does some work; 99 for an exception."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(99)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def save_and_prune(folder: Path) -> None:
+    save(folder, 1, val_loss=0.7)  # which is there already, and alone
+    save(folder, 2, val_loss=0.5)
+    store.prune(folder, keep_last=1, keep_best=0)
+
+
+@fork_warning
+def test_a_death_at_any_call_leaves_a_verified_checkpoint(tmp_path):
+    template = tmp_path / "template"
+    save(template, 1)
+    deaths = 0
+    while True:
+        folder = tmp_path / str(deaths)
+        shutil.copytree(template, folder)
+
+        def work(folder=folder, deadly_call=deaths + 1):
+            calls = faults.die_at(deadly_call)
+            save_and_prune(folder)
+            (tmp_path / "calls.json").write_text(json.dumps(calls))
+
+        code = in_child(work)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        deaths += 1
+        chosen, messages = store.newest_verified(folder)
+        assert chosen is not None and not messages, "nothing half-written ever carries a checkpoint's name"
+        store.sweep(folder)
+        after_sweep, messages = store.newest_verified(folder)
+        assert not messages
+        assert store.read_manifest(after_sweep)["written"] == max(
+            store.read_manifest(path)["written"] for path in folder.iterdir())
+        assert all(name.startswith("step-") for name in names(folder)), "the sweep leaves checkpoints only"
+        # Life goes on: the next save and prune work on what is left.
+        save_and_prune(folder)
+        assert names(folder) == ["step-00000002"]
+        assert store.verify(folder / "step-00000002")["val_loss"] == 0.5
+    seen = set(json.loads((tmp_path / "calls.json").read_text()))
+    assert deaths >= 20
+    assert seen >= {"open", "write", "os.fsync", "os.rename", "os.unlink"}
+
+
+@fork_warning
+def test_kill_at_random_instants_leaves_a_verified_checkpoint(tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    save(tmp_path, 1)
+
+    def save_for_ever():
+        for step in range(2, 10**6):
+            save(tmp_path, step)
+            store.prune(tmp_path, keep_last=2, keep_best=0)
+
+    for _ in range(10):
+        pid = os.fork()
+        if pid == 0:
+            save_for_ever()
+        time.sleep(0.02 + 0.1 * float(torch.rand((), generator=generator)))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        folder, messages = store.newest_verified(tmp_path)
+        assert folder is not None and not messages
+        store.sweep(tmp_path)
+        assert all(name.startswith("step-") for name in names(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------------- disks that are full
+
+
+def test_too_little_room_is_found_before_writing(tmp_path):
+    def never(folder):
+        raise AssertionError("written in spite of too little room")
+
+    with pytest.raises(CheckpointError, match=r"1,000,000,000,000,000,000 bytes needed, [\d,]+ free"):
+        store.save(tmp_path / "checkpoints", 1, Ranks(), never, {}, {}, weight_bytes=10**18)
+    assert names(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize("metadata", [None, {"of": "\u201cus\u201d"}])
+def test_files_of_tensors_have_the_bytes_that_safetensors_gives_them(tmp_path, monkeypatch, metadata):
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40)
+    tensors = {f"{dtype} \u00e4\"{size}": (torch.rand(size) * 9).to(dtype)
+               for dtype in tensor_files.DTYPES for size in (0, 3, 25)}
+    tensors |= {"scalar": torch.tensor(2.5), "matrix": torch.arange(12.0).view(3, 4), "empty": torch.zeros(2, 0)}
+    save_file(tensors, tmp_path / "theirs", metadata)
+    write_tensors(tmp_path / "ours", tensors | {"matrix": torch.arange(12.0).view(3, 4).T.contiguous().T}, metadata)
+    tensor_files.sync(tmp_path / "ours")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["write_files", "bare", "write_tensors", "_sync_and_hash", "_sync_folder"])
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
+    good = save(tmp_path, 1)
+
+    def write(folder):
+        write_model(folder)
+        if where == "write_files":
+            no_space()
+        if where == "bare":
+            raise Exception("No space left on device (os error 28)")  # as Rust's tokenizers do
+
+    if hasattr(store, where):
+        monkeypatch.setattr(store, where, no_space)
+    with pytest.raises(CheckpointError, match=r"step-00000002 could not be written: .*No space left.*needed, [\d,]+ free"):
+        save(tmp_path, 2, write=write)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step-00000001"]
+    assert store.newest_verified(tmp_path) == (good, [])
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("where", ["write_files", "tokenizer", "write_tensors", "_sync_and_hash", "_sync_folder", "os.rename"])
+@pytest.mark.parametrize("failures", [1, len(store.RETRY_SECONDS), len(store.RETRY_SECONDS) + 1])
+def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_path, monkeypatch, where, failures):
+    """Whichever call it is that fails; and not for ever."""
+    good, left, told, waited = save(tmp_path, 1), [failures], [], []
+
+    def failing(module, name, error=lambda: OSError(errno.ESTALE, "Stale file handle")):
+        real = getattr(module, name)
+
+        def call(*args, **kwargs):
+            if left[0] and (name != "rename" or "tmp-" in str(args[0])):
+                left[0] -= 1
+                raise error()
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    place = SimpleNamespace(write=write_model)
+    if where == "tokenizer":  # which is written in Rust
+        failing(place, "write", lambda: Exception(f"Input/output error (os error {errno.EIO})"))
+    elif where == "os.rename":
+        failing(os, "rename")
+    else:
+        failing(*((place, "write") if where == "write_files" else (store, where)))
+    monkeypatch.setattr(store.time, "sleep", waited.append)
+    if failures > len(store.RETRY_SECONDS):
+        with pytest.raises(CheckpointError, match="step-00000002 could not be written"):
+            save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
+        assert store.newest_verified(tmp_path) == (good, [])
+    else:
+        bad = save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
+        assert store.newest_verified(tmp_path) == (bad, []) and names(tmp_path) == [good.name, bad.name]
+    assert tuple(waited) == store.RETRY_SECONDS[:failures]
+    assert len(told) == len(waited) and all("step-00000002 could not be written" in text and "tried again in" in text
+                                            for text in told)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
+def test_a_disk_that_will_not_take_it_is_told_at_once(tmp_path, monkeypatch, number):
+    def refuse(folder):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(store.time, "sleep", lambda seconds: pytest.fail("it waits for what does not pass"))
+    with pytest.raises(CheckpointError, match=os.strerror(number)):
+        save(tmp_path, 1, write=refuse)
+
+
+@fork_warning
+def test_a_file_size_limit_is_named(tmp_path):
+    save(tmp_path, 1)
+
+    large = {"large": torch.zeros(4096)}
+
+    def write_large(folder: Path) -> None:
+        write_tensors(folder / "model.safetensors", large)
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+        for tensors, word in (({}, "File too large"), (large, "ulimit -f unlimited")):
+            try:
+                store.save(tmp_path, 2, Ranks(), write_large, {}, tensors)
+            except CheckpointError as error:
+                assert word in str(error)
+            else:
+                raise AssertionError("written beyond the limit")
+        assert names(tmp_path) == ["step-00000001"]
+
+    assert in_child(work) == 0
+
+
+def test_a_mistake_of_ours_is_not_called_a_disk_error(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, 1, write=lambda folder: 1 / 0)
+    assert names(tmp_path) == []
+
+
+@fork_warning
+def test_a_read_only_folder_is_named(tmp_path):
+    target = tmp_path / "runs"
+    target.mkdir()
+    tmp_path.chmod(0o755)
+    target.chmod(0o555)
+
+    def work():
+        if os.geteuid() == 0:
+            for parent in tmp_path.parents[:2]:
+                parent.chmod(0o755)  # pytest's own folders are for their owner alone
+            os.seteuid(65534)
+        for call in (lambda: save(target / "checkpoints", 1), lambda: store.check_writable(target, 10),
+                     lambda: run_folder.lock_run(target / "run").__enter__()):
+            try:
+                call()
+            except CheckpointError as error:
+                assert str(target) in str(error) and "Permission denied" in str(error)
+            else:
+                raise AssertionError("nothing was said")
+
+    assert in_child(work) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------ retention
+
+
+def test_retention_keeps_last_best_and_protected(tmp_path):
+    for step, val_loss in ((1, 5.0), (2, 1.0), (3, None), (4, 2.0), (5, float("nan")), (6, 9.0), (7, 8.0)):
+        save(tmp_path, step, val_loss)
+    removed = store.prune(tmp_path, keep_last=2, keep_best=2, protected=[tmp_path / "step-00000003"])
+    assert names(tmp_path) == [f"step-0000000{step}" for step in (2, 3, 4, 6, 7)]
+    assert sorted(path.name for path in removed) == ["step-00000001", "step-00000005"]
+
+
+def test_retention_goes_by_order_of_writing(tmp_path):
+    for step in (800, 900, 100, 200):
+        save(tmp_path, step)
+    store.prune(tmp_path, keep_last=2, keep_best=0)
+    assert names(tmp_path) == ["step-00000100", "step-00000200"]
+
+
+def test_keep_last_0_keeps_all(tmp_path):
+    for step in range(1, 5):
+        save(tmp_path, step)
+    assert store.prune(tmp_path, keep_last=0, keep_best=0) == []
+    assert len(names(tmp_path)) == 4
+
+
+def test_nothing_is_deleted_while_the_newest_is_bad(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000003" / "config.json").write_text("{}")
+    told = []
+    assert store.prune(tmp_path, keep_last=1, keep_best=0, warn=told.append) == []
+    assert len(told) == 1 and "step-00000003/config.json is damaged" in told[0]
+    assert len(names(tmp_path)) == 3
+
+
+def test_retention_leaves_what_it_cannot_read(tmp_path):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000001" / store.MANIFEST).write_text("{}")
+    store.prune(tmp_path, keep_last=1, keep_best=0)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_what_cannot_be_deleted_does_not_end_a_run(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+
+    def busy(path):
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(store.shutil, "rmtree", busy)
+    told = []
+    store.prune(tmp_path, keep_last=1, keep_best=0, warn=told.append)
+    assert len(told) == 1 and "step-00000001 could not be deleted" in told[0]
+    monkeypatch.undo()
+    store.sweep(tmp_path)
+    assert names(tmp_path) == ["step-00000002"]
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_goes_and_its_target_stays(tmp_path):
+    folder, elsewhere, told = tmp_path / "checkpoints", tmp_path / "elsewhere", []
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    elsewhere.mkdir()
+    for step in (1, 2):
+        target = (folder / f"step-0000000{step}").rename(elsewhere / f"step-0000000{step}")
+        (folder / f"step-0000000{step}").symlink_to(target)
+    (folder / "trash-of-an-earlier-version").symlink_to(elsewhere)
+    store.sweep(folder, told.append)
+    save(folder, 2, warn=told.append)
+    store.prune(folder, keep_last=1, keep_best=0, warn=told.append)
+    assert names(folder) == ["step-00000002"] and not told
+    for step in (1, 2):
+        store.verify(elsewhere / f"step-0000000{step}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- by a name
+
+
+def test_locate_takes_names_and_paths(tmp_path, capsys):
+    run = tmp_path / "run"
+    first, second = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
+    elsewhere = tmp_path / "elsewhere"
+    assert store.locate("step-00000001", run) == first
+    assert store.locate(str(first), elsewhere) == first
+    assert store.locate(str(run), elsewhere) == second
+    assert store.locate(str(run / "checkpoints"), elsewhere) == second
+    (second / "config.json").unlink()
+    assert store.locate(str(run), elsewhere) == first
+    error = capsys.readouterr().err
+    assert error.startswith("warning: a checkpoint is passed over: ") and "step-00000002/config.json is missing" in error
+    with pytest.raises(CheckpointError, match="no checkpoint 'step-00000009'"):
+        store.locate("step-00000009", run)
+
+
+def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_path):
+    write_model(tmp_path)
+    assert store.locate(str(tmp_path), tmp_path / "run") == tmp_path
+    folder = save(tmp_path / "checkpoints", 1)
+    (folder / store.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="MANIFEST.json"):
+        store.locate(str(folder), tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="import_checkpoint"):
+        store.locate(str(tmp_path / "empty"), tmp_path / "run")
+
+
+# --------------------------------------------------------------------------------------------------------------------- lock
+
+
+@fork_warning
+def test_a_second_job_leaves_at_once_and_names_the_holder(tmp_path):
+    def second():
+        try:
+            with run_folder.lock_run(tmp_path):
+                pass
+        except CheckpointError as error:
+            assert f"process {os.getppid()} on " in str(error)
+            os._exit(5)
+
+    with run_folder.lock_run(tmp_path):
+        started = time.monotonic()
+        assert in_child(second) == 5
+        assert time.monotonic() - started < 5
+    assert in_child(second) == 0
+
+
+@fork_warning
+def test_the_lock_of_a_dead_process_is_taken_over(tmp_path):
+    def holder():
+        with run_folder.lock_run(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_child(holder) == -signal.SIGKILL
+    assert (tmp_path / run_folder.LOCK).read_text().startswith("process ")
+    with run_folder.lock_run(tmp_path):
+        assert f"process {os.getpid()} " in (tmp_path / run_folder.LOCK).read_text()
+
+
+def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch):
+    def unsupported(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", unsupported)
+    told = []
+    with run_folder.lock_run(tmp_path, told.append):
+        assert len(told) == 1 and "cannot be locked" in told[0]
+
+
+# -------------------------------------------------------------------------------------------------------------- several ranks
+
+
+def two_ranks(rank: int, port: int, folder: Path, results) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks = start_ranks("cpu", 30)
+    store.save(folder, 1, ranks, write_model, {}, {})
+
+    def full(folder: Path) -> None:
+        assert rank == 0, "rank 0 alone writes"
+        no_space()
+
+    try:
+        store.save(folder, 2, ranks, full, {}, {})
+    except CheckpointError as error:
+        results.put((rank, str(error)))
+    ranks.barrier()
+    stop_ranks()
+
+
+def test_a_failure_of_rank_0_is_raised_on_every_rank(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [context.Process(target=two_ranks, args=(rank, port, tmp_path, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    told = dict(results.get(timeout=60) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert all("step-00000002 could not be written" in told[rank] for rank in range(2))
+    assert names(tmp_path) == ["step-00000001"]
+    assert store.verify(tmp_path / "step-00000001")["world_size"] == 2
+
+
+def test_what_stands_in_the_way_at_the_start_of_a_run_comes_into_its_log(tiny_run, monkeypatch, capsys):
+    """A file system without locks, and a left-over that cannot be deleted."""
+    run, fcntl, rmtree = tiny_run(MAX_STEPS=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0), run_folder.fcntl, shutil.rmtree
+
+    def unsupported(*args):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    def busy(path, *args, **kwargs):
+        if "trash-" in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rmtree(path, *args, **kwargs)
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    monkeypatch.setattr(store.shutil, "rmtree", busy)
+    (run.folder / "checkpoints" / "tmp-00000001-1").mkdir(parents=True)
+    assert run.train() == 0
+    log = (run.folder / "log" / "rank-0.txt").read_text()
+    assert "warning: " in log and "cannot be locked on this file system" in log and "tmp-00000001-1 could not be deleted" in log
+    assert "UserWarning" not in capsys.readouterr().err

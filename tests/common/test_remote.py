@@ -1,0 +1,270 @@
+"""A failure that may pass is met with patience, any other at once; a file behind a URL arrives whole whatever the line does."""
+
+import contextlib
+import gzip
+import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from factories import free_port
+
+from common import remote
+from common.errors import DataError
+from common.remote import TRIES, hub_folder, is_transient, retry
+from data_pipeline.sources import Reading, Source, list_files, read_texts, source_of
+
+LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
+CONTENT = "".join(LINES).encode()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch):
+    monkeypatch.setattr(remote, "FIRST_WAIT_SECONDS", 0.001)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves files, after what it has been told to do wrong first: an HTTP status, "cut" (in the middle), or "drop" (at once)."""
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes], ranges: bool):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.files, self.ranges, self.faults, self.asked = files, ranges, [], []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request, client_address) -> None:
+        pass  # a client that left
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.command)
+        fault = self.server.faults.pop(0) if self.server.faults and (
+            self.server.faults[0] != "cut" or self.command == "GET") else None
+        body = self.server.files.get(self.path)
+        if fault == "drop":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+            return
+        if isinstance(fault, int) or body is None:
+            self.send_response(fault or 404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        asked = self.headers.get("Range")
+        if asked and self.server.ranges:
+            first, last = asked.removeprefix("bytes=").split("-")
+            whole, body = len(body), body[int(first):int(last) + 1 if last else None]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{int(first) + len(body) - 1}/{whole}")
+        else:
+            self.send_response(200)
+        if self.server.ranges:
+            self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:len(body) // 2] if fault == "cut" else body)
+        if fault == "cut":
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+
+
+@contextlib.contextmanager
+def serving(server: Server):
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(params=[True, False], ids=["ranges", "no ranges"])
+def server(request):
+    with serving(Server({"/x.jsonl": CONTENT, "/x.jsonl.gz": gzip.compress(CONTENT)}, request.param)) as server:
+        yield server
+
+
+def texts(url: str) -> list[str]:
+    return [json.dumps({"text": text}) + "\n" for text in read_texts(Source(path=url), Reading())]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
+@pytest.mark.parametrize("faults", [[], [503, 503], [429, 500, 502, 504], ["drop", "drop"], ["cut", "cut", 503, "cut"]], ids=str)
+def test_a_file_behind_a_url_arrives_whole_whatever_the_line_does(server, name, faults, capfd):
+    files = list_files(f"{server.url}/{name}")  # the listing has its own requests, and patience
+    assert [file.kind for file in files] == ["jsonl"]
+    server.faults = [*faults]
+    assert texts(f"{server.url}/{name}") == LINES
+    assert not server.faults
+    told = capfd.readouterr().err.splitlines()
+    assert all("trying again in" in line for line in told), told
+    assert bool(told) == bool(faults) or "drop" in faults, "after these the client itself asks once more"
+
+
+def test_a_parquet_file_behind_a_url_is_read_on_after_a_lost_connection(server, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": [json.loads(line)["text"] for line in LINES]}), tmp_path / "x.parquet", row_group_size=100)
+    server.files["/x.parquet"] = (tmp_path / "x.parquet").read_bytes()
+    server.faults = [503, "cut", "drop", "cut"]
+    assert texts(f"{server.url}/x.parquet") == LINES
+    assert not server.faults
+
+
+@pytest.mark.parametrize(("status", "tries"), [(401, 1), (403, 1), (404, 1), (503, TRIES)])
+def test_only_what_may_pass_is_asked_for_again_and_the_end_is_one_sentence(server, status, tries, capfd):
+    server.faults = [status] * 100
+    with pytest.raises(DataError) as refused:
+        list_files(f"{server.url}/x.jsonl")
+    assert server.asked.count("HEAD") == tries
+    assert capfd.readouterr().err.count("trying again") == tries - 1
+    assert "503" in str(refused.value) if status == 503 else f"{server.url}/x.jsonl" in str(refused.value)
+
+
+def test_a_password_in_a_url_is_in_no_message_and_no_line(server, capfd):
+    url = server.url.replace("://", "://user:canary-1@")
+    server.faults = [503, 503]
+    assert texts(f"{url}/x.jsonl") == LINES
+    with pytest.raises(DataError) as refused:
+        list_files(f"{url}/missing.jsonl?token=canary-2")
+    server.files["/x.jsonl"] = b"{torn\n"
+    with pytest.raises(DataError) as torn:
+        texts(f"{url}/x.jsonl")
+    told = capfd.readouterr().err
+    assert "trying again" in told and "x.jsonl:1: not valid JSON" in str(torn.value)
+    assert "canary" not in f"{told}{refused.value}{torn.value}"
+
+
+def test_no_server_at_all_is_one_sentence_after_the_last_try(capfd):
+    with pytest.raises(DataError, match="127.0.0.1"):
+        list_files(f"http://127.0.0.1:{free_port()}/x.jsonl")
+    assert capfd.readouterr().err.count("trying again") == TRIES - 1
+
+
+def hub_error(status: int) -> Exception:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    class Response:
+        status_code, headers, request = status, {}, None
+
+    return HfHubHTTPError(f"{status} from the hub", response=Response())
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub that fails as its list of errors says, and then gives a folder."""
+    hub = pytest.importorskip("huggingface_hub")
+    errors, asked = [], []
+
+    def snapshot_download(name: str, local_files_only: bool = False, **wanted) -> str:
+        asked.append("cache" if local_files_only else "network")
+        if local_files_only:
+            raise FileNotFoundError("not in the cache")
+        if errors:
+            raise errors.pop(0)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
+    hub.errors_to_raise, hub.asked = errors, asked
+    return hub
+
+
+def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
+    hub.errors_to_raise += [hub_error(503), ConnectionResetError("reset"), TimeoutError(), hub_error(429)]
+    assert hub_folder("someone/model", "config.json", lambda folder: True) == tmp_path
+    assert hub.asked == ["cache", *["network"] * 5]
+    assert capfd.readouterr().err.count("someone/model: ") == 4
+
+
+@pytest.mark.parametrize(("error", "tries", "told"), [
+    (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "none of that name .*HTTP 404"),
+    (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
+def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries, told, capfd):
+    asked = []
+
+    def dataset_info(self, name, revision=None, timeout=None):
+        asked.append(timeout)
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    with pytest.raises(DataError, match=f"my/text is no file or folder here, and the hub does not give it: .*{told}"):
+        remote.hub_revision("my/text", "")
+    assert asked == [remote.HUB_SECONDS] * (tries + (tries > 1))
+    assert capfd.readouterr().err.count("trying again") == tries - 1
+
+
+@pytest.mark.parametrize("name", ["nope/", "a/b/c", "./a", "/a/b", "~/a", "a--b/c", "a/..", "notes.md", "", "a b", "x" * 97])
+def test_what_can_be_no_name_on_the_hub_is_not_asked_for(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)
+    with pytest.raises(DataError, match="is no name of a dataset on the hub"):
+        remote.hub_revision(name, "")
+    assert not name or source_of(name).path == name
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_the_hub_is_not_asked_again_where_it_refuses(hub, status):
+    hub.errors_to_raise += [hub_error(status)] * 9
+    with pytest.raises(Exception, match=str(status)):
+        hub_folder("someone/model", "config.json", lambda folder: True)
+    assert hub.asked == ["cache", "network"]
+
+
+def test_offline_nobody_is_asked_twice(monkeypatch, capfd, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(Exception, match="offline"):
+        hub_folder("nobody/nothing", "config.json", lambda folder: True)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("error", "passes"), [
+    (ConnectionRefusedError(), True), (TimeoutError(), True), (socket.gaierror(socket.EAI_AGAIN, "no network"), True),
+    (socket.gaierror(socket.EAI_NONAME, "no such host"), False), (FileNotFoundError("x"), False), (ValueError(), False),
+    (hub_error(500), True), (hub_error(408), True), (hub_error(400), False), (MemoryError(), False),
+    (OSError(28, "full"), False)])
+def test_what_may_pass(error, passes):
+    assert is_transient(error) == passes
+    wrapped = FileNotFoundError("not in the cache, and not to be had")
+    wrapped.__cause__ = error
+    assert is_transient(wrapped) == passes
+
+
+def test_a_host_that_does_not_exist_is_not_asked_for_again():
+    lost = ConnectionError("cannot connect")
+    lost.__cause__ = socket.gaierror(socket.EAI_NONAME, "no such host")
+    assert not is_transient(lost)
+
+
+def test_what_is_given_comes_back_and_a_bug_is_raised_at_once(capfd):
+    calls = []
+    assert retry("x", lambda: len(calls)) == 0
+    with pytest.raises(ZeroDivisionError):
+        retry("x", lambda: calls.append(1) or 1 / 0)
+    assert calls == [1] and capfd.readouterr().err == ""
+
+
+def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_pipeline.sources.hub_revision", lambda name, revision: "")
+    folder = tmp_path / "evil"
+    folder.mkdir()
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(DataError, match="evil"):
+        list(read_texts(Source(name=str(folder)), Reading()))
+    assert not (tmp_path / "ran").exists()

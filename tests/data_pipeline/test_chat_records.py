@@ -1,0 +1,175 @@
+"""Every shape of chat and preference comes to the same messages, and what is none is refused by file and line."""
+
+import json
+
+import pytest
+
+from common.errors import DataError
+from data_pipeline.chat_records import read_chats, read_pairs
+from data_pipeline.sources import Reading, Source
+
+ASK, SAY = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+SYSTEM = {"role": "system", "content": "Be kind."}
+AGAIN = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "No."}]
+
+
+def share(*turns):
+    return [{"from": speaker, "value": words} for speaker, words in turns]
+
+
+def read(reader, tmp_path, *records, **options):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    reading = Reading(**options)
+    return list(reader(Source(path=str(path)), reading)), reading
+
+
+@pytest.mark.parametrize("record, messages", [
+    ({"messages": [ASK, SAY]}, [ASK, SAY]),
+    ({"messages": [SYSTEM, ASK, SAY, *AGAIN], "id": 7}, [SYSTEM, ASK, SAY, *AGAIN]),
+    ({"messages": [ASK, {**SAY, "tool_calls": None}], "prompt": "Why?"}, [ASK, SAY]),
+    ({"messages": [{"role": "system", "content": None}, ASK, SAY]}, [ASK, SAY]),
+    ({"messages": [ASK, SAY], "system": "Be kind."}, [SYSTEM, ASK, SAY]),
+    ({"conversations": share(("human", "Why?"), ("gpt", "So."))}, [ASK, SAY]),
+    ({"conversations": share(("system", "Be kind."), ("user", "Why?"), ("assistant", "So."))}, [SYSTEM, ASK, SAY]),
+    ({"conversations": [ASK, SAY], "messages": None}, [ASK, SAY]),
+    ({"conversations": share(("human", "Why?"), ("gpt", "So.")), "system": "  "}, [ASK, SAY]),
+    ({"instruction": "Why?", "output": "So."}, [ASK, SAY]),
+    ({"instruction": "Why?", "input": "", "output": "So.", "text": "as one"}, [ASK, SAY]),
+    ({"instruction": "Add.", "input": "1, 2", "output": "3"},
+     [{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]),
+    ({"prompt": "Why?", "completion": "So."}, [ASK, SAY]),
+    ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY]),
+    ({"messages": [{"role": "user", "content": " Why?\n"}, SAY]}, [{"role": "user", "content": " Why?\n"}, SAY]),
+])
+def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
+    (chat,), _ = read(read_chats, tmp_path, record)
+    assert chat.messages == messages and chat.where == f"{tmp_path}/x.jsonl:1"
+
+
+def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
+    record = {"instruction": "Add.", "instances": [{"input": "1, 2", "output": "3"}, {"input": "", "output": "0"}]}
+    chats, _ = read(read_chats, tmp_path, record)
+    assert [[message["content"] for message in chat.messages] for chat in chats] == [["Add.\n\n1, 2", "3"], ["Add.", "0"]]
+
+
+@pytest.mark.parametrize("record, reason", [
+    ({}, "is no chat: it has no columns, expected messages, conversations, instruction"),
+    ({"text": "x"}, "is no chat: it has 'text'"),
+    ({"messages": None}, r"is no chat: it has 'messages' \(null\)"),
+    ({"messages": []}, "has no messages"),
+    ({"messages": "Why?"}, "messages is str, expected a list"),
+    ({"messages": [ASK, "So."]}, r"messages\[1\] is str, expected a message"),
+    ({"messages": [None]}, r"messages\[0\] is null, expected a message"),
+    ({"messages": [SYSTEM]}, "nothing but a system message"),
+    ({"messages": [ASK]}, "has no assistant turn"),
+    ({"messages": [SYSTEM, ASK]}, "has no assistant turn"),
+    ({"messages": [SAY]}, "message 1 is the assistant's, expected the user's"),
+    ({"messages": [SYSTEM, SYSTEM, ASK, SAY]}, "message 2 is the system's, expected the user's"),
+    ({"messages": [ASK, SAY, SYSTEM]}, "message 3 is the system's"),
+    ({"messages": [ASK, ASK, SAY]}, "message 2 is the user's, expected the assistant's"),
+    ({"messages": [ASK, SAY, ASK]}, "ends in a user's message"),
+    ({"messages": [{**ASK, "role": "tool"}, SAY]}, r"messages\[0\] has the role 'tool'; known are system, user"),
+    ({"messages": [{**ASK, "role": 3}, SAY]}, "has the role 3"),
+    ({"messages": [ASK, {"role": "assistant"}]}, r"messages\[1\] has no 'content'; it has 'role'"),
+    ({"conversations": [{"from": "human", "text": "x"}]}, "has no 'value'"),
+    ({"messages": [ASK, {**SAY, "content": None}]}, r"messages\[1\].content is null, expected text"),
+    ({"messages": [ASK, {**SAY, "content": 5}]}, "content is int, expected text"),
+    ({"messages": [ASK, {**SAY, "content": " \n"}]}, "content is empty"),
+    ({"messages": [{**ASK, "content": ""}, SAY]}, "content is empty"),
+    ({"messages": [ASK, {**SAY, "content": "a\0"}]}, "holds a NUL at character 2"),
+    ({"messages": [ASK, {**SAY, "content": "\ud800"}]}, "holds a lone surrogate at character 1"),
+    ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}]}, "calls a tool"),
+    ({"messages": [ASK, SAY], "system": 5}, "system is int"),
+    ({"instruction": "Why?", "output": None}, "is no chat"),
+    ({"instruction": "Why?", "output": ""}, "output is empty"),
+    ({"instruction": "Why?", "input": 5, "output": "x"}, "input is int"),
+    ({"instruction": "Why?", "instances": []}, "instances is not a list"),
+    ({"instruction": "Why?", "instances": [{"input": ""}]}, "output is null"),
+    ({"prompt": "Why?"}, "is no chat"),
+    ({"prompt": "Why?", "completion": ""}, "completion is empty"),
+    ({"prompt": "Why?", "completion": "So.", "label": True}, "unpaired labels is not supported"),
+    ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "load_dpo_dataset.py"),
+])
+def test_what_is_no_chat_is_refused_by_file_and_line(tmp_path, record, reason):
+    with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:2: .*{reason}"):
+        read(read_chats, tmp_path, {"messages": [ASK, SAY]}, record)
+    chats, reading = read(read_chats, tmp_path, {"messages": [ASK, SAY]}, record, {"messages": [ASK, SAY]}, skip_bad=True)
+    assert len(chats) == 2 and reading.bad == 1 and f"{tmp_path}/x.jsonl:2: " in reading.bad_records[0]
+
+
+SO, NO = "So.", "No."
+
+
+@pytest.mark.parametrize("record, prompt, answers", [
+    ({"prompt": "Why?", "chosen": SO, "rejected": NO}, [ASK], (SO, NO)),
+    ({"prompt": "Why?", "chosen": SO, "rejected": NO, "system": "Be kind."}, [SYSTEM, ASK], (SO, NO)),
+    ({"prompt": [SYSTEM, ASK], "chosen": [SAY], "rejected": [{**SAY, "content": NO}]}, [SYSTEM, ASK], (SO, NO)),
+    ({"prompt": [ASK], "chosen": SO, "rejected": NO}, [ASK], (SO, NO)),
+    ({"prompt": [ASK], "chosen": SAY, "rejected": {"from": "gpt", "value": NO}}, [ASK], (SO, NO)),
+    ({"chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}]}, [ASK], (SO, NO)),
+    ({"chosen": [ASK, SAY, *AGAIN], "rejected": [ASK, SAY, AGAIN[0], SAY]}, [ASK, SAY, AGAIN[0]], (NO, SO)),
+    ({"prompt": "Why?", "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}], "messages": [ASK]}, [ASK], (SO, NO)),
+    ({"instruction": "Why", "input": "1", "chosen": "1", "rejected": "2"}, [{**ASK, "content": "Why\n\n1"}], ("1", "2")),
+    ({"question": "Why?", "chosen": SO, "rejected": NO}, [ASK], (SO, NO)),
+    # The prompt is what the texts share: up to a line's end, else a sentence's, else a word's.
+    ({"chosen": "Why?\nIt is so.", "rejected": "Why?\nIt is not."}, [ASK], ("It is so.", "It is not.")),
+    ({"chosen": "Why? It is so.", "rejected": "Why? It is not."}, [ASK], ("It is so.", "It is not.")),
+    ({"chosen": "The sky is blue.", "rejected": "The sky is black."}, [{"role": "user", "content": "The sky is"}],
+     ("blue.", "black.")),
+    ({"chosen": "Why?\nSo.\n", "rejected": "Why?\nSo.\nNo"}, [ASK], ("So.", "So.\nNo")),
+    # Anthropic's way.
+    ({"chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No.\n"}, [ASK], (SO, NO)),
+    ({"chosen": "Human: Why?\n\nAssistant: So.\n\nHuman: And now?\n\nAssistant: a",
+      "rejected": "Human: Why?\n\nAssistant: So.\n\nHuman: And now?\n\nAssistant: b"}, [ASK, SAY, AGAIN[0]], ("a", "b")),
+    ({"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " So.", "rejected": " No."}, [ASK], (" So.", " No.")),
+])
+def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, prompt, answers):
+    (pair,), _ = read(read_pairs, tmp_path, record)
+    assert (pair.prompt, (pair.chosen, pair.rejected)) == (prompt, answers)
+
+
+@pytest.mark.parametrize("record, reason", [
+    ({}, "has no chosen and no rejected: it has no columns"),
+    ({"prompt": "Why?", "chosen": SO}, "has no rejected"),
+    ({"prompt": "Why?", "chosen": SO, "rejected": None}, "has no rejected"),
+    ({"prompt": "Why?", "completion": SO, "label": False}, "unpaired labels is not supported"),
+    ({"prompt": "Why?", "chosen": SO, "rejected": SO + " "}, "chosen and rejected are equal"),
+    ({"prompt": "Why?", "chosen": "", "rejected": NO}, "chosen is empty"),
+    ({"prompt": "Why?", "chosen": SO, "rejected": "\n"}, "rejected is empty"),
+    ({"prompt": "", "chosen": SO, "rejected": NO}, "prompt is empty"),
+    ({"prompt": 5, "chosen": SO, "rejected": NO}, "prompt is int, expected a list of messages or text"),
+    ({"prompt": "Why?", "chosen": 5, "rejected": NO}, "one of chosen and rejected is text"),
+    ({"prompt": "Why?", "chosen": 5, "rejected": 6}, "chosen is int"),
+    ({"prompt": "Why?", "chosen": "a\0", "rejected": NO}, "chosen holds a NUL"),
+    ({"prompt": "Why?", "chosen": SO, "rejected": "\ud800"}, "rejected holds a lone surrogate"),
+    ({"prompt": [ASK, SAY], "chosen": SO, "rejected": NO}, "prompt ends in an assistant's message"),
+    ({"prompt": [ASK], "chosen": [], "rejected": [SAY]}, "chosen has no messages"),
+    ({"prompt": [ASK], "chosen": [ASK], "rejected": [SAY]}, "must end in an assistant's message"),
+    ({"prompt": [ASK], "chosen": [SAY, *AGAIN], "rejected": [SAY]}, "differ before their last message"),
+    ({"chosen": [SAY], "rejected": [{**SAY, "content": NO}]}, "has no messages"),
+    ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "are equal"),
+    ({"prompt": "What?", "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}]}, "its prompt is not in the messages"),
+    ({"chosen": SO, "rejected": NO}, "share no beginning"),
+    ({"chosen": "Sonne", "rejected": "Sonntag"}, "share no beginning"),
+    ({"chosen": "Human: a\n\nHuman: b\n\nAssistant: c", "rejected": "Human: a\n\nHuman: b\n\nAssistant: d"}, "2 is the user's"),
+    ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: d"}, r"chosen\[1\].content is empty"),
+])
+def test_what_is_no_pair_is_refused_by_file_and_line(tmp_path, record, reason):
+    with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:1: .*{reason}"):
+        read(read_pairs, tmp_path, record)
+
+
+def test_a_parquet_file_is_read_with_all_its_columns(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    # Alpaca's file has a column text besides, which is what is read for pretraining.
+    table = pyarrow.table({"instruction": ["Why?"], "input": [""], "output": ["So."], "text": ["all of it"]})
+    parquet.write_table(table, tmp_path / "x.parquet")
+    chat, = read_chats(Source(path=str(tmp_path / "x.parquet")), Reading())
+    assert chat.messages == [ASK, SAY] and chat.where.endswith("x.parquet: row 1")
+
+
+def test_lines_of_text_are_no_chats(tmp_path):
+    (tmp_path / "x.txt").write_text("Why?\n")
+    with pytest.raises(DataError, match="x.txt:1: is no chat"):
+        list(read_chats(Source(path=str(tmp_path / "x.txt")), Reading()))

@@ -1,0 +1,316 @@
+"""Chats are written token for token as Meta and transformers write them, and nothing but the assistant's words is learned."""
+
+import json
+import re
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from common.errors import DataError
+from data_pipeline.chat_templates import ChatFormat, TemplateFormat, load_chat_format
+from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
+
+SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
+             "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# Llama 2's manner: the header of an answer is plain text, and add_generation_prompt changes nothing.
+BRACKETS = """{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}
+{{- '[INST] ' ~ message.content ~ ' [/INST]' }}
+{%- elif message.role == 'assistant' %}{{ ' ' ~ message.content ~ ' ' ~ eos_token }}
+{%- else %}{{ raise_exception('no ' ~ message.role ~ ' here') }}{% endif %}{% endfor %}"""
+DIALOG = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A cat,\n and you?"},
+          {"role": "user", "content": " I ask you  \n"}, {"role": "assistant", "content": "It's me"}]
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return Tokenizer(train_bpe(SENTENCES * 3, 300))
+
+
+@pytest.fixture
+def with_template(folder, tmp_path):
+    """Make a Hugging Face tokenizer with control tokens and a chat template of its own; `flags` are the tokens' own."""
+
+    def make(template, *names, eos="</s>", change=lambda document: None, **flags):
+        document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        first = document["added_tokens"][0]
+        document["added_tokens"] = [first | {"id": first["id"] + number, "content": name} | flags
+                                    for number, name in enumerate(("<s>", "</s>", *names))]
+        document["post_processor"] = None
+        change(document)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}))
+        (tmp_path / "chat_template.jinja").write_text(template)
+        return load_tokenizer(str(tmp_path))
+
+    return make
+
+
+def flat(segments):
+    return [token for ids, _ in segments for token in ids]
+
+
+def learned(segments, tokenizer):
+    return [tokenizer.decode(ids) for ids, is_target in segments if is_target]
+
+
+def by_transformers(folder, messages, **options):
+    tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    return tokenizer.apply_chat_template(messages, return_dict=False, **options)
+
+
+def assert_as_transformers(chat_format, folder, messages):
+    """The whole up to the last end of turn, and each prompt on the way."""
+    segments, reference = chat_format.encode_chat(messages), by_transformers(folder, messages)
+    ids = flat(segments)
+    assert ids == reference[:len(ids)]
+    assert chat_format.end_of_turn_id not in reference[len(ids):]
+    for turn in (number for number, message in enumerate(messages) if message["role"] == "assistant"):
+        prompt = by_transformers(folder, messages[:turn], add_generation_prompt=True)
+        assert chat_format.encode_prompt(messages[:turn]) == prompt == ids[:len(prompt)]
+
+
+messages_of = st.fixed_dictionaries({
+    "role": st.sampled_from(["system", "user", "assistant"]),
+    "content": st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text)})
+
+
+@given(st.lists(messages_of, min_size=1), st.booleans())
+@example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}], True)
+def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages, ask):
+    rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+    expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert ChatFormat(ours).encode_dialog(messages, add_generation_prompt=ask) == expected
+    assert ChatFormat(theirs).encode_dialog(messages, add_generation_prompt=ask) == expected
+
+
+def test_chat_is_spelled_as_metas(meta):
+    dialog = [{"role": "system", "content": "This is a test sentence."},
+              {"role": "user", "content": "This is a response."}]
+    # Published example of the Llama 3 repository's own test.
+    expected = [128000, 128006, 9125, 128007, 271, 2028, 374, 264, 1296, 11914, 13, 128009,
+                128006, 882, 128007, 271, 2028, 374, 264, 2077, 13, 128009, 128006, 78191, 128007, 271]
+    assert ChatFormat(meta).encode_prompt(dialog) == expected
+    answered = ChatFormat(meta).encode_chat([*dialog, {"role": "assistant", "content": " This is a response.\n"}])
+    assert answered == [(expected, False), ([2028, 374, 264, 2077, 13, 128009], True)]
+    assert ChatFormat(meta).stop_ids == {128001, 128009}
+
+
+def test_every_turn_is_as_metas_template_renders_it(meta, tmp_path):
+    trl = pytest.importorskip("trl")
+    meta.save_huggingface(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes((Path(trl.__file__).parent / "chat_templates" / "llama3.jinja").read_bytes())
+    dialog = [{"role": "system", "content": " Be kind. "}, *DIALOG]
+    assert_as_transformers(ChatFormat(meta), tmp_path, dialog)
+    assert isinstance(other := load_chat_format(load_tokenizer(str(tmp_path))), TemplateFormat)
+    assert other.encode_chat(dialog) == ChatFormat(meta).encode_chat(dialog)
+    assert other.stop_ids == ChatFormat(meta).stop_ids
+
+
+def test_the_format_is_the_tokenizers_own_or_llama_3s(ours, theirs, with_template):
+    assert isinstance(load_chat_format(ours), ChatFormat) and isinstance(load_chat_format(theirs), ChatFormat)
+    chatml = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>"))
+    assert isinstance(chatml, TemplateFormat)
+    other = load_chat_format(with_template("{# other #}" + CHATML, "<|im_start|>", "<|im_end|>"))
+    assert len({chatml.sha256, other.sha256, ChatFormat(ours).sha256}) == 3
+    tokenizer = with_template(CHATML, "<|im_start|>", "<|im_end|>")
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="start_header_id.*chat_template.jinja"):
+        load_chat_format(tokenizer)
+
+
+def test_the_default_of_several_templates_is_taken(with_template, tmp_path):
+    with_template(CHATML, "<|im_start|>", "<|im_end|>")
+    (tmp_path / "chat_template.jinja").unlink()
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(str(tmp_path)).chat_template == CHATML
+
+
+TEMPLATES = {"chatml": CHATML, "brackets": BRACKETS, "llama 3": CHAT_TEMPLATE.replace("~", " ~ ")}
+
+
+@pytest.fixture(params=TEMPLATES)
+def any_format(request, with_template, ours, theirs):
+    if request.param == "llama 3":
+        return TemplateFormat(theirs)
+    return load_chat_format(with_template(TEMPLATES[request.param], "<|im_start|>", "<|im_end|>"))
+
+
+def test_every_answer_and_its_end_of_turn_are_learned_and_nothing_else(any_format, ours):
+    for chat_format in (any_format, ChatFormat(ours)):
+        segments = chat_format.encode_chat([*DIALOG, {"role": "user", "content": "and then?"}])
+        assert [is_target for _, is_target in segments] == [False, True] * 2
+        end = chat_format.tokenizer.decode([chat_format.end_of_turn_id])
+        assert [text.removesuffix(end).strip() for text in learned(segments, chat_format.tokenizer)] == [
+            DIALOG[1]["content"], DIALOG[3]["content"]]
+        assert all(ids[-1] == chat_format.end_of_turn_id for ids, is_target in segments if is_target)
+        assert chat_format.encode_chat(DIALOG) == segments
+
+
+def test_two_answers_share_their_prompt_to_the_token(any_format, ours):
+    for chat_format in (any_format, ChatFormat(ours)):
+        prompt = chat_format.encode_prompt(DIALOG[:3])
+        for answer in ("It's me", "1 cat", "no"):
+            whole = flat(chat_format.encode_chat([*DIALOG[:3], {"role": "assistant", "content": answer}]))
+            assert whole == prompt + chat_format.encode_answer(DIALOG[:3], answer)
+
+
+def test_what_people_write_never_becomes_a_control_token(any_format, ours):
+    for chat_format in (any_format, ChatFormat(ours)):
+        tokenizer = chat_format.tokenizer
+        literals = "".join(tokenizer.special_ids)[:300]
+        plain = [{**message, "content": f"a {message['content']} b"} for message in DIALOG]
+        hostile = [{**message, "content": f"a {literals} x{literals[0]}{literals}\ue000{message['content']}{literals} b"}
+                   for message in DIALOG]
+        controls = [[token for token in flat(chat_format.encode_chat(messages)) if token in tokenizer.special_ids.values()]
+                    for messages in (plain, hostile)]
+        assert controls[0] == controls[1]
+        texts = learned(chat_format.encode_chat(hostile), tokenizer)
+        assert [hostile[place]["content"] in text for place, text in zip((1, 3), texts)] == [True, True]
+        prompt = chat_format.encode_prompt(hostile[:1])
+        assert tokenizer.decode(prompt).count(literals) == 3
+
+
+WITHOUT_SYSTEM = ("gemma", "gemma_training")
+
+
+@pytest.mark.parametrize("name, end", [
+    ("gemma", "<end_of_turn>"), ("gemma3", "<end_of_turn>"), ("gemma_training", "<end_of_turn>"), ("llama3_1", "<|eot_id|>"),
+    ("llama3_training", "<|eot_id|>"), ("qwen2_5", "<|im_end|>"), ("qwen2_5_training", "<|im_end|>"), ("phi3", "<|end|>"),
+    ("cohere_training", "<|END_OF_TURN_TOKEN|>"), ("qwen3_instruct_2507", "<|im_end|>")])
+@pytest.mark.parametrize("rstrip", [False, True])
+def test_templates_of_well_known_models_give_the_ids_of_transformers(name, end, rstrip, with_template, tmp_path):
+    trl = pytest.importorskip("trl")
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    names = set(re.findall(r"<\|?[a-zA-Z_]+\|?>", template)) - {"<s>", "<tools>", "<tool_call>", "<think>"}
+    chat_format = load_chat_format(with_template(template, *sorted(names), rstrip=rstrip))
+    assert chat_format.tokenizer.decode([chat_format.end_of_turn_id]) == end
+    other = [{"role": "user", "content": "12  ä\n\n"}, {"role": "assistant", "content": "日本 12"}]
+    for start in ([], [{"role": "system", "content": "Be kind."}])[:1 if name in WITHOUT_SYSTEM else 2]:
+        for dialog in (DIALOG, DIALOG[:2], other):
+            assert_as_transformers(chat_format, tmp_path, [*start, *dialog])
+    if name in ("llama3_training", "cohere_training") and not rstrip:  # they mark the very same
+        loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
+        marked = loaded.apply_chat_template(DIALOG, return_dict=True, return_assistant_tokens_mask=True)["assistant_masks"]
+        assert marked == [int(is_target) for ids, is_target in chat_format.encode_chat(DIALOG) for _ in ids]
+
+
+def test_what_templates_are_written_with_works_as_in_transformers(with_template, tmp_path):
+    template = """{% if tools is not none or documents is not none %}
+    {{ raise_exception('tools?') }}
+{% endif %}
+{% set state = namespace(turns=0) %}
+  {% for message in messages %}
+    {% if message.role == 'system' %}
+        {% continue %}
+    {% endif %}
+    {% set state.turns = state.turns + 1 %}
+<|im_start|>{{ message.role }} {{ {'<turn>': state.turns, "it's": 'ä'} | tojson }} {{ [1, 2] | tojson(indent=1) }}
+{{ '' if message.role == 'user' }}{{ message.content }}<|im_end|>
+  {% endfor %}
+  {% if add_generation_prompt %}
+<|im_start|>assistant {{ {'<turn>': state.turns + 1, "it's": 'ä'} | tojson }} {{ [1, 2] | tojson(indent=1) }}
+
+  {%- endif %}
+{{ '\n' if add_generation_prompt }}"""
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    assert_as_transformers(chat_format, tmp_path, [{"role": "system", "content": "Be kind."}, *DIALOG])
+    assert "it's" in chat_format.tokenizer.decode(chat_format.encode_prompt(DIALOG[:1]))
+
+
+def test_an_answer_that_ends_in_another_control_token_than_the_others_is_refused(with_template):
+    template = CHATML.replace("'<|im_end|>'", "('</s>' if 'calls' in message.content else '<|im_end|>')")
+    chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    assert chat_format.encode_chat(DIALOG)
+    with pytest.raises(DataError, match="ends this answer in </s>"):
+        chat_format.encode_chat([DIALOG[0], {"role": "assistant", "content": "she calls"}])
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transformers_does(scheme, with_template, tmp_path):
+    def sentencepiece(document):
+        vocabulary = ["<unk>", *map(chr, range(32, 127)), "\u2581", "\n", "\u2581c", "\u2581ca", "\u2581cat", "it"]
+        document["model"] = {"type": "BPE", "vocab": {token: number for number, token in enumerate(vocabulary)},
+                             "unk_token": "<unk>", "merges": ["\u2581 c", "\u2581c a", "\u2581ca t", "i t"]}
+        for number, token in enumerate(document["added_tokens"]):
+            token["id"] = len(vocabulary) + number
+        document["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+        document["decoder"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False}
+
+    for template in (CHATML, BRACKETS, "{{ messages[0].content }}" + CHATML):
+        chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", change=sentencepiece))
+        assert_as_transformers(chat_format, tmp_path, DIALOG)
+
+
+@pytest.mark.parametrize("template, complaint", [
+    ("{% for message in messages %}", "cannot be read"),
+    (CHATML.replace("<|im_end|>", "END").replace("<|im_start|>", "BEGIN "), "ends an answer in no control token"),
+    (CHATML.replace("message['content']", "'words: ' + message['content']"), "writes something else than the assistant's words"),
+    ("{{ messages | length }}" + CHATML, "is not how the whole begins"),
+    (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in either of"),
+    (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
+    (CHATML + "{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
+    (CHATML + "{{ messages[0].content.__class__.__mro__ }}", "refuses it: .*unsafe"),
+    (CHATML + "{% set _ = messages.append(1) %}", "refuses it: .*unsafe"),
+])
+def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint, with_template):
+    with pytest.raises(DataError, match=complaint):
+        load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", "<odd>"))
+
+
+@pytest.mark.parametrize("template, complaint", [
+    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s"),
+    ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", "more than 0.1 s"),
+    ("{% for a in range(99999) %}{{ messages }}{% endfor %}", "far more than the chat holds"),
+    ("{{ messages[0].content * 10**11 }}", "1 GiB of memory"), ("{{ 'a' * 10**11 }}", "1 GiB of memory"),
+    ("{{ 'a' | center(10**11) }}", "1 GiB of memory"),
+])
+def test_a_template_that_never_ends_or_grows_without_end_is_refused(template, complaint, with_template, monkeypatch):
+    monkeypatch.setattr("data_pipeline.chat_templates.TEMPLATE_SECONDS", 0.1)
+    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(DataError, match=complaint):
+        load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
+    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == limits
+    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
+
+
+def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(with_template, tmp_path):
+    with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<odd>")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "eot_token": "<odd>"}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert load_chat_format(tokenizer).stop_ids == {tokenizer.special_ids["<odd>"], tokenizer.eos_id}
+    (tmp_path / "saved").mkdir()
+    tokenizer.save_huggingface(tmp_path / "saved")
+    assert load_tokenizer(str(tmp_path / "saved")).eot_id == tokenizer.special_ids["<odd>"]
+
+
+def test_an_answer_that_grows_together_with_its_header_is_refused(with_template):
+    # CHATML's header ends in a newline, and two newlines are one token.
+    chat_format = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>"))
+    assert len(chat_format.tokenizer.encode("\n\n")) == 1
+    with pytest.raises(DataError, match="straddles the border"):
+        chat_format.encode_chat([DIALOG[0], {"role": "assistant", "content": "\nyes"}])
+    # A control token that swallows the spaces behind it swallows the answer's as well.
+    greedy = load_chat_format(with_template(CHATML.replace("'<|im_start|>assistant\\n'", "'<|a|>'").replace(
+        "'<|im_start|>' + message.role + '\\n'", "('<|a|>' if message.role == 'assistant' else '<|u|>')"), "<|a|>", "<|u|>",
+        "<|im_end|>", rstrip=True))
+    assert greedy.encode_chat(DIALOG[:2])
+    with pytest.raises(DataError, match="straddles the border"):
+        greedy.encode_chat([DIALOG[0], {"role": "assistant", "content": " yes"}])
+
+
+def test_the_mark_of_the_answers_in_a_template_is_read_over(with_template):
+    marked = CHATML.replace("{{ '<|im_start|>' + message.role", "{% generation %}{{ '<|im_start|>' + message.role").replace(
+        "'\\n' }}\n{%- endfor %}", "'\\n' }}{% endgeneration %}{% endfor %}")
+    assert "{% generation %}" in marked and "{% endgeneration %}" in marked
+    plain = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>")).encode_chat(DIALOG)
+    assert load_chat_format(with_template(marked, "<|im_start|>", "<|im_end|>")).encode_chat(DIALOG) == plain

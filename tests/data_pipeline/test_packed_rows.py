@@ -1,0 +1,453 @@
+import hashlib
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import DataError
+from config import ModelConfig
+from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.shard_reader import MANIFEST, header_bytes, open_token_set
+from data_pipeline.tokenize_chats import prepare_examples
+from dataloaders import TokenRows, validation_batches
+from fused.chunked_head import IGNORE_INDEX
+from model import Transformer
+from tokenizer import Tokenizer, train_bpe, write_tiktoken
+
+VOCABULARY = 100
+PROMPT, WORDS = False, True  # what a part of an example is
+
+
+def write_stream(folder, name, values, dtype, cuts):
+    """One stream of shards; what the manifest says of it."""
+    entries = []
+    for number, part in enumerate(np.split(np.asarray(values, dtype), cuts)):
+        path = folder / f"{name}-{number:05d}.bin"
+        path.write_bytes(header_bytes(len(part), dtype) + part.tobytes())
+        entries.append({"file": path.name, "tokens": len(part), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    return {"tokens": len(values), "shards": entries}
+
+
+def segments_of(example):
+    return [len(ids) << 2 | (number == len(example)) << 1 | target for number, (target, ids) in enumerate(example, 1)]
+
+
+def write(folder, kind, examples, segments=None, cuts=((), ())):
+    """A prepared folder with a train split, from examples that are lists of (target, ids)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = [token for example in examples for _, part in example for token in part]
+    segments = [segment for example in examples for segment in segments_of(example)] if segments is None else segments
+    split = write_stream(folder, "train", ids, "uint16", cuts[0]) | {"documents": len(examples)}
+    split["segments"] = write_stream(folder, "train-segments", segments, "uint32", cuts[1])
+    manifest = {"format": 1, "kind": kind, "dtype": "uint16", "vocab_size": VOCABULARY, "tokenizer_sha256": "abc",
+                "document_start_id": 0, "splits": {"train": split}}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def opened(folder, kind, **changes):
+    return open_example_set(folder, "train", kind, **{"vocab_size": VOCABULARY, "tokenizer_sha256": "abc"} | changes)
+
+
+def draw_ids(dice, least, most):
+    return dice.integers(1, VOCABULARY, dice.integers(least, most + 1)).tolist()
+
+
+def draw_chats(count, seed=0, most=6):
+    """Chats of one to three turns; the first token tells the chat's number, as far as that goes."""
+    dice = np.random.default_rng(seed)
+    chats = []
+    for number in range(count):
+        chat = [part for _ in range(dice.integers(1, 4)) for part in
+                ((PROMPT, draw_ids(dice, 2, most)), (WORDS, draw_ids(dice, 1, most)))]
+        chat[0][1][0] = number % VOCABULARY
+        chats.append(chat + [(PROMPT, draw_ids(dice, 1, 2))] * int(dice.integers(0, 2)))
+    return chats
+
+
+def draw_pairs(count, seed=0, most=6):
+    dice = np.random.default_rng(seed)
+    return [[(PROMPT, draw_ids(dice, 2, most)), (WORDS, draw_ids(dice, 1, most)), (WORDS, draw_ids(dice, 1, most))]
+            for _ in range(count)]
+
+
+def sequences_of(kind, example, row_tokens):
+    """What is to be learned of an example, told token by token: lists of (token, target)."""
+    if kind == "chats":
+        told = [example]
+    else:
+        prompt, chosen, rejected = example
+        told = [[prompt, chosen], [prompt, rejected]]
+    for parts in told:
+        tokens = [(token, target) for target, ids in parts for token in ids]
+        yield [(token, following if target else IGNORE_INDEX)
+               for (token, _), (following, target) in zip(tokens, tokens[1:])][:row_tokens]
+
+
+DRAW = {"chats": draw_chats, "pairs": draw_pairs}
+
+
+@pytest.mark.parametrize("kind", DRAW)
+@settings(max_examples=30)
+@given(count=st.integers(1, 40), seed=st.integers(0, 1000), row_tokens=st.integers(36, 64), cut=st.integers(1, 2))
+def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_factory, count, seed, row_tokens, cut):
+    examples = DRAW[kind](count, seed)
+    folder = write(tmp_path_factory.mktemp("set"), kind, examples, cuts=([cut], [1]))
+    rows = ExampleRows(opened(folder, kind), row_tokens)
+    batch = rows(np.arange(len(rows)))
+    per_example = 1 if kind == "chats" else 2
+    found = []
+    for row in range(len(rows)):
+        numbers = rows.examples_in(row).tolist()
+        found += numbers
+        expected = [sequence for number in numbers for sequence in sequences_of(kind, examples[number], row_tokens)]
+        assert len(expected) == per_example * len(numbers)
+        documents = [document for document, sequence in enumerate(expected, 1) for _ in sequence]
+        slots = [slot for sequence in expected for slot in sequence]
+        padding = row_tokens - len(slots)
+        assert list(zip(batch.tokens_BT[row].tolist(), batch.targets_BT[row].tolist())) == slots + padding * [(0, IGNORE_INDEX)]
+        assert batch.document_ids_BT[row].tolist() == documents + padding * [len(expected) + 1]
+    assert sorted(found) == list(range(count))
+    assert rows.examples == count and rows.left_out == rows.cut == 0
+    assert rows.tokens == sum(len(sequence) for example in examples for sequence in sequences_of(kind, example, row_tokens))
+    assert rows.fill == rows.tokens / batch.tokens_BT.numel()
+    assert batch.target_index_M.tolist() == (batch.targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten().tolist()
+    assert [tensor.dtype for tensor in (batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, batch.target_index_M)] == [
+        torch.int64, torch.int64, torch.int32, torch.int64]
+
+
+# What the model makes of it
+
+
+def tiny_model():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCABULARY)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def loss_and_gradients(model, batches):
+    model.zero_grad()
+    loss = torch.zeros(())
+    for batch in batches:
+        part = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=batch.target_index_M, reduction="sum")
+        part.backward()
+        loss += part.detach()
+    return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+class Alone:
+    """A batch of one sequence, without documents, rows or padding."""
+
+    def __init__(self, sequence):
+        self.tokens_BT, self.targets_BT = (torch.tensor([column]) for column in zip(*sequence))
+        self.document_ids_BT = self.target_index_M = None
+
+
+def close(one, other):
+    loss, gradients = one
+    other_loss, other_gradients = other
+    assert float(abs(loss - other_loss) / abs(other_loss)) < 1e-5
+    largest = max(float(gradient.abs().max()) for gradient in other_gradients.values())
+    assert max(float((gradients[name] - other_gradients[name]).abs().max()) for name in gradients) < 1e-5 * largest
+
+
+@pytest.mark.parametrize("kind", DRAW)
+def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_path):
+    examples, model = DRAW[kind](30, seed=1), tiny_model()
+    rows = ExampleRows(opened(write(tmp_path, kind, examples), kind), 48)
+    assert len(rows) < 20
+    alone = [Alone(sequence) for example in examples for sequence in sequences_of(kind, example, 48)]
+    close(loss_and_gradients(model, [rows(indices) for indices in np.array_split(np.arange(len(rows)), 3)]),
+          loss_and_gradients(model, alone))
+
+
+@pytest.mark.parametrize("kind", DRAW)
+def test_packed_examples_do_not_see_each_other(kind, tmp_path):
+    """Other words all around an example leave its log-probabilities as they are."""
+    rows = ExampleRows(opened(write(tmp_path, kind, DRAW[kind](40, seed=2)), kind), 64)
+    model = tiny_model()
+    fullest = max(range(len(rows)), key=lambda row: len(rows.examples_in(row)))
+    batch = rows(np.array([fullest]))
+    real = batch.document_ids_BT <= len(rows.examples_in(fullest)) * (1 if kind == "chats" else 2)
+    assert len(rows.examples_in(fullest)) > 2
+    with torch.no_grad():
+        before = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
+        for document in batch.document_ids_BT[real].unique().tolist():
+            own = batch.document_ids_BT == document
+            changed = torch.where(own, batch.tokens_BT, (batch.tokens_BT + 7) % VOCABULARY)
+            after = model(changed, batch.targets_BT, batch.document_ids_BT)
+            assert torch.allclose(before[own], after[own], atol=1e-6)
+            assert not torch.allclose(before[~own], after[~own], atol=1e-3)
+            unmasked = model(changed, batch.targets_BT)
+            assert document == 1 or not torch.allclose(before[own], unmasked[own], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", DRAW)
+def test_the_order_of_the_examples_changes_neither_loss_nor_gradients(kind, tmp_path):
+    examples, model = DRAW[kind](30, seed=3), tiny_model()
+    results, sizes = [], []
+    for name, order in (("as-is", range(30)), ("otherwise", np.random.default_rng(0).permutation(30))):
+        rows = ExampleRows(opened(write(tmp_path / name, kind, [examples[number] for number in order]), kind), 48)
+        results.append(loss_and_gradients(model, [rows(np.arange(len(rows)))]))
+        sizes.append((len(rows), rows.tokens, rows.fill))
+    close(*results)
+    assert sizes[0] == sizes[1]
+
+
+def test_without_document_mask_chats_are_not_numbered_but_pairs_are(tmp_path):
+    chats = opened(write(tmp_path / "chats", "chats", draw_chats(5)), "chats")
+    pairs = opened(write(tmp_path / "pairs", "pairs", draw_pairs(5)), "pairs")
+    with_mask, without = (ExampleRows(chats, 64, document_mask)(np.array([0])) for document_mask in (True, False))
+    assert without.document_ids_BT is None and torch.equal(with_mask.targets_BT, without.targets_BT)
+    assert ExampleRows(pairs, 64, document_mask=False)(np.array([0])).document_ids_BT is not None
+
+
+def test_rows_read_alone_or_together_are_the_same(tmp_path):
+    rows = ExampleRows(opened(write(tmp_path, "chats", draw_chats(40)), "chats"), 48)
+    together = rows(np.arange(len(rows))[::-1])
+    for place, index in enumerate(range(len(rows))[::-1]):
+        assert torch.equal(rows(np.array([index])).targets_BT[0], together.targets_BT[place])
+    batches = list(validation_batches(rows, 3, 2, torch.device("cpu")))
+    assert (batches[1].targets_BT[1] == IGNORE_INDEX).all()
+    assert batches[1].target_index_M.tolist() == (batches[1].targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten().tolist()
+
+
+def test_the_rows_stay_as_they_are(tmp_path):
+    """A resumed run of an older version must see the rows that it has not seen yet: changing this breaks that."""
+    chats = [chat(2 + 7 * number % 11, 1 + 5 * number % 7) for number in range(12)]
+    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 20)
+    assert [rows.examples_in(row).tolist() for row in range(len(rows))] == [[5, 11], [2, 8, 0], [6, 10], [1], [9], [3, 7], [4]]
+
+
+def test_the_first_rows_are_no_longer_than_the_others(tmp_path):
+    """Bins are made from the longest examples to the shortest; validation reads the first rows."""
+    rows = ExampleRows(opened(write(tmp_path, "chats", draw_chats(400)), "chats"), 48)
+    longest = np.array([int(np.diff(rows.example_set.starts)[rows.examples_in(row)].max()) for row in range(len(rows))])
+    half = len(rows) // 2
+    assert abs(longest[:half].mean() - longest[half:].mean()) < longest.std()
+
+
+# Rows too short
+
+
+def chat(*lengths):
+    """Prompt and answer in turn."""
+    return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
+
+
+def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remains(tmp_path):
+    chats = [chat(3, 4), chat(8, 5), chat(9, 2), chat(2, 2, 4, 1), chat(2, 2, 5, 9), chat(30, 1)]
+    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 8)
+    assert (rows.examples, rows.cut, rows.left_out) == (4, 2, 2)
+    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 cut at the end of their row, 2 too long and left out"
+    read = {}
+    for row in range(len(rows)):
+        batch = rows(np.array([row]))
+        for document, example in enumerate(rows.examples_in(row).tolist(), 1):
+            own = batch.document_ids_BT == document
+            read[example] = list(zip(batch.tokens_BT[own].tolist(), batch.targets_BT[own].tolist()))
+    assert sorted(read) == [0, 1, 3, 4]
+    assert all(read[example] == next(sequences_of("chats", chats[example], 8)) for example in read)
+    assert read[1] == [(1, IGNORE_INDEX)] * 7 + [(1, 2)]
+    assert rows.tokens == 6 + 8 + 8 + 8
+
+
+def test_another_row_length_needs_no_new_preparation(tmp_path):
+    chats = opened(write(tmp_path, "chats", draw_chats(50)), "chats")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for row_tokens in (1000, 100, 48):
+        rows = ExampleRows(chats, row_tokens)
+        assert rows(np.arange(len(rows))).tokens_BT.shape == (len(rows), row_tokens) and rows.examples == 50
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_pair_that_does_not_fit_is_left_out_whole(tmp_path):
+    pairs = [[(PROMPT, [1] * p), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in ((3, 2, 3), (3, 2, 4), (1, 1, 1), (50, 1, 1))]
+    rows = ExampleRows(opened(write(tmp_path, "pairs", pairs), "pairs"), 9)
+    assert (rows.examples, rows.left_out, rows.cut, rows.tokens) == (2, 2, 0, 9 + 2)
+    assert sorted(rows.examples_in(row).tolist() for row in range(len(rows))) == [[0], [2]]
+    batch = rows(np.array([[0, 2].index(rows.examples_in(0)[0])]))
+    assert batch.document_ids_BT.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2, 2]]
+    assert batch.targets_BT.tolist() == [[-100, -100, 2, 2, -100, -100, 3, 3, 3]]
+
+
+@pytest.mark.parametrize("kind, needed", [("chats", 6), ("pairs", 13)])
+def test_rows_in_which_nothing_fits_are_refused_with_the_length_that_is_needed(kind, needed, tmp_path):
+    example = {"chats": chat(6, 3), "pairs": [(PROMPT, [1] * 6), (WORDS, [2]), (WORDS, [3, 3])]}[kind]
+    examples = opened(write(tmp_path, kind, [example]), kind)
+    with pytest.raises(DataError, match=rf"(?s){tmp_path}.*MAX_SEQ_LEN={needed - 1} .*{needed} or more"):
+        ExampleRows(examples, needed - 1)
+    assert len(ExampleRows(examples, needed)) == 1
+
+
+# Opening
+
+
+def test_the_other_kind_of_data_is_refused_by_name(tmp_path):
+    chats = write(tmp_path / "chats", "chats", draw_chats(3))
+    pairs = write(tmp_path / "pairs", "pairs", draw_pairs(3))
+    with pytest.raises(DataError, match=r"holds chats, but DPO_DATA_PATH needs pairs.*load_dpo_dataset"):
+        opened(chats, "pairs")
+    with pytest.raises(DataError, match=r"holds pairs, but SFT_DATA_PATH needs chats.*load_instruct_dataset"):
+        opened(pairs, "chats")
+    with pytest.raises(DataError, match=r"holds chats, but PRETRAIN_DATA_PATH needs documents.*load_pretrain_dataset"):
+        open_token_set(chats, "train", vocab_size=VOCABULARY)
+    manifest = json.loads((chats / MANIFEST).read_text())
+    del manifest["kind"]
+    (chats / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
+        opened(chats, "chats")
+    assert len(TokenRows(open_token_set(chats, "train", vocab_size=VOCABULARY), 4)) > 1
+
+
+def test_what_is_no_prepared_set_is_refused(tmp_path):
+    (tmp_path / "train.bin").write_bytes(header_bytes(1, "uint16") + b"\0\0")
+    for path in (tmp_path, tmp_path / "train.bin", tmp_path / "nowhere"):
+        with pytest.raises(DataError, match=f"(?s){path}.*load_instruct_dataset"):
+            opened(path, "chats")
+    with pytest.raises(DataError, match="lists no validation shards"):
+        open_example_set(write(tmp_path, "chats", draw_chats(3)), "validation", "chats", vocab_size=VOCABULARY)
+    with pytest.raises(DataError, match="another tokenizer"):
+        opened(tmp_path, "chats", tokenizer_sha256="def")
+    with pytest.raises(DataError, match="beyond the vocabulary of 50"):
+        opened(tmp_path, "chats", vocab_size=50)
+
+
+@pytest.mark.parametrize("verify", ["always", "auto", "never"])
+def test_damaged_segments_are_found(tmp_path, verify):
+    folder = write(tmp_path, "chats", draw_chats(9))
+    path = folder / "train-segments-00000.bin"
+    whole = path.read_bytes()
+    for cut in (whole[:-1], whole[:-4], whole + b"\0"):
+        path.write_bytes(cut)
+        with pytest.raises(DataError, match=path.name):
+            opened(folder, "chats", verify=verify)
+    swapped = bytearray(whole)
+    swapped[1024] ^= 4
+    path.write_bytes(swapped)
+    with pytest.raises(DataError, match="damaged" if verify != "never" else "prepare the data again"):
+        opened(folder, "chats", verify=verify)
+    path.unlink()
+    with pytest.raises(DataError, match="is missing"):
+        opened(folder, "chats", verify=verify)
+
+
+@pytest.mark.parametrize("kind, segments, complaint", [
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1], "example 1 has no end"),
+    ("chats", [2 << 2, 3 << 2 | 3, 5 << 2 | 2], "example 1 is not cut"),  # no target
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2 | 1, 3 << 2 | 2], "example 1 is not cut"),  # begins with a target
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 is not cut"),  # an empty segment
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "9 tokens long in all, but there are 10"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 is not cut"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "example 1 is not cut"),
+    ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 is not cut"),
+])
+def test_segments_that_do_not_fit_are_refused(kind, segments, complaint, tmp_path):
+    folder = write(tmp_path, kind, [chat(2, 3), chat(2, 3)], segments)
+    with pytest.raises(DataError, match=complaint):
+        opened(folder, kind)
+
+
+def test_segments_are_read_the_same_in_blocks_of_any_size(tmp_path, monkeypatch):
+    folder = write(tmp_path, "chats", draw_chats(30), cuts=([7], [11, 12]))
+    whole = opened(folder, "chats")
+    for size in (4, 12, 100):
+        monkeypatch.setattr("data_pipeline.shard_reader.SCAN_BYTES", size)
+        again = opened(folder, "chats", verify="never")
+        for name in ("starts", "segment_starts", "first_targets"):
+            assert getattr(again, name).tolist() == getattr(whole, name).tolist()
+
+
+def test_a_set_without_its_segments_is_refused(tmp_path):
+    folder = write(tmp_path, "chats", draw_chats(3))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    del manifest["splits"]["train"]["segments"]
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="lists no segments of train"):
+        opened(folder, "chats")
+
+
+def test_segments_that_were_overwritten_are_refused_where_no_change_is_seen(tmp_path):
+    write(tmp_path, "chats", [chat(3, 4), chat(5, 6)])
+    examples = opened(tmp_path, "chats")
+    path, size = tmp_path / "train-segments-00000.bin", (4 << 2).to_bytes(4, "little")
+    before = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert len(examples.read(0)[0]) == 7
+    with pytest.raises(DataError, match="the segments of example 1 were changed while they were read"):
+        examples.read(1)
+
+
+def test_the_fingerprint_follows_both_streams_and_not_the_place(tmp_path):
+    chats = draw_chats(9)
+    shifted = [[(target, ids) for target, ids in example] for example in chats]
+    (_, prompt), (_, words) = shifted[4][:2]
+    shifted[4][:2] = [(PROMPT, prompt + words[:0]), (WORDS, words)]
+    one = opened(write(tmp_path / "one", "chats", chats), "chats").fingerprint
+    assert opened(write(tmp_path / "two", "chats", shifted), "chats", verify="never").fingerprint == one
+    shifted[4][:2] = [(PROMPT, prompt[:-1]), (WORDS, prompt[-1:] + words)]  # the same tokens, cut elsewhere
+    assert opened(write(tmp_path / "three", "chats", shifted), "chats").fingerprint != one
+
+
+# References
+
+
+def test_rows_are_the_padding_free_batches_of_trl(tmp_path):
+    """TRL shifts inside the model, so its label of a token is our target of the token before."""
+    trainer = pytest.importorskip("trl.trainer.sft_trainer")
+    chats = draw_chats(12, seed=4)
+    rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 64)
+    collator = trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    features = [{"input_ids": [token for _, ids in example for token in ids],
+                 "labels": [token if target else IGNORE_INDEX for target, ids in example for token in ids]} for example in chats]
+    for row in range(len(rows)):
+        ours, theirs = rows(np.array([row])), collator([features[example] for example in rows.examples_in(row)])
+        first = theirs["position_ids"][0] == 0
+        last = torch.cat([first[1:], torch.tensor([True])])
+        used = int((~last).sum())
+        assert ours.tokens_BT[0, :used].tolist() == theirs["input_ids"][0, ~last].tolist()
+        assert ours.targets_BT[0, :used].tolist() == theirs["labels"][0, ~first].tolist()
+        assert ours.document_ids_BT[0, :used].tolist() == (theirs["seq_idx"][0, ~last] + 1).tolist()
+        assert (ours.targets_BT[0, used:] == IGNORE_INDEX).all()
+
+
+# Llama 3's format, with the marks by which transformers tells what the assistant says.
+MARKED_TEMPLATE = """{{ bos_token }}{% for message in messages %}\
+{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}{% if message['role'] == 'assistant' %}\
+{% generation %}{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}\
+{% else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}{% endfor %}"""
+
+
+def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ranks = train_bpe(["Who has the cat? The cat sat on the mat; Anna says that it's hers. user assistant system\n\n"] * 9, 300)
+    write_tiktoken(ranks, tmp_path / "tokenizer.model")
+    tokenizer = Tokenizer(ranks)
+    tokenizer.save_huggingface(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    roles = ["user", "assistant"] * 3
+    chats = [[{"role": role, "content": f"{'The cat sat. ' * (turn + number % 3)}{number}"} for turn, role in
+              enumerate((["system"] if number % 2 else []) + roles[:2 + 2 * (number % 3)])] for number in range(8)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    folder = prepare_examples("chats", str(tmp_path / "chats.jsonl"), str(tmp_path / "tokenizer.model"), "auto", tmp_path / "sft",
+                              system_prompt="", shard_tokens=200, validation_fraction=0, workers=1)
+    rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256), 512)
+    batch, expected = rows(np.arange(len(rows))), []
+    for chat in chats:
+        labelled = theirs.apply_chat_template(chat, chat_template=MARKED_TEMPLATE, return_dict=True,
+                                              return_assistant_tokens_mask=True)
+        labels = [token if said else IGNORE_INDEX for token, said in zip(labelled["input_ids"], labelled["assistant_masks"])]
+        expected.append((labelled["input_ids"][:-1], labels[1:]))
+    for row in range(len(rows)):
+        for document, example in enumerate(rows.examples_in(row).tolist(), 1):
+            own = batch.document_ids_BT[row] == document
+            assert (batch.tokens_BT[row, own].tolist(), batch.targets_BT[row, own].tolist()) == expected[example]
+            assert expected[example][1][-1] == tokenizer.special_ids["<|eot_id|>"]

@@ -1,0 +1,297 @@
+"""What holds for any input: records, rows, shards and manifests. The examples are the same in every run."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from faults import flip_bit
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from checkpoint import store
+from common.errors import CheckpointError, DataError
+from data_pipeline.packing import pack
+from data_pipeline.shard_reader import MANIFEST, dtype_for, open_token_set
+from data_pipeline.shard_writer import ShardWriter
+from data_pipeline.sources import Reading, Source, flaw_of, read_texts
+from dataloaders import RowOrder, rows_of_step
+
+fewer = settings(max_examples=40)
+any_text = st.text(st.characters(), max_size=12)  # lone surrogates and NUL among it
+no_newline = st.binary(max_size=20).map(lambda content: content.replace(b"\n", b""))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("properties")
+
+
+# Records
+
+
+def read(path: Path, skip_bad: bool, **fields) -> tuple[list[str], Reading]:
+    reading = Reading(skip_bad=skip_bad)
+    return list(read_texts(Source(path=str(path), **fields), reading)), reading
+
+
+def check_reading(path: Path, records: int, sound: list[str], **fields) -> None:
+    """Every record is given, empty or refused, and the sound ones among them come in their order; or the first that cannot be
+    used ends it by its name."""
+    texts, reading = read(path, True, **fields)
+    assert len(texts) + reading.empty + reading.bad == records
+    left = iter(texts)
+    assert all(text in left for text in sound), (texts, sound)
+    if not reading.bad:
+        assert read(path, False, **fields)[0] == texts
+        return
+    with pytest.raises(DataError) as refused:
+        read(path, False, **fields)
+    assert reading.bad_records[0] in str(refused.value) and reading.bad_records[0].startswith(f"{path}:")
+
+
+json_line = st.builds(lambda text, more: ({"text": text} | more), any_text, st.dictionaries(any_text, st.none() | st.integers()))
+
+
+@given(st.lists(json_line | no_newline, max_size=8))
+@example([b"[" * 5000, {"text": "after"}])
+@example([b"\xef\xbb\xbf", {"text": "x\u2028y"}])
+def test_any_lines_as_jsonl(folder, lines):
+    path = folder / "any.jsonl"
+    encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(line + b"\n" for line in encoded))
+
+    def counts(line: bytes, number: int) -> bool:
+        line = line.removeprefix(b"\xef\xbb\xbf") if number == 0 else line
+        return not (line + b"\n").decode(errors="replace").isspace()
+
+    sound = [line["text"] for line in lines if isinstance(line, dict) and flaw_of(line["text"]) is None and line["text"].strip()]
+    check_reading(path, sum(counts(line, number) for number, line in enumerate(encoded)), sound)
+
+
+@given(st.lists(any_text.map(lambda text: text.encode(errors="surrogatepass")) | no_newline, max_size=8), st.booleans())
+def test_any_lines_as_text(folder, lines, ended):
+    path = folder / "any.txt"
+    content = b"\n".join(lines) + b"\n" * ended
+    path.write_bytes(content)
+    lines = [line for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")]
+    lines = lines if lines[-1] else lines[:-1]
+    # A byte-order mark alone in the last line still makes a line.
+    lines = lines or [b""] * content.startswith(b"\xef\xbb\xbf")
+    texts = [line.decode(errors="surrogateescape") for line in lines]
+    if 2 * sum(flaw_of(text) is not None for text in texts) > len(texts):
+        for skip_bad in (True, False):
+            with pytest.raises(DataError, match="any.txt: is no text in UTF-8"):
+                read(path, skip_bad, documents="line")
+        return
+    sound = [text for text in texts if text.strip() and flaw_of(text) is None and not text.endswith("\r")]
+    texts, _ = read(path, True, documents="line")
+    assert [text for text in (text.removesuffix("\n") for text in texts) if text in sound] == sound
+    check_reading(path, len(lines), [], documents="line")
+
+
+@given(st.lists(st.none() | st.binary(max_size=12), max_size=8))
+def test_any_cells_of_a_parquet_file(folder, cells):
+    path = folder / "any.parquet"
+    array = pa.array(cells, pa.binary())
+    pq.write_table(pa.table({"text": pa.Array.from_buffers(pa.string(), len(array), array.buffers())}), path)
+    sound = []
+    for cell in cells:
+        try:
+            text = cell.decode() if cell is not None else ""
+        except UnicodeDecodeError:
+            continue
+        if text.strip() and flaw_of(text) is None:
+            sound.append(text)
+    texts, _ = read(path, True)
+    assert texts == sound
+    check_reading(path, len(cells), sound)
+
+
+@given(st.binary(max_size=60) | st.binary(max_size=40).map(lambda content: b"PAR1" + content + b"PAR1"),
+       st.sampled_from([".parquet", ".jsonl.gz", ".txt.xz", ".jsonl.bz2", ".txt.zst", ".json", ".raw"]))
+def test_any_bytes_are_records_or_an_error_that_names_the_file(folder, content, suffix):
+    path = folder / f"bytes{suffix}"
+    path.write_bytes(content)
+    try:
+        texts, _ = read(path, False)
+    except DataError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:
+        assert all(flaw_of(text) is None for text in texts)
+    path.unlink()
+
+
+# Rows
+
+
+@given(st.integers(1, 60).flatmap(lambda most: st.tuples(st.lists(st.integers(1, most), max_size=60), st.just(most))))
+def test_no_row_is_overfull_and_no_two_would_go_into_one(problem):
+    lengths, capacity = np.array(problem[0], np.int64), problem[1]
+    packing = pack(lengths, capacity)
+    fills = sorted(int(lengths[packing.items_in(row)].sum()) for row in range(len(packing)))
+    assert sorted(packing.items.tolist()) == list(range(len(lengths))) and sum(fills) == lengths.sum()
+    assert all(0 < fill <= capacity for fill in fills)
+    assert len(fills) < 2 or fills[0] + fills[1] > capacity
+
+
+def first_fit(lengths: list[int], capacity: int) -> int:
+    """The number of rows when each example goes into the first in which it fits, in the order of the data."""
+    rooms: list[int] = []
+    for length in lengths:
+        row = next((row for row, room in enumerate(rooms) if room >= length), len(rooms))
+        rooms[row:row + 1] = [(rooms[row] if row < len(rooms) else capacity) - length]
+    return len(rooms)
+
+
+@fewer
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 300), capacity=st.integers(16, 200), centre=st.floats(1, 4))
+def test_examples_fill_rows_no_worse_than_first_fit(seed, count, capacity, centre):
+    """With lengths as those of chats are; for some list that is made for it first fit may be luckier."""
+    lengths = np.clip(np.random.default_rng(seed).lognormal(centre, 0.8, count), 1, capacity).astype(np.int64)
+    assert len(pack(lengths, capacity)) <= first_fit(lengths.tolist(), capacity)
+
+
+@fewer
+@given(n_rows=st.integers(1, 500), micro=st.integers(1, 5), accumulation=st.integers(1, 4), seed=st.integers(0, 2**40),
+       step=st.integers(0, 10**6), world_sizes=st.permutations([1, 2, 3, 4, 8]))
+def test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step(n_rows, micro, accumulation, seed, step, world_sizes):
+    rows_per_step = 24 * micro * accumulation
+    expected = rows_of_step(step, rows_per_step, n_rows, seed)
+    for world_size in world_sizes[:2]:
+        shares = [RowOrder(n_rows, rows_per_step, micro, seed, rank, world_size).micro_batches(step)
+                  for rank in range(world_size)]
+        assert all(share.shape == (24 * accumulation // world_size, micro) for share in shares)
+        assert np.concatenate(shares).ravel().tolist() == expected.tolist()
+    # Within an epoch no row comes twice, neither on one rank nor on two.
+    positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
+    for epoch in np.unique(positions // n_rows):
+        rows = expected[positions // n_rows == epoch]
+        assert len(set(rows.tolist())) == len(rows) and rows.min() >= 0 and rows.max() < n_rows
+
+
+# Shards
+
+
+def write_set(folder: Path, chunks: list[list[int]], shard_tokens: int, vocab_size: int) -> Path:
+    for path in folder.glob("*"):
+        path.unlink()
+    dtype = dtype_for(vocab_size)
+    writer = ShardWriter(folder, "train", shard_tokens, dtype)
+    for chunk in chunks:
+        writer.write(np.array(chunk, np.int64))
+    stream = writer.sync(finish=True)
+    manifest = {"format": 1, "dtype": dtype, "vocab_size": vocab_size, "tokenizer_sha256": "", "document_start_id": 0,
+                "splits": {"train": stream}}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def set_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("set")
+
+
+token_sets = st.sampled_from([300, 1 << 16, 128_256]).flatmap(lambda vocab_size: st.tuples(
+    st.lists(st.lists(st.integers(0, vocab_size - 1), max_size=20), min_size=1, max_size=6).filter(any), st.just(vocab_size)))
+
+
+@fewer
+@given(token_sets, st.integers(1, 30), st.data())
+def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard_tokens, data):
+    chunks, vocab_size = token_set
+    ids = sum(chunks, [])
+    folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
+    opened = open_token_set(folder, "train", vocab_size=vocab_size, minimum_tokens=1, verify="always")
+    assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
+    assert opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
+    start = data.draw(st.integers(0, len(ids)))
+    count = data.draw(st.integers(0, len(ids) - start))
+    if count:
+        assert opened.read(start, count).tolist() == ids[start:start + count]
+
+
+@fewer
+@given(token_sets, st.integers(1, 30), st.randoms(use_true_random=False))
+def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_tokens, dice):
+    folder = write_set(set_folder, token_set[0], shard_tokens, token_set[1])
+    path = dice.choice(sorted(folder.glob("*.bin")))
+    flip_bit(path, dice)
+    with pytest.raises(DataError, match=path.name):
+        open_token_set(folder, "train", vocab_size=token_set[1], minimum_tokens=1, verify="always")
+
+
+# Checkpoints
+
+json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | any_text,
+                           lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3), max_leaves=6)
+counts = st.integers(0, 2**50)
+file_names = any_text.filter(lambda name: "\0" not in name and not re.search("[\ud800-\udfff]", name))
+manifests = st.fixed_dictionaries(
+    {"format": st.just(store.FORMAT), "paddock": st.just("0.1"), "step": counts, "written": counts,
+     "files": st.dictionaries(file_names, st.fixed_dictionaries({"size": counts, "sha256": st.just("0")}), min_size=1,
+                              max_size=3)},
+    optional={"world_size": st.integers(1, 99), "val_loss": st.none() | st.floats(allow_nan=False, allow_infinity=False)})
+
+
+@fewer
+@given(manifests)
+def test_any_manifest_reads_back_and_tells_every_other_byte(folder, manifest):
+    path = folder / store.MANIFEST
+    content = store._sealed(manifest)
+    path.write_bytes(content)
+    found = store.read_manifest(folder)
+    assert found == {"world_size": 1, "val_loss": None} | manifest | {"sha256": found["sha256"]}
+    dice = Random(len(content))
+    for damaged in (content[:dice.randrange(len(content))], content + b" ", content.replace(b"\n", b" ", 1), b" " + content):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            store.read_manifest(folder)
+    for _ in range(3):
+        path.write_bytes(content)
+        flip_bit(path, dice)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            store.read_manifest(folder)
+
+
+@fewer
+@given(st.binary(max_size=40) | json_values.map(lambda value: json.dumps(value).encode()))
+@example(b"[" * 100_000)
+def test_any_bytes_as_a_file_of_a_checkpoint_are_read_or_refused(folder, content):
+    """Even where they have the right hash."""
+    for name, read_it in ((store.STATE, store.read_state), (store.OPTIMIZER, store.read_optimizer)):
+        (folder / name).write_bytes(content)
+        try:
+            assert isinstance(read_it(folder), dict)
+        except CheckpointError as error:
+            assert name in str(error)
+    (folder / store.MANIFEST).write_bytes(content)
+    with pytest.raises(CheckpointError, match=store.MANIFEST):
+        store.read_manifest(folder)
+
+
+@fewer
+@given(files=st.dictionaries(st.text("abc", min_size=1, max_size=4), st.binary(max_size=30), min_size=1, max_size=4),
+       dice=st.randoms(use_true_random=False))
+def test_any_flipped_bit_of_any_checkpoint_is_found(tmp_path_factory, files, dice):
+    folder = tmp_path_factory.mktemp("published") / "step-00000001"
+
+    def write(into: Path) -> None:
+        for name, content in files.items():
+            (into / name).write_bytes(content)
+        save_file({}, into / store.OPTIMIZER)
+
+    store.publish(folder, write, {"step": 1, "val_loss": None})
+    listed = store.verify(folder)["files"]
+    assert {name: listed[name]["sha256"] for name in files} == {name: hashlib.sha256(content).hexdigest()
+                                                                for name, content in files.items()}
+    path = dice.choice([path for path in sorted(folder.iterdir()) if path.stat().st_size])
+    flip_bit(path, dice)
+    with pytest.raises(CheckpointError, match=path.name):
+        store.verify(folder)

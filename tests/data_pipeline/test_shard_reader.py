@@ -1,0 +1,394 @@
+import hashlib
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from common import watched_files
+from common.errors import DataError
+from common.watched_files import SEALS
+from data_pipeline import shard_reader
+from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for, header_bytes, open_token_set
+
+TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
+VOCABULARY = 1000
+EMPTY = {"format": 1, "dtype": "uint16", "tokenizer_sha256": "", "document_start_id": 0, "splits": {}}
+
+
+def write_llmc(path, ids, dtype="uint16"):
+    path.write_bytes(header_bytes(len(ids), dtype) + np.asarray(ids, dtype).tobytes())
+
+
+def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
+    """A prepared set, from one list of id arrays a split."""
+    folder.mkdir(parents=True, exist_ok=True)
+    manifest = {"format": 1, "dtype": dtype, "vocab_size": vocab_size, "tokenizer_sha256": TOKENIZER,
+                "document_start_id": 7, "splits": {}}
+    for split, parts in splits.items():
+        entries = []
+        for number, ids in enumerate(parts):
+            path = folder / f"{split}-{number:05d}.bin"
+            write_llmc(path, ids, dtype)
+            entries.append({"file": path.name, "tokens": len(ids),
+                            "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+        manifest["splits"][split] = {"tokens": sum(map(len, parts)), "documents": 1, "shards": entries}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def open_train(path, **changes):
+    return open_token_set(path, "train", **{"vocab_size": VOCABULARY, "tokenizer_sha256": TOKENIZER} | changes)
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Shards of 30, 5 and 17 tokens that count up from 0, and one for validation."""
+    train = np.arange(52)
+    return prepare(tmp_path / "set", train=[train[:30], train[30:35], train[35:]], validation=[np.arange(100, 140)])
+
+
+@pytest.mark.parametrize("vocab_size, dtype", [(1, "uint16"), (65536, "uint16"), (65537, "uint32"), (128256, "uint32")])
+def test_dtype_is_the_narrowest_that_holds_every_id(vocab_size, dtype):
+    assert dtype_for(vocab_size) == dtype and vocab_size - 1 <= np.iinfo(dtype).max
+
+
+def test_every_range_is_read_across_the_borders_of_shards(prepared):
+    tokens = open_train(prepared)
+    assert tokens.tokens == 52 and tokens.document_start_id == 7
+    for start in range(52):
+        for count in range(1, 53 - start):
+            assert tokens.read(start, count).tolist() == list(range(start, start + count))
+    assert open_token_set(prepared, "validation", vocab_size=VOCABULARY).read(0, 40).tolist() == list(range(100, 140))
+
+
+def test_ids_of_four_bytes(tmp_path):
+    folder = prepare(tmp_path, 128256, "uint32", train=[[128255, 3, 70000]])
+    assert open_train(folder, vocab_size=128256).read(0, 3).tolist() == [128255, 3, 70000]
+
+
+def test_a_parent_folder_stands_for_the_one_set_in_it(prepared):
+    unfinished = prepared.parent / "tmp-other"
+    unfinished.mkdir()
+    (unfinished / MANIFEST).write_text("{}")
+    assert open_train(prepared.parent).tokens == 52
+    prepare(prepared.parent / "second", train=[range(9)])
+    with pytest.raises(DataError, match=r"(?s)2 prepared sets.*second.*set"):
+        open_train(prepared.parent)
+
+
+def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
+    same = prepare(tmp_path / "elsewhere", train=[np.arange(30), np.arange(30, 35), np.arange(35, 52)])
+    other = prepare(tmp_path / "other", train=[np.arange(30), np.arange(30, 35), np.arange(36, 53)])
+    assert open_train(prepared).fingerprint == open_train(same, verify="never").fingerprint
+    assert open_train(prepared).fingerprint != open_train(other).fingerprint
+
+
+# What is refused, by name
+
+
+def spoil(path, change):
+    data = bytearray(path.read_bytes())
+    changed = change(data)
+    path.write_bytes(data if changed is None else changed)
+
+
+def flip(position, bit):
+    def change(data):
+        data[position] ^= 1 << bit
+    return change
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda data: bytes(data[:-1]), "is cut short: 1,033 bytes.*5 tokens.*1,034 bytes"),
+    (lambda data: bytes(data[:-4]), "is cut short"),
+    (lambda data: bytes(data[:500]), "is cut short inside its header, after 500 bytes"),
+    (lambda data: bytes(data + b"x"), "is too long"),
+    (lambda data: b"", "is empty"),
+    (flip(0, 3), "wrong magic"),
+    (flip(4, 1), "version 3"),
+    (flip(8, 0), "is cut short|is too long"),
+    (lambda data: header_bytes(0, "uint16"), "is empty, its header says 0 tokens"),
+    (lambda data: header_bytes(4, "uint16") + bytes(8), "its header says 4 tokens of uint16, but manifest.json says 5"),
+    (lambda data: header_bytes(5, "uint32") + bytes(20), "5 tokens of uint32, but manifest.json says 5 of uint16"),
+])
+def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
+    spoil(prepared / "train-00001.bin", change)
+    for verify in ("auto", "never"):
+        with pytest.raises(DataError, match=rf"train-00001\.bin: .*({message})"):
+            open_train(prepared, verify=verify)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_flipped_bit_is_found(prepared, seed):
+    open_train(prepared)
+    path = prepared / f"train-{seed % 3:05d}.bin"
+    generator = np.random.default_rng(seed)
+    spoil(path, flip(int(generator.integers(12, path.stat().st_size)), int(generator.integers(8))))
+    with pytest.raises(DataError, match=rf"{path.name}: is damaged: its SHA-256 begins"):
+        open_train(prepared)
+
+
+def test_a_missing_shard_is_refused(prepared):
+    (prepared / "train-00002.bin").unlink()
+    with pytest.raises(DataError, match=r"train-00002\.bin: is missing"):
+        open_train(prepared)
+
+
+def test_another_tokenizer_is_refused_with_both_hashes(prepared):
+    with pytest.raises(DataError, match=f"another tokenizer.*{TOKENIZER[:12]}.*{'0' * 12}.*TOKENIZER_PATH"):
+        open_train(prepared, tokenizer_sha256="0" * 64)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(prepared):
+    assert open_train(prepared, vocab_size=52).tokens == 52
+    with pytest.raises(DataError, match=r"train-00002\.bin: token 16 \(byte 1056\) has id 51, .*vocabulary of 51"):
+        open_train(prepared, vocab_size=51)
+
+
+def test_the_place_of_an_id_beyond_the_vocabulary_in_a_long_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_reader, "SCAN_BYTES", 64)
+    ids = np.zeros(500, int)
+    ids[[333, 400]] = 60
+    write_llmc(tmp_path / "train.bin", ids)
+    with pytest.raises(DataError, match=r"token 333 \(byte 1690\) has id 60"):
+        open_train(tmp_path, vocab_size=60)
+
+
+def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
+    assert open_train(prepared, minimum_tokens=52).tokens == 52
+    with pytest.raises(DataError, match="has 52 tokens, but 53 are needed.*TOTAL_BATCH_SIZE"):
+        open_train(prepared, minimum_tokens=53)
+
+
+@pytest.mark.parametrize("manifest, message", [
+    ("{", "its content: invalid JSON"),
+    ("[]", "its content: input should be an object"),
+    (json.dumps(EMPTY | {"format": 2}), "format: input should be 1"),
+    ('{"format": 1, "dtype": "uint16"}', "tokenizer_sha256: field required"),
+    (json.dumps(EMPTY | {"dtype": "float8"}), "dtype: input should be 'uint16' or 'uint32'"),
+    (json.dumps(EMPTY), "lists no train shards"),
+    (json.dumps(EMPTY | {"splits": {"train": {"tokens": 1, "shards": [1]}}}), "splits.train.shards.0: input should be an object"),
+])
+def test_a_bad_manifest_is_refused(tmp_path, manifest, message):
+    (tmp_path / MANIFEST).write_text(manifest)
+    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / MANIFEST))}: .*{message}"):
+        open_train(tmp_path, tokenizer_sha256=None)
+
+
+def test_nothing_there_is_refused(tmp_path):
+    with pytest.raises(DataError, match="nowhere: no such file or folder"):
+        open_train(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="holds neither manifest.json nor token files"):
+        open_train(tmp_path)
+
+
+# Verification is remembered
+
+
+def scanned_files(monkeypatch):
+    names, scan = [], shard_reader._scan
+    monkeypatch.setattr(shard_reader, "_scan", lambda shard, advance: names.append(shard.path.name) or scan(shard, advance))
+    return names
+
+
+def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeypatch):
+    names = scanned_files(monkeypatch)
+    open_train(prepared, verify="never")
+    assert not names and not (prepared / SEALS).exists()
+    open_train(prepared)
+    open_token_set(prepared, "validation", vocab_size=VOCABULARY)
+    assert sorted(names) == ["train-00000.bin", "train-00001.bin", "train-00002.bin", "validation-00000.bin"]
+    names.clear()
+    open_train(prepared)
+    open_token_set(prepared, "validation", vocab_size=VOCABULARY)
+    assert names == []
+    os.utime(prepared / "train-00001.bin", ns=(1, 1))
+    open_train(prepared)
+    assert names == ["train-00001.bin"]
+    open_train(prepared, verify="always")
+    open_token_set(prepared, "validation", vocab_size=VOCABULARY)
+    assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
+
+
+def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
+    spoil(prepared / "train-00000.bin", flip(1030, 0))
+    for _ in range(2):
+        with pytest.raises(DataError, match="is damaged"):
+            open_train(prepared)
+
+
+def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
+    names = scanned_files(monkeypatch)
+    (prepared / SEALS).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
+    for _ in range(2):
+        assert open_train(prepared).tokens == 52
+    (prepared / SEALS).rmdir()
+    (prepared / SEALS).write_text("{")
+    open_train(prepared)
+    (prepared / SEALS).unlink()
+    os.mkfifo(prepared / SEALS)
+    open_train(prepared)
+    assert len(names) == 12
+    assert not list(prepared.glob(f"{SEALS}.*"))
+
+
+# Files that change while they are read
+
+
+def swap(path):
+    spoilt = path.with_name("spoilt")
+    spoilt.write_bytes(path.read_bytes()[::-1])
+    os.utime(spoilt, ns=(path.stat().st_mtime_ns,) * 2)
+    spoilt.replace(path)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("change, how", [
+    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and has 1,030; bring back what it was"),
+    (lambda path: spoil(path, flip(HEADER_BYTES + 7, 7)), "it was written to; bring back"),
+    (swap, "another file has its name"),
+    (lambda path: os.utime(path, ns=(1, 1)), None),
+    (lambda path: shutil.copy(path, path.with_name("same")) and path.with_name("same").replace(path), None)])
+def test_a_shard_that_changes_while_it_is_read_is_refused_and_one_that_is_touched_is_not(prepared, change, how, opened):
+    path, tokens = prepared / "train-00000.bin", open_train(prepared)
+    if opened:
+        tokens.read(0, 3)
+    change(path)
+    if how is None or opened and change is swap:  # what was opened is still the old file
+        assert tokens.read(1, 40).tolist() == list(range(1, 41))
+    else:
+        for read in (lambda: tokens.read(0, 3), lambda: list(tokens.blocks())):
+            with pytest.raises(DataError, match=rf"train-00000\.bin: was changed while it was read: {how}"):
+                read()
+
+
+def test_an_id_beyond_the_vocabulary_indexes_nothing_where_no_change_is_seen(prepared):
+    path, tokens = prepared / "train-00000.bin", open_train(prepared)
+    before = path.stat()
+    spoil(path, flip(HEADER_BYTES + 7, 7))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for read in (lambda: tokens.read(2, 9), lambda: list(tokens.blocks())):
+        with pytest.raises(DataError, match=r"train-00000\.bin: token 3 \(byte 1030\) has id 32771, beyond the vocab"):
+            read()
+    assert tokens.read(0, 3).tolist() == [0, 1, 2]
+
+
+def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared, monkeypatch):
+    limits = []
+    monkeypatch.setattr(watched_files.resource, "setrlimit", lambda what, values: limits.append(values))
+    for soft, hard, raised in ((1024, 4096, []), (66, 4096, [(134, 4096)]), (66, 100, [(100, 100)])):
+        limits.clear()
+        monkeypatch.setattr(watched_files.resource, "getrlimit", lambda what, values=(soft, hard): values)
+        open_train(prepared)
+        assert limits == raised
+    monkeypatch.setattr(watched_files.resource, "getrlimit", lambda what: (66, 66))
+    with pytest.raises(DataError, match="has 3 shards, and this shell lets a process open 66 files"):
+        open_train(prepared)
+
+
+# Files made by others
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Writes 40 train tokens in two files and 10 of validation in one, in a format; returns the folder."""
+    def write(kind):
+        parts = {"fineweb_train_000001": range(25), "fineweb_train_000002": range(25, 40),
+                 "fineweb_val_000000": range(10)}
+        if kind == "nanogpt":
+            parts = {"train": range(40), "val": range(10)}
+        for name, ids in parts.items():
+            if kind == "npy":
+                np.save(tmp_path / f"{name}.npy", np.asarray(ids, np.uint16))
+            elif kind == "nanogpt":
+                (tmp_path / f"{name}.bin").write_bytes(np.asarray(ids, np.uint16).tobytes())
+            else:
+                write_llmc(tmp_path / f"{name}.bin", ids, kind)
+        (tmp_path / "meta.pkl").write_bytes(b"not tokens")
+        return tmp_path
+    return write
+
+
+@pytest.mark.parametrize("kind", ["uint16", "uint32", "nanogpt", "npy"])
+def test_foreign_files_are_read(foreign, kind):
+    folder = foreign(kind)
+    train = open_train(folder, document_start_id=3)
+    assert train.read(0, 40).tolist() == list(range(40)) and train.tokens == 40 and train.document_start_id == 3
+    assert open_token_set(folder, "validation", vocab_size=10).read(0, 10).tolist() == list(range(10))
+    assert open_train(folder / "*train*.[bn]*").read(0, 40).tolist() == list(range(40))
+    first = sorted(folder.glob("*train*"))[0]
+    assert open_train(first).tokens == (40 if kind == "nanogpt" else 25)
+    assert train.fingerprint == open_train(folder, verify="never").fingerprint
+    with pytest.raises(DataError, match=r"train.*: token \d+ \(byte \d+\) has id 39, beyond the vocabulary of 39"):
+        open_train(folder, vocab_size=39)
+
+
+def test_fingerprint_of_foreign_files_sees_their_content(tmp_path):
+    fingerprints = set()
+    for last in (0, 1):
+        write_llmc(tmp_path / "train.bin", [*range(9000), last])
+        fingerprints.add(open_train(tmp_path, vocab_size=9000).fingerprint)
+    assert len(fingerprints) == 2
+
+
+def test_foreign_ids_are_scanned_once(foreign, monkeypatch):
+    folder, names = foreign("npy"), scanned_files(monkeypatch)
+    open_train(folder)
+    open_train(folder)
+    assert len(names) == 2
+
+
+def test_a_foreign_file_may_have_any_name_where_it_is_pointed_at(tmp_path):
+    write_llmc(tmp_path / "constraint.bin", range(20))
+    assert open_train(tmp_path / "constraint.bin").tokens == 20
+    for path, split in ((tmp_path, "train"), (tmp_path / "constraint.bin", "validation")):
+        with pytest.raises(DataError, match=f"no token file for {split}"):
+            open_token_set(path, split, vocab_size=VOCABULARY)
+
+
+def test_two_kinds_of_files_are_refused(foreign):
+    folder = foreign("npy")
+    write_llmc(folder / "x_train_0.bin", range(9))
+    with pytest.raises(DataError, match=r"of several kinds \(\.bin, \.npy\)"):
+        open_train(folder)
+    assert open_train(folder / "*.bin").tokens == 9
+
+
+def test_narrow_ids_cannot_come_from_a_wide_vocabulary(foreign):
+    folder = foreign("nanogpt")
+    with pytest.raises(DataError, match="train.bin: its ids are uint16, too narrow for the vocabulary of 128,256"):
+        open_train(folder, vocab_size=128256)
+
+
+@pytest.mark.parametrize("name, data, message", [
+    ("train.bin", b"\1\0\2", "odd size \\(3 bytes\\)"),
+    ("train.bin", b"", "is empty"),
+    ("x_train.bin", np.arange(800, dtype="<u2").tobytes(), "wrong magic: begins with 00 00 01 00"),
+    ("train.bin", b"\1\2\3\4\1\0\0\0\4\0\0\0" + bytes(1020), "wrong magic"),
+    ("x_train.npy", b"\0" * 200, "wrong magic"),
+    ("x_train.npy", b"\x93NUMPY\1\0\x10\0{'descr': ", "header cannot be read"),
+])
+def test_a_bad_foreign_file_is_refused(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=f"{name}: .*{message}"):
+        open_train(tmp_path)
+
+
+@pytest.mark.parametrize("array", [np.zeros((3, 4), np.uint16), np.zeros(5, np.int64), np.zeros(5, ">u2"),
+                                   np.array([None])])
+def test_an_npy_file_of_something_else_is_refused(tmp_path, array):
+    np.save(tmp_path / "train.npy", array, allow_pickle=True)
+    with pytest.raises(DataError, match="train.npy: holds an array of shape .*; expected one row of uint16 or uint32"):
+        open_train(tmp_path)
+
+
+@pytest.mark.parametrize("change, message", [(lambda data: bytes(data[:-2]), "is cut short"),
+                                             (lambda data: bytes(data + b"xx"), "is too long")])
+def test_an_npy_file_of_another_length_is_refused(tmp_path, change, message):
+    np.save(tmp_path / "train.npy", np.arange(50, dtype=np.uint16))
+    spoil(tmp_path / "train.npy", change)
+    with pytest.raises(DataError, match=message):
+        open_train(tmp_path)

@@ -1,0 +1,232 @@
+"""Records arrive whole and in order, and what cannot be used is refused by file and line."""
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+from itertools import islice
+
+import pytest
+import zstandard
+
+from common.errors import DataError, SettingsError
+from data_pipeline import sources
+from data_pipeline.mixes import Mix, draw, read_mix
+from data_pipeline.sources import Reading, Source, identify, list_files, read_records, read_texts, source_of
+
+
+def texts_of(path, skip_bad=False, **fields):
+    reading = Reading(skip_bad=skip_bad)
+    return list(read_texts(Source(path=str(path), **fields), reading)), reading
+
+
+def jsonl(*texts):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("line, reason", [
+    (b'{"text": "torn', "not valid JSON"),
+    (b'["a", "list"]', "expected one JSON object in a line, got list"),
+    (b'{"body": "x"}', "has no column 'text'; it has 'body'"),
+    (b'{"text": null}', "column 'text' is null"),
+    (b'{"text": 7}', "column 'text' is int"),
+    (b'{"text": "a\\u0000b"}', "holds a NUL at character 2"),
+    (b'{"text": "a\x00b"}', "not valid JSON"),
+    (b'{"text": "ab\\ud800"}', "holds a lone surrogate at character 3"),
+    (b'{"text": "\xff"}', "byte 11 of the line is not UTF-8"),
+    (b"[" * 100_000, "not valid JSON"),
+], ids=lambda value: "" if isinstance(value, bytes) else value)
+def test_a_bad_record_is_refused_by_line_or_skipped_and_listed(tmp_path, line, reason):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "first"}\n' + line + b'\n{"text": "last"}\n')
+    with pytest.raises(DataError) as refused:
+        texts_of(path)
+    assert f"{path}:2: " in str(refused.value) and reason in str(refused.value)
+    texts, reading = texts_of(path, skip_bad=True)
+    assert texts == ["first", "last"] and reading.bad == 1
+    assert len(reading.bad_records) == 1 and f"{path}:2" in reading.bad_records[0] and reason in reading.bad_records[0]
+
+
+def test_bom_crlf_blank_lines_long_lines_and_odd_unicode_are_read(tmp_path):
+    texts = ["plain", "x" * 10_000_000, "👩‍👩‍👧 e\u0301 \u200d", "<|eot_id|>\r\n"]
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + jsonl(*texts).replace("\n", "\r\n\r\n").encode())
+    assert texts_of(path)[0] == texts
+
+
+def test_empty_documents_are_counted_not_given(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(jsonl("", "a", " \n\t", "b"))
+    texts, reading = texts_of(path)
+    assert texts == ["a", "b"] and reading.empty == 2
+
+
+@pytest.mark.parametrize("suffix, packed", [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])
+def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch, suffix, packed):
+    path = tmp_path / f"x.jsonl.{suffix}"
+    path.write_bytes(packed.compress(jsonl("one", "two").encode()))
+    assert texts_of(path)[0] == ["one", "two"]
+    monkeypatch.setattr("data_pipeline.sources.LINE_BYTES", 1 << 20)
+    path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))
+    with pytest.raises(DataError, match=f"{path.name}:2: a line of more than 1 MiB"):
+        texts_of(path)
+
+
+def test_a_name_that_is_not_utf_8_and_a_record_of_many_columns_are_told(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({f"k{number}": 1 for number in range(100_000)}) + "\n")
+    with pytest.raises(DataError, match="has no column 'text'; it has 'k0', .*'k19' and 99,980 more"):
+        texts_of(path)
+    (tmp_path / os.fsdecode(b"\xff.txt")).write_text("one")
+    with pytest.raises(DataError, match=r"\\udcff.txt: the file's name is not UTF-8"):
+        texts_of(tmp_path)
+
+
+@pytest.mark.parametrize("documents, expected", [
+    ("whole", [" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree"]),
+    ("line", [" = A = \n", "one\n", "two\n", " = = sub = = \n", "---\n", " = B = \n", "three"]),
+    ("blank", [" = A = \n", "one\ntwo\n", " = = sub = = \n---\n = B = \nthree"]),
+    ("wikitext", [" = A = \n\none\ntwo\n\n = = sub = = \n---\n", " = B = \nthree"]),
+    ("---", [" = A = \n\none\ntwo\n\n = = sub = = \n", " = B = \nthree"]),
+])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_text_is_cut_into_documents_as_asked(tmp_path, documents, expected, newline):
+    path = tmp_path / "x.txt"
+    path.write_text(" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree", newline=newline)
+    assert texts_of(path, documents=documents)[0] == expected
+    with pytest.raises(DataError, match="no line is 'paragraphs'.* whole, line, blank, wikitext"):
+        texts_of(path, documents="paragraphs")
+
+
+def test_every_kind_of_file_in_a_folder_or_glob_is_read_in_the_order_of_names(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl("one", "two").encode()))
+    pq.write_table(pa.table({"text": ["three", "four"], "other": [1, 2]}), tmp_path / "b.parquet")
+    (tmp_path / "deep" / "c.txt").write_text("five")
+    (tmp_path / "README.md").write_text("no data")
+    (tmp_path / ".hidden.txt").write_text("no data")
+    os.mkfifo(tmp_path / "pipe.jsonl")  # which would be waited for
+    assert texts_of(tmp_path)[0] == ["one", "two", "three", "four", "five"]
+    assert texts_of(f"{tmp_path}/*.parquet")[0] == ["three", "four"]
+    reading = Reading()
+    records_read = list(read_records(Source(path=str(tmp_path)), reading))
+    assert records_read[2] == (f"{tmp_path}/b.parquet: row 1", {"text": "three"})
+    assert reading.bytes_done == reading.bytes_total > 0
+
+
+def test_any_fsspec_url_is_read():
+    import fsspec
+
+    with fsspec.open("memory://corpus/x.jsonl", "wb") as file:
+        file.write(jsonl("far", "away").encode())
+    assert texts_of("memory://corpus/*.jsonl")[0] == ["far", "away"]
+    with pytest.raises(DataError, match="memory://corpus/none"):
+        texts_of("memory://corpus/none.jsonl")
+
+
+@pytest.mark.parametrize("name, content, reason", [
+    ("x.parquet", b"no parquet", "x.parquet: "),
+    ("x.jsonl.gz", gzip.compress(jsonl("cut off").encode() * 99)[:-9], "x.jsonl.gz: "),
+    ("x.docx", b"PK", "no file of a kind that can be read"),
+    ("y", b"", "no file of a kind"),
+], ids=["parquet", "gzip", "docx", "no suffix"])
+def test_an_unreadable_file_is_named(tmp_path, name, content, reason):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=reason):
+        texts_of(tmp_path / name)
+
+
+def test_a_missing_place_or_unknown_protocol_is_named():
+    for path in ("nowhere/x.jsonl", "nowhere/*.jsonl", "nosuch://x/y.jsonl"):
+        with pytest.raises(DataError, match=path.split("/")[0]):
+            list_files(path)
+
+
+def test_a_local_source_is_its_content_wherever_it_lies(tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    for place in ("here/x.jsonl", "there/renamed.jsonl"):
+        (tmp_path / place).write_text(jsonl("same"))
+    known = {}
+    here = identify(Source(path=str(tmp_path / "here")), known)
+    assert here == identify(Source(path=str(tmp_path / "there")), {})
+    assert here != identify(Source(path=str(tmp_path / "here"), column="body"), known)
+    hashed = []
+    assert here == identify(Source(path=str(tmp_path / "here")), known, hashed.append) and not hashed
+    (tmp_path / "here" / "x.jsonl").write_text(jsonl("Same"))
+    assert here != identify(Source(path=str(tmp_path / "here")), known, hashed.append) and hashed
+
+
+def test_what_a_user_types_is_a_shortcut_a_path_or_a_hub_name(tmp_path):
+    assert source_of("fineweb-edu").name == "HuggingFaceFW/fineweb-edu"
+    assert source_of("wikitext", config="wikitext-2-raw-v1") == Source(
+        name="Salesforce/wikitext", config="wikitext-2-raw-v1", documents="wikitext")
+    assert source_of(str(tmp_path)).path and source_of("s3://bucket/x").path and source_of("x/*.gz").path
+    assert source_of("missing.jsonl").path and source_of("owner/dataset").name
+
+
+def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monkeypatch):
+    (tmp_path / "train.jsonl").write_text(jsonl(" = A = \n", "one\n", "", " = B = \n"))
+    monkeypatch.setattr(sources, "hub_revision", lambda name, revision: "c0ffee")
+    source = Source(name=str(tmp_path), documents="wikitext")
+    assert identify(source, {})["revision"] == "c0ffee"
+    assert list(read_texts(source, Reading())) == [" = A = \none\n", " = B = \n"]
+    with pytest.raises(DataError, match="row 1: has no column 'body'"):
+        list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
+
+
+def test_the_hub_out_of_reach_is_one_error(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="nobody/nothing is no file or folder here, and the hub does not give it: "):
+        identify(Source(name="nobody/nothing"), {})
+
+
+def mixed(weights, counts, **fields):
+    mix = Mix(tuple(Source(path=str(i), weight=w) for i, w in enumerate(weights)), **fields)
+    return list(draw(mix, [iter([str(i)] * count) for i, count in enumerate(counts)]))
+
+
+def test_a_mix_follows_its_weights_and_its_seed():
+    documents = mixed([3, 1], [3000, 3000])
+    assert documents == mixed([3, 1], [3000, 3000]) != mixed([3, 1], [3000, 3000], seed=1)
+    head = documents[:2000]
+    assert 0.72 < head.count("0") / len(head) < 0.78
+
+
+def test_a_mix_stops_as_asked_and_repeats_nothing():
+    first, every = mixed([1, 1], [5, 500]), mixed([1, 1], [5, 500], stop="all_exhausted")
+    assert first.count("0") == 5 and first.count("1") < 30
+    assert (every.count("0"), every.count("1")) == (5, 500)
+    assert every[:len(first)] == first
+
+
+def test_a_mix_is_drawn_without_reading_ahead():
+    endless = (str(number) for number in iter(int, 1))
+    assert len(list(islice(draw(Mix((Source(path="x"),)), [endless]), 9))) == 9
+
+
+@pytest.mark.parametrize("content, reason", [
+    ("{", "cannot be read as JSON"),
+    ("[]", "expected"),
+    ('{"sources": []}', "expected"),
+    ('{"sources": [{"path": "a", "name": "b"}]}', "source 1: give either"),
+    ('{"sources": [{"path": "a"}, {"path": "b", "wieght": 2}]}', "source 2: unknown field 'wieght'"),
+    ('{"sources": [{"path": "a", "weight": 0}]}', "weight=0 must be a number above 0"),
+    ('{"sources": [{"path": "a", "column": 1}]}', "column=1 must be a string that"),
+    ('{"sources": [{"path": "a"}], "stop": "never"}', "stop must be"),
+    ('{"sources": [{"path": "a"}], "seed": "x"}', "seed a whole number"),
+    ('{"sources": [{"path": "a"}], "extra": 1}', "unknown field 'extra'"),
+])
+def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):
+    (tmp_path / "mix.json").write_text(content)
+    with pytest.raises(SettingsError, match=reason):
+        read_mix(tmp_path / "mix.json")
+
+
+def test_a_mix_file_is_read(tmp_path):
+    (tmp_path / "mix.json").write_text('{"sources": [{"path": "a", "weight": 0.7}, {"name": "b", "config": "c"}], "seed": 3}')
+    assert read_mix(tmp_path / "mix.json") == Mix((Source(path="a", weight=0.7), Source(name="b", config="c")), 3)

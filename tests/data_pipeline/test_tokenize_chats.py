@@ -1,0 +1,410 @@
+"""Prepared chats and pairs hold what was said and what is learned from, to the token, whatever stops or hurries their making."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import DataError, SettingsError
+from data_pipeline import prepare as preparation
+from data_pipeline import tokenize_chats
+from data_pipeline.chat_templates import ChatFormat, load_chat_format
+from data_pipeline.mixes import Mix
+from data_pipeline.prepare import describe_prepared, prepare_pretrain
+from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, open_token_set
+from data_pipeline.sources import Source
+from data_pipeline.tokenize_chats import prepare_examples
+from tokenizer import load_tokenizer, train_bpe, write_tiktoken
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
+# As Gemma's: there is no system role.
+TEMPLATE = """{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}
+{{- '<|start_header_id|>' ~ m.role ~ ': ' ~ m.content | trim ~ '<|eot_id|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant:' }}{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory):
+    """The smallest tokenizer in tiktoken's format: the 256 bytes."""
+    path = tmp_path_factory.mktemp("tokenizer") / "bytes.model"
+    write_tiktoken(train_bpe(["a"], 256), path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def folder_path(tokenizer_path, tmp_path_factory):
+    """The same as a Hugging Face folder with a chat template of its own."""
+    folder = tmp_path_factory.mktemp("huggingface")
+    load_tokenizer(tokenizer_path).save_huggingface(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder)
+
+
+def words(draw):
+    return "x" + "".join(draw.choice(WORDS) for _ in range(draw.randrange(1, 12)))
+
+
+def chats(count, seed=0):
+    draw = random.Random(seed)
+    dialogs = [[{"role": role, "content": f"{number}{words(draw)}"} for _ in range(draw.randrange(1, 4))
+                for role in ("user", "assistant")] for number in range(count)]
+    return [{"messages": [{"role": "system", "content": "Be kind."}] * (number % 5 == 0) + dialog}
+            for number, dialog in enumerate(dialogs)]
+
+
+def pairs(count, seed=0):
+    draw = random.Random(seed)
+    return [{"prompt": f"{number}{words(draw)}", "chosen": "y" + words(draw), "rejected": "n" + words(draw)}
+            for number in range(count)]
+
+
+RECORDS = {"chats": chats, "pairs": pairs}
+
+
+def write_jsonl(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def prepare(kind, source, tokenizer_path, output, **options):
+    return prepare_examples(kind, source, tokenizer_path, "auto", output, **{
+        "system_prompt": "", "shard_tokens": 3000, "validation_fraction": 0.1, "workers": 1} | options)
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))} | {
+        MANIFEST: json.loads((folder / MANIFEST).read_text())}
+
+
+def examples_of(folder, split):
+    """Every example as its segments, read back by nothing but the description of the format."""
+    manifest = json.loads((folder / MANIFEST).read_text())["splits"][split]
+
+    def stream(shards, dtype):
+        return np.concatenate([np.fromfile(folder / shard["file"], dtype, offset=HEADER_BYTES) for shard in shards]).tolist()
+
+    ids, examples, segments = stream(manifest["shards"], "<u2"), [], []
+    for flag in stream(manifest["segments"]["shards"], "<u4"):
+        part, ids = ids[:flag >> 2], ids[flag >> 2:]
+        segments.append((part, bool(flag & 1)))
+        if flag & 2:
+            examples.append(segments)
+            segments = []
+    assert not ids and not segments and len(examples) == manifest["documents"]
+    return examples
+
+
+@pytest.mark.parametrize("path", ["tiktoken", "huggingface"])
+def test_every_chat_is_there_with_its_answers_marked(tmp_path, tokenizer_path, folder_path, path):
+    path = tokenizer_path if path == "tiktoken" else folder_path
+    tokenizer = load_tokenizer(path)
+    records = [record for record in chats(80) if path == tokenizer_path or record["messages"][0]["role"] != "system"]
+    folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", records), path, tmp_path / "out")
+    manifest, encoded = json.loads((folder / MANIFEST).read_text()), []
+    for record in records:
+        segments = load_chat_format(tokenizer).encode_chat(record["messages"])
+        answers = [message["content"] for message in record["messages"] if message["role"] == "assistant"]
+        assert [tokenizer.decode(ids[:-1]).strip() for ids, is_target in segments if is_target] == [
+            answer.strip() for answer in answers]
+        encoded.append(segments)
+    prepared = {split: examples_of(folder, split) for split in ("train", "validation")}
+    assert all(len(examples) > 1 for examples in prepared.values())
+    for examples in prepared.values():
+        places = [encoded.index(example) for example in examples]
+        assert places == sorted(places)
+    assert sorted(map(str, encoded)) == sorted(str(example) for examples in prepared.values() for example in examples)
+    train = manifest["splits"]["train"]
+    assert manifest["kind"] == "chats" and train["tokens"] == sum(shard["tokens"] for shard in train["shards"])
+    assert train["target_tokens"] == sum(len(ids) for example in prepared["train"] for ids, is_target in example if is_target)
+    assert len(train["shards"]) > 2 and train["segments"]["tokens"] == sum(map(len, prepared["train"]))
+
+
+def test_every_pair_is_its_prompt_once_and_its_two_answers(tmp_path, tokenizer_path):
+    tokenizer, records = load_tokenizer(tokenizer_path), pairs(40)
+    folder = prepare("pairs", write_jsonl(tmp_path / "x.jsonl", records), tokenizer_path, tmp_path / "out")
+    chat_format, encoded = ChatFormat(tokenizer), []
+    for record in records:
+        ask = {"role": "user", "content": record["prompt"]}
+        chosen, rejected = (chat_format.encode_chat([ask, {"role": "assistant", "content": record[name]}])
+                            for name in ("chosen", "rejected"))
+        encoded.append([*chosen, rejected[1]])
+    found = [example for split in ("train", "validation") for example in examples_of(folder, split)]
+    assert sorted(map(str, found)) == sorted(map(str, encoded))
+    assert json.loads((folder / MANIFEST).read_text())["kind"] == "pairs"
+
+
+def test_what_trains_on_examples_reads_them(tmp_path, tokenizer_path):
+    from data_pipeline.packed_rows import open_example_set
+    tokenizer = load_tokenizer(tokenizer_path)
+    for kind in RECORDS:
+        folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", RECORDS[kind](40)), tokenizer_path, tmp_path / kind)
+        for split in ("train", "validation"):
+            examples = open_example_set(folder, split, kind, vocab_size=tokenizer.vocab_size,
+                                        tokenizer_sha256=tokenizer.sha256, verify="always")
+            first = examples.read(0)[0].tolist()
+            assert first == [token for ids, _ in examples_of(folder, split)[0] for token in ids]
+            assert len(examples) == len(examples_of(folder, split))
+    with pytest.raises(DataError, match="pairs"):
+        open_token_set(folder, "train", vocab_size=tokenizer.vocab_size)
+
+
+def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to_the_other_split(tmp_path, tokenizer_path):
+    source, tokenizer = write_jsonl(tmp_path / "x.jsonl", chats(50)), load_tokenizer(tokenizer_path)
+    plain = prepare("chats", source, tokenizer_path, tmp_path / "out")
+    told = prepare("chats", source, tokenizer_path, tmp_path / "out", system_prompt="Be brief.")
+    for split in ("train", "validation"):
+        texts = [[tokenizer.decode([token for ids, _ in example for token in ids]) for example in examples_of(folder, split)]
+                 for folder in (plain, told)]
+        message = "<|start_header_id|>system<|end_header_id|>\n\n{}<|eot_id|>"
+        for without, has in zip(*texts):
+            assert message.format("Be kind.") in has or message.format("Be brief.") in has
+            assert has.replace(message.format("Be brief."), "") == without
+    source = write_jsonl(tmp_path / "y.jsonl", pairs(20))
+    pair = prepare("pairs", source, tokenizer_path, tmp_path / "dpo", system_prompt="Be brief.")
+    assert all(message.format("Be brief.") in tokenizer.decode(prompt) for (prompt, _), _, _ in examples_of(pair, "train"))
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_an_example_falls_on_the_same_side_wherever_it_comes_from(tmp_path, tokenizer_path, kind):
+    records = RECORDS[kind](60)
+    sources = [write_jsonl(tmp_path / "x.jsonl", records), write_jsonl(tmp_path / "y.jsonl", records[::-1])]
+    held_out = [examples_of(prepare(kind, source, tokenizer_path, tmp_path / "out"), "validation") for source in sources]
+    assert held_out[0] == held_out[1][::-1] and 1 < len(held_out[0]) < 20
+
+
+def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(tmp_path, tokenizer_path):
+    """In chats and pairs alike."""
+    def ways(number):
+        asked = f"Is {number} \ufb01ne?"
+        return (asked, f"\n {asked}\t", asked.upper(), asked.replace("\ufb01", "fi"), asked.replace(" ", "  "))
+
+    def said(asked, answer, *more):
+        return {"messages": [*more, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+
+    later = said("And why?", "So.")["messages"]
+    dialogs = [record for number in range(60) for record in (
+        *[said(asked, f"{number} is.") for asked in ways(number)],
+        said(ways(number)[0], f"{number} is not."), {"messages": said(ways(number)[0], f"Hm, {number}.")["messages"] + later},
+        said(ways(number)[0], f"{number} is.", {"role": "system", "content": "Be kind."}))]
+    preferences = [record for number in range(60) for asked in ways(number) for record in (
+        {"prompt": asked, "chosen": f"{number} yes", "rejected": "no"}, {"prompt": asked, "chosen": "no", "rejected": "yes"})]
+    sides = {number: set() for number in range(60)}
+    for kind, records, count in (("chats", dialogs, 480), ("pairs", preferences, 600)):
+        folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", records), tokenizer_path, tmp_path / "out",
+                         validation_fraction=0.3)
+        found = [(split, example) for split in ("train", "validation") for example in examples_of(folder, split)]
+        assert len(found) == count
+        for split, example in found:
+            text = load_tokenizer(tokenizer_path).decode(example[0][0]).lower()
+            sides[int(text.split("is ")[1].split()[0])].add(split)
+    assert all(len(side) == 1 for side in sides.values()) and 9 < sum(side == {"validation"} for side in sides.values()) < 30
+
+
+def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, folder_path, monkeypatch):
+    records = [{**chat, **pair} for chat, pair in zip(chats(40, seed=1), pairs(40))]
+    records = [{**record, "messages": record["messages"][-2:]} for record in records]
+    source = write_jsonl(tmp_path / "x.jsonl", records)
+
+    def name(kind="chats", source=source, path=tokenizer_path, **options):
+        return prepare(kind, source, path, tmp_path / "out", **options).name
+
+    names = [name(), name("pairs"), name(path=folder_path), name(system_prompt="Be kind."), name(shard_tokens=4000),
+             name(validation_fraction=0.2), name(max_documents=30), name(source=Mix((Source(path=source), Source(path=source))))]
+    (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE.replace(": ", ":"))
+    names.append(name(path=folder_path))
+    (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)
+    monkeypatch.setattr(tokenize_chats, "EXAMPLES_VERSION", tokenize_chats.EXAMPLES_VERSION + 1)
+    names.append(name())
+    assert len(set(names)) == len(names)
+    monkeypatch.undo()
+    monkeypatch.setattr(preparation, "write_shards", None)
+    assert [name(), name(path=folder_path)] == [names[0], names[2]]
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, tokenizer_path, monkeypatch, kind):
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 500)
+    source = write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](60))
+    alone, together = (prepare(kind, source, tokenizer_path, tmp_path / str(workers), workers=workers) for workers in (1, 2))
+    assert files_of(alone) == files_of(together)
+
+
+KILLED = """
+import sys
+from data_pipeline import prepare as preparation
+from data_pipeline.tokenize_chats import prepare_examples
+preparation.CHUNK_CHARACTERS = 500
+prepare_examples("chats", *sys.argv[1:3], "auto", sys.argv[3], system_prompt="", shard_tokens=3000, validation_fraction=0.1,
+                 workers=1, on_bad_record="skip", journal_seconds=0.0)
+"""
+
+
+def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_path, folder_path, monkeypatch):
+    # The template refuses every fifth chat, in the process that tokenises; an earlier one has no answer.
+    source = write_jsonl(tmp_path / "x.jsonl", [{"messages": []}, *chats(1500)])
+    undisturbed = prepare("chats", source, folder_path, tmp_path / "calm", on_bad_record="skip")
+    assert files_of(undisturbed)[MANIFEST]["skipped"]["bad"] == 301
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 500)
+    output, draw = tmp_path / "out", random.Random()
+    for _ in range(3):
+        before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
+        process = subprocess.Popen([sys.executable, "-c", KILLED, source, folder_path, str(output)], cwd=ROOT,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.05))
+        process.kill()
+        _, error = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), error
+    folder = prepare("chats", source, folder_path, output, on_bad_record="skip")
+    assert files_of(folder) == files_of(undisturbed) and not list(output.glob("tmp-*"))
+
+
+def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, folder_path):
+    source = write_jsonl(tmp_path / "x.jsonl", [*chats(9)[1:3], *chats(1), *chats(9)[3:5]])
+    for workers in (1, 2):
+        with pytest.raises(DataError, match=f"{source}:3: the chat template refuses it: no system role; mend it, or"):
+            prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, workers=workers)
+    folder = prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, on_bad_record="skip")
+    manifest = files_of(folder)[MANIFEST]
+    assert manifest["splits"]["train"]["documents"] == 4 and manifest["skipped"]["bad"] == 1
+    assert f"{source}:3" in manifest["skipped"]["bad_records"][0]
+    assert "Skipped: 1 bad records" in describe_prepared(folder) and f"{source}:3" in describe_prepared(folder)
+    with pytest.raises(DataError, match=f"{source}:3"):
+        prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0)
+
+
+def test_answers_of_the_same_tokens_are_refused(tmp_path, folder_path, tokenizer_path):
+    record = {"prompt": "a", "chosen": "e\u0301 \n x", "rejected": "é \n x"}
+    assert prepare("pairs", write_jsonl(tmp_path / "x.jsonl", [record]), tokenizer_path, tmp_path / "out", validation_fraction=0)
+    document = json.loads((Path(folder_path) / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**document, "normalizer": {"type": "NFC"}}))
+    with pytest.raises(DataError, match="x.jsonl:1: chosen and rejected have the same tokens"):
+        prepare("pairs", str(tmp_path / "x.jsonl"), str(tmp_path), tmp_path / "out")
+    # An answer that is written in the other normal form is no fault of its labels.
+    chat = {"prompt": "a", "completion": "e\u0301"}
+    assert prepare("chats", write_jsonl(tmp_path / "y.jsonl", [chat]), str(tmp_path), tmp_path / "out", validation_fraction=0)
+
+
+@pytest.mark.parametrize("break_it, fault", [
+    (lambda asked, said, *more: [(asked, False), (said[:-1], True), *more], "the end of the turn is no target"),
+    (lambda asked, said, *more: [(asked[:3], False), (asked[3:] + said, True), *more], "a control token is a target"),
+    (lambda asked, said, *more: [(asked[:-1], False), (asked[-1:] + [120] + said, True), *more], "the targets are"),
+    (lambda asked, said, *more: [(asked + said, False), *more], "0 runs of targets for|1 runs of targets for"),
+    (lambda asked, said, *more: [(asked + said, True), *more], "nothing comes before a target"),
+    (lambda asked, said, *more: [([], False), (said, True), *more], "nothing comes before a target"),
+    (lambda asked, said, *more: [(asked, False), (said, True), *more, ([10], False)], "the last tokens are no targets"),
+])
+@pytest.mark.parametrize("skipping", ["fail", "skip"])
+def test_wrong_labels_stop_the_preparation_with_file_and_line(tmp_path, tokenizer_path, monkeypatch, break_it, fault, skipping):
+    right = ChatFormat.encode_chat
+
+    def broken(asked, said, *more):
+        return break_it(asked[0], said[0], *more)
+
+    monkeypatch.setattr(ChatFormat, "encode_chat", lambda self, messages: broken(*right(self, messages)))
+    source = write_jsonl(tmp_path / "x.jsonl", chats(3)[1:])
+    with pytest.raises(DataError, match=f"x.jsonl:1: its labels are wrong.*({fault})"):
+        prepare("chats", source, tokenizer_path, tmp_path / "out", on_bad_record=skipping)
+
+
+def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenizer_path):
+    long = {"messages": [{"role": "user", "content": "begin " + "long " * 100 + "end"}, {"role": "assistant", "content": "yes"}]}
+    folder = prepare("chats", write_jsonl(tmp_path / "x.jsonl", [long, *chats(9)[6:9]]), tokenizer_path, tmp_path / "out",
+                     validation_fraction=0)
+    shown = files_of(folder)[MANIFEST]["examples"]
+    assert len(shown) == 3 and shown[0].endswith("<|end_header_id|>\n\n⟦yes<|eot_id|>⟧")
+    assert "begin long" in shown[0] and " tokens ...] " in shown[0] and "long end<|eot_id|>" in shown[0] and len(shown[0]) < 500
+    for text, record in zip(shown[1:], chats(9)[6:8]):
+        for message in record["messages"][1::2]:
+            assert f"⟦{message['content'].strip()}<|eot_id|>⟧" in text
+    text = describe_prepared(folder)
+    split = files_of(folder)[MANIFEST]["splits"]["train"]
+    assert f"train: {split['tokens']:,} tokens, {split['target_tokens']:,} of them learned from in 4 chats" in text
+    assert shown[0].replace("\n", "\n    ") in text
+    pair = prepare("pairs", write_jsonl(tmp_path / "y.jsonl", pairs(1)), tokenizer_path, tmp_path / "dpo", validation_fraction=0)
+    record, = pairs(1)
+    assert files_of(pair)[MANIFEST]["examples"][0].endswith(
+        f"⟦{record['chosen'].strip()}<|eot_id|>⟧⟦{record['rejected'].strip()}<|eot_id|>⟧")
+
+
+def test_impossible_requests_are_refused(tmp_path, tokenizer_path, folder_path):
+    source = write_jsonl(tmp_path / "x.jsonl", chats(3))
+    with pytest.raises(SettingsError, match="x.jsonl: column and documents go with text"):
+        prepare("chats", Source(path=source, column="body"), tokenizer_path, tmp_path / "out")
+    with pytest.raises(DataError, match="no example is left to train on"):
+        prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0.999, on_bad_record="skip")
+    with pytest.raises(DataError, match="start_header_id"):
+        document = json.loads((Path(folder_path) / "tokenizer.json").read_text())
+        document["added_tokens"] = document["added_tokens"][:2]
+        (tmp_path / "tokenizer.json").write_text(json.dumps({**document, "post_processor": None}))
+        prepare("chats", source, str(tmp_path / "tokenizer.json"), tmp_path / "out")
+
+
+def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
+    """Folder and bytes from before there were other kinds."""
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join(json.dumps({"text": f"Story {number}: naïve"}) + "\n" for number in range(30)))
+    folder = prepare_pretrain(str(source), tokenizer_path, "tiktoken", tmp_path / "out", shard_tokens=200,
+                              validation_fraction=0.1, workers=1)
+    manifest = files_of(folder)[MANIFEST]
+    assert folder.name == "6e676ef7073eef29" and "kind" not in manifest
+    assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
+    assert manifest["splits"]["train"]["shards"][0]["sha256"].startswith("d51fc1b1b66f02352007c26691f0d4bf")
+
+
+def run_script(name, *flags, **options):
+    environment = {key: value for key, value in os.environ.items()
+                   if not key.startswith(("TOKENIZER", "SHARD", "VALIDATION", "SYSTEM_PROMPT"))}
+    return subprocess.run([sys.executable, str(ROOT / "scripts" / name), *flags], env=environment, text=True, capture_output=True,
+                          timeout=120, **options)
+
+
+@pytest.mark.parametrize("script, kind, setting, output", [
+    ("load_instruct_dataset.py", "chats", "SFT_DATA_PATH", "data/sft"),
+    ("load_dpo_dataset.py", "pairs", "DPO_DATA_PATH", "data/dpo")])
+def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script, kind, setting, output):
+    write_jsonl(tmp_path / "x.jsonl", RECORDS[kind](40))
+    done = run_script(script, "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--validation-fraction", "0.1",
+                      "--preparation-workers", "1", "--system-prompt", "Be kind.", "--max-examples", "30", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name, path = done.stdout.splitlines()[-1].split("=")
+    manifest = files_of(tmp_path / path)[MANIFEST]
+    assert name == setting and Path(path).parent == Path(output) and manifest["settings"]["system_prompt"] == "Be kind."
+    assert sum(split["documents"] for split in manifest["splits"].values()) == 30
+    assert done.stdout.count("Example ") == 3 and "⟧" in done.stdout
+
+
+@pytest.mark.parametrize("script, flags, code, reason", [
+    ("load_instruct_dataset.py", [], 2, "--source is not set; give a file, folder or glob"),
+    ("load_instruct_dataset.py", ["--source", "none.jsonl"], 3, "none.jsonl: no such file"),
+    ("load_dpo_dataset.py", ["--source", "x.jsonl"], 3, "x.jsonl:1: has no chosen and no rejected"),
+    ("load_dpo_dataset.py", ["--mix", "m.json", "--split", "x"], 2, "--mix describes"),
+    ("load_dpo_dataset.py", ["--source", "x.jsonl", "--max-examples", "-1"], 2, "--max-examples -1"),
+    ("load_dpo_dataset.py", ["--source", "x.jsonl", "--column", "x"], 2, "unknown flag --column"),
+])
+def test_the_scripts_refuse_in_one_line(tmp_path, tokenizer_path, script, flags, code, reason):
+    write_jsonl(tmp_path / "x.jsonl", chats(3))
+    done = run_script(script, *flags, "--tokenizer-path", tokenizer_path, "--preparation-workers", "1", cwd=tmp_path)
+    assert done.returncode == code and reason in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+
+
+def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
+    tokenizer_file, source = real_data / "llama3_tokenizer.model", real_data / "alpaca_seed_tasks.jsonl"
+    if not tokenizer_file.is_file() or not source.is_file():
+        pytest.skip("no llama3_tokenizer.model and alpaca_seed_tasks.jsonl in the folder of real data")
+    folder = prepare("chats", str(source), str(tokenizer_file), tmp_path / "out", shard_tokens=10**6, validation_fraction=0)
+    manifest = files_of(folder)[MANIFEST]
+    assert manifest["splits"]["train"]["documents"] == 175 and manifest["skipped"]["bad"] == 0 and manifest["dtype"] == "uint32"
+    assert manifest["examples"][1] == (
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the relation between the given pairs?\n\n"
+        "Night : Day :: Right : Left<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        "⟦The relation between the given pairs is that they are opposites.<|eot_id|>⟧")

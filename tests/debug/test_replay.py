@@ -1,0 +1,368 @@
+"""A replayed step is the step that was, in every stage; what was planted in it is found; the run is left as it is."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from factories import MODES, UNMEASURED, Prepared, Stages, TinyRun, at_step, prepare_stages, sentence
+
+import train
+from common.errors import CheckpointError, PaddockError, SettingsError
+from data_pipeline.prepare import prepare_pretrain
+from dataloaders import rows_of_step
+from debug.replay import read_settings, replay
+from model_utils import build_model
+from settings.load import Layer, read_flags
+from tokenizer import load_tokenizer
+from training import run_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTHING = "Nothing is wrong with this step"
+ROW_TOKENS = 32
+
+
+def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
+    """What a replay tells, by the run's folder."""
+    lines = []
+    config, world_size = read_settings(run.folder, read_flags(flags).layer, step)
+    replay(run.folder, step, config, **{"world_size": world_size, **options}, info=lines.append)
+    return "\n".join(lines)
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def check_same(text: str) -> None:
+    assert "those of the ledger" in text and "NOT" not in text and "BUT" not in text, text
+    assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* the same", text), text
+
+
+# --------------------------------------------------------------------------------------------------------- the step that it was
+
+
+@pytest.fixture(scope="module")
+def finished(prepared, tmp_path_factory) -> TinyRun:
+    run = TinyRun(prepared, tmp_path_factory.mktemp("finished"))
+    assert run.train() == 0
+    return run
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 6])
+def test_a_replayed_step_is_the_step_bit_for_bit_and_the_run_stays_as_it_is(step, finished):
+    """From initial weights, from a checkpoint, with and without steps in between; a run that goes on holds the lock."""
+    before = contents(finished.folder)
+    with run_folder.lock_run(finished.folder):
+        before = contents(finished.folder)
+        text = replayed(finished, step)
+        assert contents(finished.folder) == before
+    check_same(text)
+    assert NOTHING in text
+    assert ("the initial ones" in text) == (step < 3)
+    assert "again; each gave the loss of the ledger" in text or step in (1, 3)
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+SHORT = ("sft", "dpo-stored", "orpo", "distilled-stored", "lora-dpo")
+
+
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=() if mode in SHORT else pytest.mark.slow) for mode in MODES])
+def test_every_stage_is_replayed(mode, stages, tmp_path):
+    run = stages.run(mode, tmp_path, **UNMEASURED)
+    assert run.train() == 0
+    for step in (1, 4):
+        text = replayed(run, step)
+        check_same(text)
+        assert "finite" in text.splitlines()[-1] and ("example" in text or mode in ("distilled", "distilled-stored"))
+
+
+def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(stages, tmp_path):
+    run = stages.run("lora-sft", tmp_path, **UNMEASURED)
+    assert run.start(2).wait() == [0, 0]
+    text = replayed(run, 4)
+    assert NOTHING in text and "ANOTHER" not in text and "BUT" not in text
+    assert "ANOTHER" in replayed(run, 4, world_size=1)
+
+
+def test_older_weights_are_called_so(finished):
+    text = replayed(finished, 4, at_checkpoint=True)
+    assert "those after step 2, which are older" in text and "ANOTHER" in text and NOTHING not in text
+
+
+def test_other_settings_than_the_run_had_are_noticed(finished):
+    text = replayed(finished, 4, "--learning-rate", "0.1")
+    assert "LEARNING_RATE was 0.01, is 0.1" in text, "the checkpoint knows"
+    assert "ANOTHER" in text and NOTHING not in text
+    assert "BUT step 5 has a loss of" in replayed(finished, 6, "--norm-eps", "0.1", "--allow-resume-mismatch", "NORM_EPS")
+    assert "NOT those of the ledger" in replayed(finished, 2, "--seed", "5")
+
+
+@pytest.fixture
+def in_parts(tiny_run) -> TinyRun:
+    """A run whose settings changed at step 4, and of which a command was told afterwards that had nothing to do."""
+    run = tiny_run(**UNMEASURED)
+    assert run.train(MAX_STEPS=3) == run.train(LEARNING_RATE=0.03) == 0
+    newest = (run.folder / "config.json").read_text()
+    assert run.train(LEARNING_RATE=0.5, MAX_STEPS=5) == 0
+    assert (run.folder / "config.json").read_text() == newest and json.loads(newest)["LEARNING_RATE"] == 0.03
+    return run
+
+
+def test_each_part_of_a_run_is_replayed_with_its_own_settings(in_parts):
+    parts = {path.name: json.loads(path.read_text())["LEARNING_RATE"] for path in (in_parts.folder / "configs").iterdir()}
+    assert parts == {"step-00000001.json": 0.01, "step-00000004.json": 0.03}
+    for step in (3, 6):
+        text = replayed(in_parts, step)
+        check_same(text)
+        assert NOTHING in text
+    # Taken back to step 2, the run has its later part no more.
+    assert in_parts.train(RESUME="step-00000002", LEARNING_RATE=0.02) == 0
+    assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000003.json"]
+    for step in (2, 6):
+        check_same(replayed(in_parts, step))
+
+
+def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
+    """As a version before this one left it, whose config.json alone had the settings of the newest command."""
+    shutil.rmtree(in_parts.folder / "configs")
+    check_same(replayed(in_parts, 6))
+    text = replayed(in_parts, 2)
+    assert "ANOTHER" in text and NOTHING not in text
+    assert text.splitlines()[-1].startswith("This is not the step that was: it has another loss")
+    assert in_parts.train(MAX_STEPS=7) == 0
+    assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000007.json"]
+    check_same(replayed(in_parts, 6))
+
+
+# -------------------------------------------------------------------------------------------------------- what was planted in it
+
+
+STRANGE, NOISE = "Q", "ZXJKVWYPUI"  # letters that no sentence has
+
+
+@pytest.fixture(scope="module")
+def poisoned(prepared, tmp_path_factory) -> Prepared:
+    """Easy sentences, of which one has a letter that is nowhere else; and a document of noise, as long as a row and more."""
+    dice, folder = Random(3), tmp_path_factory.mktemp("poisoned")
+    texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(150)]
+    texts[40] = f"The cat saw the {STRANGE}."
+    texts[90] = "".join(NOISE[int(dice.random() * len(NOISE))] for _ in range(60))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shards = prepare_pretrain(str(folder / "text.jsonl"), str(prepared.tokenizer), "auto", folder / "shards",
+                              shard_tokens=2000, validation_fraction=0.0, workers=1)
+    return Prepared(shards, prepared.tokenizer, prepared.items)
+
+
+def tokens_of(prepared: Prepared) -> tuple[np.ndarray, list[Path]]:
+    files = sorted(prepared.shards.glob("train-*.bin"))
+    return np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]), files
+
+
+def place_of(prepared: Prepared, token: int) -> str:
+    """Where a token lies, as a replay says it."""
+    for file in tokens_of(prepared)[1]:
+        tokens = (file.stat().st_size - 1024) // 2
+        if token < tokens:
+            return f"{file}, token {token:,}\n"
+        token -= tokens
+    raise AssertionError(token)
+
+
+def seed_for(row: int, tokens: int, steps: range) -> tuple[int, int]:
+    """A seed with which the row is read in one of these steps (from 1), and in which."""
+    rows = (tokens - 1) // ROW_TOKENS
+    return next((seed, step) for seed in range(1000) for step in steps if row in rows_of_step(step - 1, 8, rows, seed))
+
+
+def noise_row(prepared: Prepared) -> tuple[int, np.ndarray]:
+    """The row that is full of noise, and all tokens."""
+    tokens, _ = tokens_of(prepared)
+    noise = load_tokenizer(str(prepared.tokenizer)).encode(NOISE)
+    return int(np.flatnonzero(np.isin(tokens, noise))[0]) // ROW_TOKENS + 1, tokens
+
+
+@pytest.fixture
+def strange_run(poisoned, tmp_path, monkeypatch):
+    """A run whose embedding of the strange letter is changed at its birth, with the letter in one of the steps 4 to 7: the run,
+    the letter's token, its place among all tokens, and the step."""
+    token = load_tokenizer(str(poisoned.tokenizer)).encode(STRANGE)[0]
+    tokens, _ = tokens_of(poisoned)
+    (place,) = np.flatnonzero(tokens == token).tolist()
+    seed, step = seed_for(place // ROW_TOKENS, len(tokens), range(4, 8))
+
+    def make(change, **settings) -> tuple[TinyRun, int, int, int]:
+        def build(*arguments):
+            model = build_model(*arguments)
+            with torch.no_grad():
+                change(model.tok_embeddings.weight[token])
+            return model
+
+        run = TinyRun(poisoned, tmp_path, TIE_EMBEDDINGS="false", SEED=seed, SAVE_EVERY=2, **UNMEASURED, **settings)
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "build_model", build)
+            assert run.train(MAX_STEPS=30) == 4
+        assert run.steps_saved()[-1] < step
+        return run, token, place, step
+
+    return make
+
+
+def test_a_document_whose_token_makes_the_forward_infinite_is_named(strange_run, poisoned):
+    run, token, place, step = strange_run(lambda weight: weight[3:5].fill_(math.inf))
+    text = replayed(run, step)
+    assert "Loss           nan          then not finite   the same" in text
+    assert "Parameter tok_embeddings.weight (512, 32): 2 of its numbers are not finite" in text
+    assert f"the first at [{token}, 3] (token 'Q')" in text
+    row, within = divmod(place, ROW_TOKENS)
+    assert f"Row {row}: loss nan" in text and "first bad output: tok_embeddings" in text
+    assert f"where: at token {within} of the row, 'Q'" in text
+    starts = np.flatnonzero(tokens_of(poisoned)[0][:place] == tokens_of(poisoned)[0][0])
+    assert f"document: {place_of(poisoned, max(int(starts[-1]), row * ROW_TOKENS))}" in text
+    assert "saw the >>Q<<" in text
+    assert text.splitlines()[-1].startswith(f"The weights were not finite before this step, and row {row} met what is bad")
+
+
+def test_a_gradient_that_turns_nan_is_traced_to_its_operation(strange_run):
+    """A row of zeros has no direction: without a floor under the norm's root, its gradient is 0 times infinity."""
+    run, _, place, step = strange_run(lambda weight: weight.zero_(), NORM_EPS=1e-38)
+    text = replayed(run, step)
+    assert "Parameter" not in text and "first bad output" not in text
+    row = place // ROW_TOKENS
+    assert re.search(r"Row (\d+): loss \d", text)[1] == str(row)
+    assert re.search(r"first NaN in a gradient: from \w+Backward0, made by model\.py:\d+ in forward", text)
+    assert "first bad gradient: tok_embeddings.weight" in text
+    assert f"where: at token {place % ROW_TOKENS} of the row, 'Q'" in text and "saw the >>Q<<" in text
+    assert text.splitlines()[-1] == f"Row {row} makes it not finite."
+
+
+def test_a_document_of_noise_among_easy_ones_is_named(poisoned, tmp_path):
+    row, tokens = noise_row(poisoned)
+    seed, step = seed_for(row, len(tokens), range(24, 28))
+    run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=30, SAVE_EVERY=10, **UNMEASURED)
+    assert run.train() == 0
+    text = replayed(run, step, rows_shown=1)
+    check_same(text)
+    assert re.findall(r"Row (\d+):", text) == [str(row)]
+    assert f"document: {place_of(poisoned, row * ROW_TOKENS)}" in text
+    assert all(letter in NOISE for letter in re.search(r"hardest targets: '(.)'", text)[1])
+    assert f"row {row} stands out" in text.splitlines()[-1]
+
+
+def test_a_step_that_was_left_out_for_its_loss_is_left_out_again(poisoned, tmp_path):
+    """By a run that has learned all that it will, so that its losses are level; it began with another's weights."""
+    row, tokens = noise_row(poisoned)
+    seed, step = seed_for(row, len(tokens), range(20, 23))
+    base = TinyRun(poisoned, tmp_path, MAX_STEPS=30, RUN_NAME="base", **UNMEASURED)
+    assert base.train() == 0
+    run = TinyRun(poisoned, tmp_path, SEED=seed, MAX_STEPS=step + 1, SAVE_EVERY=0, PRETRAIN_CHECKPOINT=base.checkpoint(30),
+                  RESET_OPTIMIZER="true", LEARNING_RATE=1e-5, LOSS_SPIKE_POLICY="skip", LOSS_SPIKE_WINDOW=16,
+                  LOSS_SPIKE_THRESHOLD=3, **UNMEASURED)
+    assert run.train() == 0
+    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in ledger if not line["updated"]] == [step]
+    text = replayed(run, step + 1)
+    check_same(text)
+    assert f"Weights: those of {base.checkpoint(30)}, and steps 1 to {step} again; each gave the loss of the ledger" in text
+
+
+def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, monkeypatch):
+    def build(*arguments):
+        model = build_model(*arguments)
+        model.norm.weight.register_hook(lambda gradient: gradient * (math.nan if reached else 1))
+        return model
+
+    reached = []
+    monkeypatch.setattr(train, "build_model", build)
+    run = tiny_run(**UNMEASURED)
+    with at_step(3, lambda: reached.append(True)):
+        assert run.train() == 4
+    monkeypatch.undo()
+    text = replayed(run, 3)
+    assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* then not finite +ANOTHER", text)
+    assert "Suspect the machine" in text.splitlines()[-1]
+    shutil.rmtree(run.checkpoint(2))
+    older = replayed(run, 3, at_checkpoint=True)
+    assert "those after step 0, which are older" in older and "it has other rows or weights than then" in older.splitlines()[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------- what is refused
+
+
+def refused(kind: type[PaddockError], run: TinyRun, step: int, *flags: str, **options) -> str:
+    with pytest.raises(kind) as caught:
+        replayed(run, step, *flags, **options)
+    return str(caught.value)
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> TinyRun:
+    """The finished run's folder, to be spoiled."""
+    shutil.copytree(finished.output_dir, tmp_path / "copy")
+    run = TinyRun.__new__(TinyRun)
+    run.output_dir, run.settings = tmp_path / "copy", finished.settings
+    return run
+
+
+def test_a_step_that_never_was_is_refused_with_those_that_were(finished):
+    for step in (0, 7):
+        assert "ledger.jsonl has the steps 1 to 6" in refused(SettingsError, finished, step)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match="no run's folder"):
+        read_settings(tmp_path, Layer({}, []), 1)
+
+
+def test_flags_are_settings(finished):
+    assert "unknown flag --mx-steps" in refused(SettingsError, finished, 2, "--mx-steps", "3")
+    assert "must be a multiple" in refused(SettingsError, finished, 2, "--micro-batch-size", "3")
+
+
+def test_data_that_has_changed_since_is_refused(finished, poisoned):
+    error = refused(CheckpointError, finished, 4, "--pretrain-data-path", str(poisoned.shards))
+    assert "belongs to a different run: PRETRAIN_DATA_PATH was" in error
+
+
+def test_a_line_of_the_ledger_that_is_just_being_written_is_not_there_yet(copied):
+    ledger = copied.folder / "ledger.jsonl"
+    ledger.write_text(ledger.read_text()[:-20])
+    assert "steps 1 to 5" in refused(SettingsError, copied, 6)
+    check_same(replayed(copied, 5))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_told(copied):
+    (copied.checkpoint(4) / "model.safetensors").write_bytes(b"")
+    text = replayed(copied, 6)
+    check_same(text)
+    assert "passed over" in text and "step-00000002, and steps 3 to 5 again" in text
+
+
+def test_without_a_verified_checkpoint_it_is_refused(copied):
+    for step in copied.steps_saved():
+        (copied.checkpoint(step) / "model.safetensors").write_bytes(b"")
+    assert "none of the" in refused(CheckpointError, copied, 5)
+
+
+def test_the_command_tells_it_on_120_columns(finished):
+    def command(*flags: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "scripts/replay_step.py", str(finished.folder), *flags], cwd=ROOT, text=True,
+                              capture_output=True)
+
+    done = command("--step", "4", "--rows", "2")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.count("  document: ") == 2 and NOTHING in done.stdout
+    assert all(len(line) <= 120 for line in done.stdout.splitlines() if str(finished.folder.parent.parent) not in line)
+    beyond = command("--step", "70")
+    assert beyond.returncode == 2 and beyond.stderr.startswith("error: --step 70") and "Traceback" not in beyond.stderr

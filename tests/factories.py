@@ -1,0 +1,371 @@
+"""A tiny run, and ways to start it: in this process, or as real ranks that can be signalled, killed and fed with faults."""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+import train
+from config import Config
+from data_pipeline.prepare import prepare_pretrain
+from data_pipeline.tokenize_chats import prepare_examples
+from dataloaders import Batch
+from fused.chunked_head import IGNORE_INDEX
+from model import Transformer
+from model_utils import wrap_model
+from objectives.base import NextToken
+from parallel.collectives import Ranks
+from tokenizer import train_bpe, write_tiktoken
+from training.optim import Optimizer
+from training.state import Progress
+
+PATIENCE = 120  # seconds until a process that should have ended is taken to hang; the machine may be busy
+NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
+
+# Eight rows a step: 1x8, 2x4, 4x2 micro-batches and 1, 2 or 4 ranks all fit. fp32, eager: the same bits on the same machine.
+TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 32, "MICRO_BATCH_SIZE": 2,
+        "TOTAL_BATCH_SIZE": 256, "MAX_STEPS": 6, "LEARNING_RATE": 0.01, "WARMUP_STEPS": 2, "DEVICE": "cpu", "PRECISION": "fp32",
+        "COMPILE": "false", "LOG_EVERY": 1, "VALIDATE_EVERY": 2, "VALIDATION_ROWS": 5, "HELLASWAG_EVERY": 3,
+        "HELLASWAG_BATCH_TOKENS": 128, "SAMPLE_EVERY": 6, "SAMPLE_TOKENS": 4, "SAVE_EVERY": 2, "KEEP_LAST": 0, "KEEP_BEST": 1,
+        "DISTRIBUTED_TIMEOUT": 60, "RUN_NAME": "run"}
+
+
+class Prepared(NamedTuple):
+    """The tiny data set."""
+
+    shards: Path
+    tokenizer: Path
+    items: Path
+
+    def settings(self) -> dict[str, Any]:
+        return {**TINY, "PRETRAIN_DATA_PATH": self.shards, "TOKENIZER_PATH": self.tokenizer, "HELLASWAG_PATH": self.items}
+
+
+def sentence(dice: Random) -> str:
+    noun, verb, other = (words[int(dice.random() * len(words))] for words in (NOUNS, VERBS, NOUNS))
+    return f"The {noun} {verb} the {other}."
+
+
+def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int = 256) -> Prepared:
+    """Documents of a few sentences in bytes, of which a run of six steps reads about half; and ten items."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dice = Random(seed)
+    texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(documents)]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_tiktoken(train_bpe(texts, vocab_size), folder / "tokenizer.model")
+    items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(dice), "endings": [sentence(dice)[4:] for _ in range(4)],
+              "label": int(dice.random() * 4)} for number in range(10)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    shards = prepare_pretrain(str(folder / "text.jsonl"), str(folder / "tokenizer.model"), "auto", folder / "shards",
+                              shard_tokens=100_000, validation_fraction=0.1, workers=1)
+    return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
+
+
+# One row holds a pair or several chats.
+STAGE = {**TINY, "MAX_SEQ_LEN": 96, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": 4, "VALIDATION_ROWS": 3, "HELLASWAG_EVERY": 4,
+         "SAMPLE_EVERY": 2, "WARMUP_STEPS": 1}
+UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
+DPO = {"TRAINING_STAGE": "dpo", "PRETRAIN_CHECKPOINT": "base"}
+LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4}
+DISTILLATION = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "teacher"}
+MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
+         "dpo-stored": {**DPO, "DPO_REFERENCE": "stored"},
+         "dpo-live": {**DPO, "DPO_REFERENCE": "live"},
+         "orpo": {**DPO, "PREFERENCE_OBJECTIVE": "orpo"},
+         "distilled": {**DISTILLATION, "TRAINING_STAGE": "pretrain"},
+         "distilled-stored": {**DISTILLATION, "TRAINING_STAGE": "pretrain", "DISTILLATION_TOP_K": 8},
+         "distilled-sft": {**DISTILLATION, "PRETRAIN_CHECKPOINT": "base"},
+         "lora-sft": {**LORA, "PRETRAIN_CHECKPOINT": "base", "LORA_DROPOUT": 0.1},
+         "lora-dpo": {**LORA, **DPO}}
+
+
+class Stages(NamedTuple):
+    """What the later stages begin with: data, examples of both kinds, and a base and a teacher that are hardly trained."""
+
+    prepared: Prepared
+    chats: Path
+    pairs: Path
+    base: Path
+    teacher: Path
+
+    def settings(self, mode: str) -> dict[str, Any]:
+        """Of one of MODES."""
+        named = {"base": self.base, "teacher": self.teacher}
+        return {**self.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": self.chats,
+                "DPO_DATA_PATH": self.pairs, **{name: named.get(value, value) for name, value in MODES[mode].items()}}
+
+    def run(self, mode: str, output_dir: Path, **changes) -> "TinyRun":
+        return TinyRun(self.prepared, output_dir, **self.settings(mode) | changes)
+
+
+def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
+    """Chats of one to three turns, pairs whose answers have 2 to 37 tokens, and two pretraining runs of two steps."""
+    dice = Random(1)
+
+    def up_to(limit: int) -> int:
+        return 1 + int(dice.random() * limit)
+
+    def nouns(count: int) -> str:
+        return " ".join(NOUNS[up_to(len(NOUNS)) - 1] for _ in range(count))
+
+    def letter() -> str:
+        return chr(ord("a") + up_to(26) - 1)
+
+    def chat() -> dict:
+        turns = [(f"{letter()}at?", nouns(up_to(3))) for _ in range(up_to(3))]
+        return {"messages": [{"role": role, "content": text} for turn in turns
+                             for role, text in zip(("user", "assistant"), turn)]}
+
+    def pair() -> dict:
+        return {"prompt": f"{letter()}?", "chosen": nouns(1)[:up_to(3)], "rejected": "ox" * up_to(18)}
+
+    paths = []
+    for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120)):
+        file = folder / f"{kind}.jsonl"
+        file.write_text("".join(json.dumps(record()) + "\n" for _ in range(count)))
+        paths.append(prepare_examples(kind, str(file), str(prepared.tokenizer), "auto", folder / kind, system_prompt="",
+                                      shard_tokens=100_000, validation_fraction=0.1, workers=1))
+    starts = []
+    for name, seed in (("base", 1), ("teacher", 2)):
+        run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)
+        assert run.train() == 0
+        starts.append(run.checkpoint(2))
+    return Stages(prepared, *paths, *starts)
+
+
+def argv_of(settings: Mapping[str, Any]) -> list[str]:
+    """Flags, which no .env and no environment can change."""
+    return [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
+
+
+class TinyRun:
+    """One run folder, in which a tiny run is started again and again."""
+
+    def __init__(self, prepared: Prepared, output_dir: Path, **settings):
+        self.output_dir = output_dir
+        self.settings = prepared.settings() | {"OUTPUT_DIR": output_dir} | settings
+
+    @property
+    def folder(self) -> Path:
+        return self.output_dir / str(self.settings["RUN_NAME"])
+
+    def argv(self, **changes) -> list[str]:
+        return argv_of(self.settings | changes)
+
+    def train(self, **changes) -> int:
+        """Run in this process; the exit code."""
+        try:
+            return train.main(self.argv(**changes))
+        except SystemExit as exit:
+            return exit.code
+
+    def start(self, world_size: int = 1, plant: Optional[Callable[[], Any]] = None, env: Optional[Mapping[str, str]] = None,
+              **changes) -> "Job":
+        """Run as processes of its own, each of which calls `plant` first."""
+        return start(main_with, self.argv(**changes), plant, world_size=world_size, folder=self.output_dir / "outputs", env=env)
+
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def column(self, name: str) -> dict[int, Any]:
+        return {line["step"]: line[name] for line in self.metrics() if name in line}
+
+    def steps_saved(self) -> list[int]:
+        return sorted(int(path.name.removeprefix("step-")) for path in (self.folder / "checkpoints").glob("step-*"))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step-{step:08d}"
+
+    def hashes(self, step: int) -> dict[str, str]:
+        """SHA-256 of weights or adapters, and of the optimizer's state."""
+        found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in self.checkpoint(step).glob("*.safetensors")}
+        assert "optimizer.safetensors" in found and len(found) == 2, found
+        return found
+
+
+CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
+
+
+def without_clocks(metrics: list[dict]) -> list[dict]:
+    """The lines without what differs from one run to the next."""
+    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
+
+
+def ways_out(error: str) -> list[str]:
+    """What the last error advises, one by one."""
+    return error.strip().splitlines()[-1].rpartition(". ")[2].split("; or ")
+
+
+def settings_of(way: str) -> dict[str, str]:
+    """The settings that a piece of advice says to set."""
+    found = {name: value for name, value in re.findall(r"\b([A-Z_]+)=([^\s,;]+)", way)}
+    flags = re.findall(r"--([a-z-]+)(?: (?!--)([^\s,;]+))?", way)
+    found |= {flag.replace("-", "_").upper(): value or "true" for flag, value in flags}
+    return found | ({"RUN_NAME": "another"} if "RUN_NAME" in way or "run-name" in way else {})
+
+
+# ------------------------------------------------------------------------------------------------------------------- one step
+
+
+def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
+    """Eight rows with 0 to 28 targets each, cut into micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=generator)
+    for row in range(8):
+        targets_BT[row, 4 * row:] = IGNORE_INDEX
+    whole = Batch(tokens_BT, targets_BT)
+    return [Batch(whole.tokens_BT[first:first + rows_per_micro_batch], whole.targets_BT[first:first + rows_per_micro_batch])
+            for first in range(0, 8, rows_per_micro_batch)]
+
+
+def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(),
+           choose=lambda config: NextToken(), recent_losses=(), **settings):
+    """One step of a fresh tiny model: its result, its gradients, and the model.
+
+    Args:
+        plant: does something to the model first.
+        choose: makes the objective of the settings.
+        recent_losses: of steps before it.
+    """
+    config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
+    model = Transformer(config, 512)
+    model.init_weights(torch.Generator().manual_seed(1))
+    plant(model)
+    run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
+                          objective=choose(config), progress=Progress(recent_losses=[*recent_losses]),
+                          signals=SimpleNamespace(received=None))
+    trained = wrap_model(model, ranks, config.gradient_dtype)
+    count = sum(int(run.objective.count(batch)) for batch in batches)
+    result = train.train_step(run, trained, batches, count, 0.01)
+    return result, {name: parameter.grad for name, parameter in model.named_parameters()}, model
+
+
+def furthest(gradients: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest gradient."""
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    return max(float((gradients[name] - others[name]).abs().max()) for name in gradients) / largest
+
+
+# ------------------------------------------------------------------------------------------------------------------ processes
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Job:
+    """Ranks that run as processes of their own, each with its output in a file."""
+
+    def __init__(self, processes: list, outputs: list[Path]):
+        self.processes, self.outputs = processes, outputs
+
+    def wait(self, timeout: float = PATIENCE) -> list[int]:
+        """The exit codes; a process that hangs is killed, and fails the test."""
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hanging = [process for process in self.processes if process.is_alive()]
+        for process in hanging:
+            process.kill()
+            process.join()
+        assert not hanging, f"{len(hanging)} of {len(self.processes)} ranks hang:\n{self.text()}"
+        return [process.exitcode for process in self.processes]
+
+    def wait_for(self, words: str, timeout: float = PATIENCE) -> None:
+        """Until some rank has said so."""
+        deadline = time.monotonic() + timeout
+        while words not in self.text():
+            assert time.monotonic() < deadline and any(process.is_alive() for process in self.processes), self.text()
+            time.sleep(0.02)
+
+    def text(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in self.outputs if path.exists())
+
+
+def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env: Optional[Mapping[str, str]] = None) -> Job:
+    """Call a module's function on each rank, in new processes that find what torchrun would tell them in the environment.
+
+    They come from a server that has torch imported, so one takes milliseconds and not seconds. With a GPU they do not: what
+    has been forked after a look at CUDA cannot use it.
+    """
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["torch._dynamo", "pytest", "helpers"])
+    folder.mkdir(parents=True, exist_ok=True)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    processes, outputs = [], []
+    for rank in range(world_size):
+        own = {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+        outputs.append(folder / f"output-{rank}-{time.monotonic_ns()}.txt")
+        processes.append(context.Process(target=call_as_rank, args=(function, arguments, {**own, **(env or {})}, outputs[-1])))
+    for process in processes:
+        process.start()
+    return Job(processes, outputs)
+
+
+def call_as_rank(function: Callable, arguments: tuple, env: Mapping[str, str], output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    # Other tests may have started the server with streams of their own.
+    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
+    os.environ.update(env)
+    sys.exit(function(*arguments))
+
+
+def run_ranks(function: Callable, *arguments, world_size: int, folder: Path, env: Optional[Mapping[str, str]] = None) -> str:
+    """Call it on each rank, fail with their output unless all succeed, and return the output."""
+    job = start(function, *arguments, world_size=world_size, folder=folder, env=env)
+    codes = job.wait()
+    assert codes == [0] * world_size, f"exit codes {codes}\n{job.text()}"
+    return job.text()
+
+
+def main_with(argv: list[str], prepare_rank: Optional[Callable[[], Any]] = None) -> int:
+    """train.main in a rank of `start`, after something that plants a fault in it."""
+    if prepare_rank is not None:
+        prepare_rank()
+    return train.main(argv)
+
+
+def do_in_step(step: int, action: Callable[[], Any], module=train) -> None:
+    """From now on, do something in the middle of a step, counted from 1; in a rank of `start`."""
+    original = module.learning_rate
+
+    def learning_rate(finished: int, config) -> float:
+        if finished == step - 1:
+            action()
+        return original(finished, config)
+
+    module.learning_rate = learning_rate
+
+
+@contextlib.contextmanager
+def at_step(step: int, action: Callable[[], Any]):
+    """The same in this process, for a while."""
+    original = train.learning_rate
+    do_in_step(step, action)
+    try:
+        yield
+    finally:
+        train.learning_rate = original
+
+
+def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
+    """A signal in the middle of a step, counted from 1."""
+    return at_step(step, lambda: os.kill(os.getpid(), number))

@@ -1,0 +1,306 @@
+"""Attention computes the same by every kernel, and on each architecture the best one that works is taken."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch.nn import functional as F
+
+import lora
+import model as model_module
+from common.errors import SettingsError
+from config import Config
+from fused import attention
+from fused.attention import KERNELS, ORDERS, VARLEN, attend, choose_kernel, kernel_order, trial, varlen_function
+from model import Transformer
+from model_utils import compile_model
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+AMPERE, TURING, HOPPER, BLACKWELL = (8, 0), (7, 5), (9, 0), (10, 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def by_document(q: Tensor, k: Tensor, v: Tensor, borders: Tensor) -> Tensor:
+    """What a kernel for documents of unequal length computes, one document after another."""
+    out = torch.empty_like(q)
+    for begin, end in zip(borders.tolist(), borders.tolist()[1:]):
+        heads = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+        out[begin:end] = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
+    return out
+
+
+# The real signatures, by the versions' sources.
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                           causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+                           return_attn_probs=False, block_table=None):
+    assert causal and cu_seqlens_q is cu_seqlens_k and cu_seqlens_q.dtype == torch.int32
+    return by_document(q, k, v, cu_seqlens_q)
+
+
+def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    assert window_size == (-1, 0)
+    return by_document(query, key, value, cu_seq_q)
+
+
+def varlen_attn_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+                     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
+    assert window_size == (-1, 0) and (enable_gqa or query.shape[1] == key.shape[1])
+    return by_document(query, key, value, cu_seq_q)
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    varlen_function.cache_clear()
+    attention._choose.cache_clear()
+    yield
+    varlen_function.cache_clear()
+    attention._choose.cache_clear()
+
+
+def install(monkeypatch, name: str) -> str:
+    """Put a stub in the place of a kernel for documents; returns the kernel's name."""
+    if name == "flash-2":
+        monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+        return "flash-2"
+    import torch.nn.attention.varlen as varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", {"torch 2.11": varlen_attn_2_11, "torch 2.12": varlen_attn_2_12}[name])
+    return "varlen"
+
+
+def tiny(**settings) -> Config:
+    return Config(**{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, **settings})
+
+
+# ------------------------------------------------------------------------------------------------------------------ the table
+
+
+def test_every_order_ends_with_a_kernel_that_takes_anything():
+    for orders in ORDERS.values():
+        assert list(orders) == sorted(orders, reverse=True) and 0 in orders
+        for order in orders.values():
+            assert order[-1] == "math" and set(order) <= set(KERNELS)
+
+
+@pytest.mark.parametrize(("purpose", "capability", "dtype", "head", "order"), [
+    ("causal", HOPPER, BF16, 64, ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math")),
+    ("causal", AMPERE, BF16, 64, ("flash", "efficient", "math")),
+    ("causal", BLACKWELL, FP16, 64, ("flash", "cudnn", "cudnn-expanded", "efficient", "math")),
+    ("causal", TURING, FP16, 64, ("efficient", "math")),
+    ("causal", HOPPER, FP32, 64, ("efficient", "math")),
+    ("causal", HOPPER, BF16, 256, ("flash-3", "flash", "efficient", "math")),
+    ("causal", HOPPER, BF16, 512, ("efficient", "math")),
+    ("documents", HOPPER, BF16, 64, ("flash-3", "flash-2", "varlen", "efficient", "math")),
+    ("documents", (8, 9), BF16, 64, ("flash-2", "varlen", "efficient", "math")),
+    ("documents", TURING, FP16, 64, ("efficient", "math")),
+    ("documents", HOPPER, FP32, 64, ("efficient", "math")),
+    ("mask", HOPPER, BF16, 64, ("efficient", "math")),
+    ("causal", None, FP32, 64, ("sdpa",))])
+def test_the_order_follows_from_device_dtype_and_head(purpose, capability, dtype, head, order):
+    assert kernel_order(purpose, capability, dtype, head) == order
+
+
+def test_a_backend_that_is_named_keeps_to_its_kernels_but_for_masks_of_evaluation():
+    assert kernel_order("causal", HOPPER, BF16, 64, backend="flash") == ("flash-3", "flash")
+    assert kernel_order("documents", AMPERE, BF16, 64, backend="flash") == ("flash-2", "varlen")
+    assert kernel_order("documents", HOPPER, BF16, 64, backend="cudnn") == ("cudnn", "cudnn-expanded")
+    for backend in ("flash", "cudnn"):
+        assert kernel_order("mask", HOPPER, BF16, 64, backend=backend) == ("efficient", "math")
+        assert kernel_order("causal", HOPPER, FP32, 64, backend=backend) == () == kernel_order("causal", None, BF16, 64,
+                                                                                             backend=backend)
+    for backend in ("sdpa", "math"):
+        assert {kernel_order(purpose, HOPPER, FP32, 64, backend=backend) for purpose in ORDERS} == {(backend,)}
+
+
+def test_what_is_not_deterministic_is_left_out_where_it_must_be():
+    assert kernel_order("causal", HOPPER, BF16, 64, True) == ("flash-3", "flash", "efficient", "math")
+    assert kernel_order("causal", HOPPER, BF16, 64, True, "cudnn") == ()
+
+
+# ----------------------------------------------------------------------------------------------------------------- the choice
+
+
+def on_hopper(monkeypatch, works) -> list[tuple[str, str]]:
+    """Pretend to have an H100 on which some kernels work; returns what is tried."""
+    tried = []
+
+    def outcome(kernel, purpose, *_):
+        tried.append((purpose, kernel))
+        return None if kernel in works else "No available kernel"
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(attention, "trial", outcome)
+    return tried
+
+
+def test_the_first_that_works_is_taken_and_tried_only_once(monkeypatch):
+    tried = on_hopper(monkeypatch, {"cudnn-expanded", "varlen", "efficient", "math"})
+    for _ in range(2):
+        assert choose_kernel("causal", tiny(), CUDA, BF16) == "cudnn-expanded"
+        assert choose_kernel("documents", tiny(), CUDA, BF16) == "varlen"
+        assert choose_kernel("mask", tiny(attention_backend="flash"), CUDA, BF16) == "efficient"
+    assert tried == [("causal", "flash-3"), ("causal", "cudnn"), ("causal", "cudnn-expanded"), ("documents", "flash-3"),
+                     ("documents", "flash-2"), ("documents", "varlen"), ("mask", "efficient")]
+
+
+@pytest.mark.parametrize(("settings", "dtype", "words"), [
+    ({"attention_backend": "flash"}, FP32, "documents attention in float32.*there is no such kernel; use auto"),
+    ({"attention_backend": "flash"}, BF16, "flash-3: No available kernel; flash-2: No available kernel; varlen: No available"),
+    ({"attention_backend": "cudnn"}, BF16, "cudnn: No available kernel")])
+def test_a_named_backend_that_does_not_run_is_an_error_with_its_reason(settings, dtype, words, monkeypatch):
+    on_hopper(monkeypatch, {"efficient", "math"})
+    with pytest.raises(SettingsError, match=f"ATTENTION_BACKEND={settings['attention_backend']} cannot run here .*{words}"):
+        choose_kernel("documents", tiny(**settings), CUDA, dtype)
+    assert choose_kernel("documents", tiny(), CUDA, dtype) == "efficient", "which is what auto takes"
+
+
+# ------------------------------------------------------------------------------------------------------------------ the trial
+
+
+@pytest.mark.parametrize("purpose", ORDERS)
+@pytest.mark.parametrize("heads", [(4, 2, 8), (4, 4, 16)])
+@pytest.mark.parametrize("kernel", ["math", "sdpa"])
+def test_what_works_passes_its_trial(kernel, heads, purpose):
+    with torch.no_grad():  # as in an evaluation
+        assert trial(kernel, purpose, heads, CPU, FP32) is None and trial(kernel, purpose, heads, CPU, BF16) is None
+
+
+@pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.12"])
+def test_kernels_for_documents_are_called_as_they_are_declared(name, monkeypatch):
+    kernel = install(monkeypatch, name)
+    assert trial(kernel, "documents", (4, 2, 8), CPU, FP32) is None
+
+
+@pytest.mark.parametrize("kernel", VARLEN)
+def test_what_is_not_installed_says_so(kernel, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert trial(kernel, "documents", (4, 2, 8), CPU, BF16)
+    if hasattr(torch.nn.attention, "current_flash_attention_impl"):
+        assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
+    def wrong(q, k, v, borders, *rest, **options):
+        return by_document(q, k, v, torch.tensor([0, len(q)]))
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=wrong))
+    assert "its result is off by" in trial("flash-2", "documents", (4, 2, 8), CPU, FP32)
+
+
+def test_flash_3_is_activated_for_its_trial_and_given_up_where_it_fails(monkeypatch):
+    switched = []
+    monkeypatch.setattr(attention, "activate_flash_3", switched.append)
+    monkeypatch.setattr(attention, "attend", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel image")))
+    assert trial("flash-3", "causal", (4, 2, 8), CPU, BF16) == "no kernel image" and switched == [True, False]
+
+
+# ------------------------------------------------------------------------------------------------------------- in the model
+
+
+def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(monkeypatch):
+    monkeypatch.setitem(KERNELS, "efficient", KERNELS["efficient"]._replace(backend=None))
+    original, groups = F.scaled_dot_product_attention, []
+
+    def noting(q, k, v, **options):
+        groups.append((q.shape[1], k.shape[1], options["enable_gqa"]))
+        return original(q, k, v, **options)
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 9, heads, 8, generator=generator) for heads in (6, 2, 2))
+    mask = torch.rand(2, 1, 9, 9, generator=generator) < 0.5
+    mask |= torch.eye(9, dtype=torch.bool)
+    expected = attend("math", q, k, v, mask)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    torch.testing.assert_close(attend("efficient", q, k, v, mask), expected)
+    assert groups == [(6, 6, False)]
+
+
+@pytest.mark.parametrize("name", ["flash-2", "torch 2.11", "torch 2.12"])
+def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, monkeypatch):
+    model, generator = Transformer(tiny(), 128), torch.Generator().manual_seed(0)
+    model.init_weights(generator)
+    tokens, targets = torch.randint(0, 128, (2, 2, 40), generator=generator)
+    documents = torch.tensor([[1] * 7 + [2] * 33, [5] * 40], dtype=torch.int32)
+
+    def results():
+        total = model(tokens, targets, documents, reduction="sum")
+        return [total, *torch.autograd.grad(total, [*model.parameters()])]
+
+    expected = results()
+    kernel, purposes = install(monkeypatch, name), []
+    monkeypatch.setattr(model_module, "choose_kernel",
+                        lambda purpose, *_: purposes.append(purpose) or (kernel if purpose == "documents" else "sdpa"))
+    for found, wanted in zip(results(), expected):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    shared = torch.tensor([[0] * 20 + [1] * 10 + [2] * 10] * 2, dtype=torch.int32)
+    model.logits(tokens, shared), model.logits(tokens)
+    assert purposes == ["documents", "mask", "causal"], "a shared prefix cannot be told by borders"
+
+
+@pytest.mark.parametrize("settings", [{"attention_backend": "math"}, {"attention_backend": "sdpa"}, {}])
+@pytest.mark.parametrize("checkpointing", ["none", "block"])
+def test_recomputed_blocks_attend_by_the_same_kernel(settings, checkpointing):
+    """The backward computes them again outside of whatever the forward ran in."""
+    model = Transformer(tiny(activation_checkpointing=checkpointing, **settings), 128)
+    model.init_weights(torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(1))
+    documents = torch.tensor([[1] * 7 + [2] * 17, [5] * 24], dtype=torch.int32)
+    for numbers in (None, documents):
+        model(tokens, tokens, numbers, reduction="sum").backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Compilation without the compiler: graphs are captured and guarded as ever, and run as they are."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled(function, **options, backend="eager"))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.filterwarnings("default")
+def test_adapters_and_preferences_of_twelve_shapes_compile_without_an_error(backend, traced_only):
+    """Trained, and with the adapters off: more graphs than the compiler allows by itself."""
+    config = tiny(lora_enabled=True, lora_rank=2, attention_backend=backend)
+    model = Transformer(config, 128)
+    model.init_weights(torch.Generator().manual_seed(0))
+    lora.add_adapters(model, config, torch.Generator().manual_seed(1))
+    compile_model(model)
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):  # each shape is a graph
+        for length in range(20, 32):
+            tokens = torch.randint(0, 128, (1, length), generator=torch.Generator().manual_seed(length))
+            documents = torch.tensor([[1] * 10 + [2] * (length - 10)], dtype=torch.int32)
+            model(tokens, tokens, documents).sum().backward()
+            with torch.no_grad(), lora.disable_adapters(model):
+                model(tokens, tokens, documents)
+
+
+@pytest.mark.filterwarnings("default")
+def test_any_number_of_documents_is_one_graph(traced_only, monkeypatch):
+    kernel = install(monkeypatch, "flash-2")
+    # Opaque to the compiler, as the real ones are.
+    operator = torch.library.custom_op("paddock_test::by_document", by_document, mutates_args=())
+    operator.register_fake(lambda q, k, v, borders: torch.empty_like(q))
+    monkeypatch.setattr(attention, "varlen_function", lambda _: lambda q, k, v, borders, _: operator(q, k, v, borders))
+    monkeypatch.setattr(model_module, "choose_kernel", lambda *_: kernel)
+    model = Transformer(tiny(), 128)
+    model.init_weights(torch.Generator().manual_seed(0))
+    compile_model(model)
+    tokens = torch.randint(0, 128, (2, 256), generator=torch.Generator().manual_seed(1))
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    graphs = []
+    with torch.no_grad():
+        for length in (256, 7, 3, 2, 1):
+            model.hidden(tokens, torch.arange(256)[None].repeat(2, 1).div(length, rounding_mode="floor").int() + 1)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] == 2, "a block's and the norm's"

@@ -1,0 +1,210 @@
+"""The house rules of docs/architecture.md, held by reading the code."""
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from config import SECRETS, START_FROM, Config
+from settings.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {path.stem: path for path in sorted(ROOT.glob("*.py"))}
+SCRIPTS = {f"scripts/{path.stem}": path for path in sorted((ROOT / "scripts").glob("*.py"))}
+CODE = {**MODULES, **SCRIPTS}
+LONGEST = 460
+KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org", "docs.astral.sh"}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Every name that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return frozenset(names)
+
+
+def calls(path: Path):
+    """(dotted name, call) of every call."""
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+
+
+@cache
+def floors() -> dict[str, int]:
+    """The picture of docs/architecture.md: floor of each room."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^floor (\d+) +(.+)$", text, re.MULTILINE)
+    rooms = [(room, int(floor)) for floor, row in rows for room in row.split()]
+    assert len(dict(rooms)) == len(rooms), "a room stands on two floors"
+    return dict(rooms)
+
+
+def test_every_room_stands_in_the_picture_and_in_the_table():
+    assert set(floors()) == {*MODULES, "scripts/*"}
+    table = re.findall(r"^\| (\w+)\.py \|", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(table) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("room", CODE)
+def test_imports_go_down_only(room):
+    here = floors()["scripts/*" if room in SCRIPTS else room]
+    for other in sorted(imports(CODE[room]) & set(MODULES)):
+        assert floors()[other] < here, f"{room} (floor {here}) imports {other} (floor {floors()[other]})"
+
+
+def test_only_the_rooms_of_communication_import_torch_distributed():
+    speaking = {room for room, path in MODULES.items() if any(name.startswith("torch.distributed") for name in imports(path))}
+    naming = {room for room, path in MODULES.items() for node in ast.walk(tree(path))
+              if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"}
+    assert speaking | naming == {"ranks", "model_utils"}
+
+
+def test_settings_and_data_need_no_torch():
+    rooms = ["config", "errors", "settings", "memory_estimate", "tokenizer", "shards", "records", "mixes",
+             "data_preparation_utils", "sample_world", "packing", "chats", "chat_formats", "shard_writer", "example_preparation"]
+    code = f"import sys; sys.path.insert(0, '.'); import {', '.join(rooms)}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# Modules that unpickle, or that run what they are given; of pickle there is only the name of its error.
+UNSAFE = r"(pickle|_pickle|shelve|marshal|dill|cloudpickle|joblib|yaml|pty|torch\.(package|hub|jit|load|save|serialization|" \
+         r"distributed\.checkpoint)|numpy\.(load|lib)|pandas|os\.(system|popen))(\.|$)"
+UNSAFE_CALLS = r"eval|exec|compile|__import__|os\.(system|popen|spawn\w*)|torch\.(save|hub\.\w+|jit\.load|package\.\w+)|" \
+               r"importlib\.import_module|.*\.read_pickle|subprocess\.(getoutput|getstatusoutput)"
+
+
+@pytest.mark.parametrize("room", CODE)
+def test_nothing_is_unpickled_and_no_foreign_code_runs(room):
+    unsafe = {name for name in imports(CODE[room]) if re.match(UNSAFE, name)}
+    assert unsafe == ({"pickle"} if room == "scripts/import_checkpoint" else set())
+    for name, call in calls(CODE[room]):
+        where, keywords = f"{room}:{call.lineno}", {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert not re.fullmatch(UNSAFE_CALLS, name) and not name.startswith("pickle."), where
+        if name == "torch.load":
+            assert room == "scripts/import_checkpoint" and keywords["weights_only"] == "True", where
+        if re.fullmatch(r"(np|numpy)\.load", name):
+            assert keywords["allow_pickle"] == "False", where
+        if name.endswith("Model.from_pretrained") or name.endswith("CausalLM.from_pretrained"):
+            assert keywords["use_safetensors"] == "True", where
+        assert keywords.get("allow_pickle", "False") == "False" and keywords.get("shell", "False") == "False", where
+    assert "trust_remote_code" not in CODE[room].read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("room", sorted(set(MODULES) - {"errors", "pulse"}))
+def test_what_is_printed_has_its_control_characters_escaped(room):
+    prints = [call.lineno for name, call in calls(CODE[room]) if re.match(r"print$|sys\.std(out|err)\.write", name)]
+    assert not prints, f"{room}: lines {prints} print past errors.tell, errors.show and the run's log"
+
+
+@pytest.mark.parametrize("room", CODE)
+def test_no_exception_is_swallowed_unnamed(room):
+    for node in ast.walk(tree(CODE[room])):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{room}:{node.lineno}: bare except"
+            assert not (ast.unparse(node.type) == "Exception" and isinstance(node.body[0], ast.Pass)), f"{room}:{node.lineno}"
+
+
+@pytest.mark.parametrize("room", MODULES)
+def test_every_public_name_has_a_docstring(room):
+    public = [tree(MODULES[room])]
+    public += [node for node in tree(MODULES[room]).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+               and not node.name.startswith("_")]
+    assert [getattr(node, "name", room) for node in public if not ast.get_docstring(node)] == []
+
+
+@pytest.mark.parametrize("room", SCRIPTS)
+def test_every_script_is_run_by_run_script(room):
+    """Which knows what to say of a mistake, of Ctrl-C and of `| head`."""
+    last = tree(SCRIPTS[room]).body[-1]
+    if isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'":
+        assert re.match(r"run_(script|preparation)\(", ast.unparse(last.body[-1])), room
+
+
+def test_every_module_can_be_read_at_a_sitting():
+    lines = {room: len(path.read_text(encoding="utf-8").splitlines()) for room, path in CODE.items()}
+    assert {room: count for room, count in lines.items() if count > LONGEST} == {}
+
+
+def test_secrets_are_opened_in_one_place_only():
+    functions = [(room, node) for room, path in CODE.items() for node in ast.walk(tree(path))
+                 if isinstance(node, ast.FunctionDef)]
+    opened = {(room, node.name) for room, node in functions if "get_secret_value" in ast.unparse(node)}
+    assert opened == {("settings", "export")}
+    read = {room for room, path in CODE.items() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)
+            and node.attr in SECRETS}
+    assert read == set()
+
+
+def test_every_setting_is_read_somewhere():
+    read = {node.attr for path in CODE.values() for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    unread = {name for name in Config.model_fields if name not in read | {*SECRETS, *START_FROM, "preset"}}
+    assert unread == set()
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_nothing_names_the_machine_that_it_was_made_on():
+    slash = "/"
+    local = re.compile("|".join((rf"(?<![\w.~:/]){slash}(work|tmp|home|root|Users|mnt){slash}\w", r"[A-Z]:\\\\Users",
+                                 "(extra-)?index-" + "url", r"https?://(?:[\w.:-]+@)?([\w.-]+)")))
+    found = []
+    for path in tracked_files():
+        if path.suffix in (".png", ".bin", ".gz"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found += [f"{path.relative_to(ROOT)}:{number}: {match[0]}" for match in local.finditer(line)
+                      if match[3] is None or match[3] not in KNOWN_HOSTS]
+    assert found == []
+
+
+def write_docs():
+    """scripts/write_docs.py as a module."""
+    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts" / "write_docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_documents_tell_of_the_settings_as_they_are():
+    docs, again = write_docs(), "run python scripts/write_docs.py"
+    assert (ROOT / ".env.example").read_text(encoding="utf-8") == docs.env_example(), again
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == docs.with_table(readme), again
+
+
+def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
+    text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", write_docs().env_example(), flags=re.MULTILINE)
+    (tmp_path / "all.env").write_text(text)
+    loaded = load_config(["--env-file", str(tmp_path / "all.env")], {}, complete=False)
+    assert loaded.config == Config()
+    assert len(re.findall(r"^[A-Z0-9_]+=", text, re.MULTILINE)) == len(Config.model_fields)
+    assert json.dumps(loaded.config.public())
+
+
+def test_every_promise_has_its_test():
+    """docs/reliability.md names tests that are there."""
+    named = set(re.findall(r"`(test_\w+)(?:::(test_\w+))?`", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")))
+    assert len(named) > 60
+    for file, test in named:
+        code = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in code, f"{file}::{test}"

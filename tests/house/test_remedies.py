@@ -1,0 +1,151 @@
+"""What an error offers helps: each is met here, and then what it says is done.
+
+The advice of a resumed run is tried in test_resume_rules, of a step that went bad in test_alarms.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from bad_input_cases import IMPORT, MERGE
+from bad_inputs import PAIR, PREPARE, Spoil, all_of, env, gone, json_of, lines, manifest, nothing, put
+from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
+
+from common.errors import DataError, SettingsError
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+PREPARING = f"scripts/load_pretrain_dataset.py {PREPARE} --source"
+CHECK = "train.py --check"
+SFT, DPO = (f"{CHECK} --training-stage {stage} --pretrain-checkpoint model" for stage in ("sft", "dpo"))
+ADVISED = r"(scripts/\w+\.py[^;,(]*)"
+
+
+class Remedy(NamedTuple):
+    """A command in a spoilt folder, the advice that it ends in, and what follows it: a mend, and commands that then go well.
+
+    In these, {0} stands for what the first group of the advice has matched.
+    """
+
+    name: str
+    spoil: Spoil
+    command: str
+    advice: str
+    mend: Spoil
+    commands: tuple[str, ...]
+
+
+REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
+    ("batch", env(TOTAL_BATCH_SIZE=65536), CHECK, "lower TOTAL_BATCH_SIZE$", env(TOTAL_BATCH_SIZE=2560), CHECK),
+    ("row", env(TOTAL_BATCH_SIZE=2048, MAX_SEQ_LEN=2048, MICRO_BATCH_SIZE=1), CHECK, "lower MAX_SEQ_LEN$", nothing,
+     f"{CHECK} --max-seq-len 64"),
+    ("chats", nothing, f"{SFT} --total-batch-size 65536", "lower TOTAL_BATCH_SIZE to ([0-9]+) or less", nothing,
+     SFT + " --total-batch-size {0}"),
+    ("pairs", env(VALIDATE_EVERY=0), DPO, "set it to ([0-9]+) or more", nothing,
+     DPO + " --max-seq-len {0} --micro-batch-size 1 --total-batch-size {0}"),
+    ("held-out", manifest(lambda m: m["splits"].pop("validation")), CHECK, "set VALIDATE_EVERY=0", nothing,
+     f"{CHECK} --validate-every 0"),
+    ("text", all_of(put("t.txt", "a line\n" * 999), env(PRETRAIN_DATA_PATH="t.txt")), CHECK, f"prepare it with {ADVISED}$",
+     nothing,
+     "{0} --documents line " + PREPARE, f"{CHECK} --pretrain-data-path out --validate-every 0"),
+    ("raw", lambda: (np.arange(999, dtype="<u2") % 256).tofile("t.bin") or env(PRETRAIN_DATA_PATH="t.bin")(), CHECK,
+     "are called (train.bin) or", lambda: Path("t.bin").rename("train.bin"),
+     CHECK + " --pretrain-data-path {0} --validate-every 0"),
+    ("several-sets", env(PRETRAIN_DATA_PATH="."), CHECK, "name one of them: .*(set)$", nothing,
+     CHECK + " --pretrain-data-path {0}"),
+    ("all-held-out", nothing, f"{PREPARING} y.jsonl --column prompt --validation-fraction 0.99999",
+     r"lower VALIDATION_FRACTION \(0 ", nothing, f"{PREPARING} y.jsonl --column prompt --validation-fraction 0"),
+    ("one-document", put("t.txt", "a\nb\nc\nd\n"), f"{PREPARING} t.txt --validation-fraction 0.99999", r"\(--documents\)$",
+     nothing, f"{PREPARING} t.txt --validation-fraction 0.5 --documents line"),
+    ("bad-record", put("in.jsonl", '{"text": "good"}\n{\n'), f"{PREPARING} in.jsonl", "(--on-bad-record skip)$", nothing,
+     PREPARING + " in.jsonl {0}"),
+    ("latin-1", put("t.txt", "caf\u00e9\n".encode("latin-1")), f"{PREPARING} t.txt --on-bad-record skip", "convert it",
+     put("t.txt", "caf\u00e9\n"), f"{PREPARING} t.txt"),
+    ("column", put("in.jsonl", '{"body": "x"}\n'), f"{PREPARING} in.jsonl", r"it has '(\w+)' \(--column\)", nothing,
+     PREPARING + " in.jsonl --column {0}"),
+    ("preference", put("in.jsonl", lines(PAIR, PAIR)), f"scripts/load_instruct_dataset.py --source in.jsonl {PREPARE}",
+     f"prepare it with {ADVISED}", nothing, "{0} --source in.jsonl --validation-fraction 0 " + PREPARE),
+    ("known-files", lambda: (Path("out").mkdir(), put("out/.known-files.json", "{")()), f"{PREPARING} y.jsonl --column prompt",
+     "delete it and start again", gone("out/.known-files.json"),
+     f"{PREPARING} y.jsonl --column prompt"),
+    ("vocabulary", nothing, "scripts/train_tokenizer.py --output t.model --vocab-size 9999 --column prompt y.jsonl",
+     "gives ([0-9]+) ranks and no more.*ask for fewer", nothing,
+     "scripts/train_tokenizer.py --output t.model --vocab-size {0} --column prompt y.jsonl"),
+    ("no-tokenizer", env(TOKENIZER_PATH="t.model"), CHECK, f"train one with {ADVISED}$", nothing,
+     "{0} --output t.model --vocab-size 256 --column prompt y.jsonl",
+     f"{PREPARING} y.jsonl --column prompt --output made",
+     f"{CHECK} --pretrain-data-path made --total-batch-size 64 --validate-every 0"),
+    ("adapters", nothing, "scripts/generate.py adapter --max-new-tokens 1", r"python (scripts/\S+ \S+) --output FOLDER",
+     nothing, "{0} --output merged", "scripts/generate.py merged --max-new-tokens 1"),
+    ("base", json_of("adapter/adapter_config.json", lambda d: d.update(base_model_name_or_path="gone")), MERGE, "with (--base)",
+     nothing, MERGE + " {0} model"),
+    ("import", lambda: Path("start").mkdir(), IMPORT, "start exists; name a new folder", nothing,
+     "scripts/import_checkpoint.py model other"),
+    ("another-model", nothing, f"{CHECK} --pretrain-checkpoint model --dim 64", r"(DIM) is 32 there and 64 here", nothing,
+     f"{CHECK} --pretrain-checkpoint model --dim 32"),
+    ("lora", nothing, f"{CHECK} --lora-enabled", "set PRETRAIN_CHECKPOINT", nothing,
+     f"{CHECK} --lora-enabled --pretrain-checkpoint model"),
+    ("items", env(HELLASWAG_PATH="h.jsonl"), CHECK, f"get it with {ADVISED}$", nothing,
+     "{0} --source items.jsonl --output h.jsonl", CHECK),
+    ("item-too-long", nothing, f"{CHECK} --max-seq-len 4", "does not fit into MAX_SEQ_LEN=4; raise it", nothing, CHECK),
+)]
+
+
+@pytest.mark.parametrize("remedy", REMEDIES, ids=lambda remedy: remedy.name)
+def test_what_a_command_advises_helps(remedy, place, capsys):  # noqa: F811
+    remedy.spoil()
+    refused = run_here(remedy.command, capsys)
+    assert refused.code, refused
+    told = (refused.output + refused.errors).splitlines()
+    said = [found for line in told if (found := re.search(remedy.advice, line.strip()))]
+    assert said, refused
+    remedy.mend()
+    for command in remedy.commands:
+        outcome = run_here(command.format(*said[-1].groups()), capsys)
+        assert outcome.code == 0, outcome
+
+
+GIVEN = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model", "DEVICE": "cpu"}
+
+
+@pytest.mark.parametrize("given, setting, advice", [
+    ({"TOTAL_BATCH_SIZE": "3000", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "1"}, "TOTAL_BATCH_SIZE", "try (.+) or ([0-9]+)$"),
+    ({"TOTAL_BATCH_SIZE": "3072", "MAX_SEQ_LEN": "1024", "MICRO_BATCH_SIZE": "2"}, "MICRO_BATCH_SIZE", "or [A-Z_]+=(0), which"),
+    ({"DIM": "100", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
+    ({"DIM": "3", "N_HEADS": "8", "N_KV_HEADS": "8"}, "DIM", "try DIM=(.+)$"),
+    ({"DIM": "96", "N_HEADS": "6", "N_KV_HEADS": "4"}, "N_KV_HEADS", r"try one of (\d+), (\d+), (\d+), (\d+)$"),
+    ({"PRECISION": "fp16"}, "PRECISION", "use (fp32), or (bf16)"),
+    ({"ACTIVATION_CHECKPOINTING": "selective", "COMPILE": "false"}, "ACTIVATION_CHECKPOINTING", "use (block), or (none)"),
+    ({"EARLY_STOPPING_PATIENCE": "3", "VALIDATE_EVERY": "0"}, "VALIDATE_EVERY", "set VALIDATE_EVERY above 0()"),
+    ({"LORA_TARGET_MODULES": "x", "PRETRAIN_CHECKPOINT": "a", "LORA_ENABLED": "1"}, "LORA_TARGET_MODULES",
+     "some of (.+), with commas"),
+    ({"TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x"}, "INSTRUCT_CHECKPOINT", "set INSTRUCT_CHECKPOINT()"),
+    ({"DPO_LABEL_SMOOTHING": "0.1", "DPO_LOSS": "ipo", "TRAINING_STAGE": "dpo", "DPO_DATA_PATH": "x", "DPO_CHECKPOINT": "y"},
+     "DPO_LOSS", "goes with DPO_LOSS=(sigmoid)"),
+    ({"PRETRAIN_DATA_PATH": ""}, "PRESET", "scripts/run.sh --preset (sample)$"),
+    ({"PRESET": "smaple"}, "PRESET", r"did you mean (\w+)\?"),
+    ({"MAX_LR": "1", "LEARNING_RATE": "-1"}, "LEARNING_RATE", "greater than 0()"),
+])
+def test_what_the_settings_advise_helps(given, setting, advice):
+    given = {**GIVEN, **given}
+    with pytest.raises(SettingsError) as refused:
+        load_config([], given)
+    said = [found for line in str(refused.value).splitlines() if (found := re.search(advice, line))]
+    assert len(said) == 1, refused.value
+    for value in said[0].groups():
+        load_config([], {**given, setting: value.replace(" ", "") or "7"})
+
+
+def test_what_is_advised_of_a_tokenizer_helps(tmp_path, farm):  # noqa: F811
+    content = (farm / "model" / "tokenizer.json").read_text()
+    (tmp_path / "t.model").write_text(content)
+    with pytest.raises(DataError, match="TOKENIZER_BACKEND=huggingface"):
+        load_tokenizer(str(tmp_path / "t.model"))
+    (tmp_path / "tokenizer.json").write_text(content.replace("<|end_of_text|>", "<|fin|>"))
+    (tmp_path / "t.model").write_text((tmp_path / "tokenizer.json").read_text())
+    with pytest.raises(DataError, match="name it as eos_token in a tokenizer_config.json beside it"):
+        load_tokenizer(str(tmp_path / "t.model"), "huggingface")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>", "bos_token": "<|begin_of_text|>"}')
+    assert load_tokenizer(str(tmp_path / "t.model"), "huggingface").vocab_size == 516

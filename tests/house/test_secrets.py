@@ -1,0 +1,208 @@
+"""A canary for each secret: whatever way it comes in, it reaches the libraries, and no file and no stream."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from factories import TinyRun, argv_of, do_in_step
+from test_downloads import Server, serving
+
+import train
+from config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+IN_ENV_FILE, IN_ENVIRONMENT = "canary-5d1f0a77c2", "canary-90b3e64418"
+FAKE_WANDB = """
+import json, os
+def Settings(**settings): return settings
+class Run:
+    def log(self, values, step): pass
+    def finish(self): pass
+def init(**arguments):
+    assert os.environ["WANDB_API_KEY"].startswith("canary") and os.environ["HF_TOKEN"].startswith("canary")
+    with open(os.path.join(arguments["dir"], "wandb.txt"), "w") as file:
+        file.write(repr(arguments))
+    return Run()
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder to work in, with one secret in its .env and another in the environment, where both trackers are on."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "fake")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'fake'}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text(f"HF_TOKEN={IN_ENV_FILE}\nWANDB_ENABLED=true\nTENSORBOARD_ENABLED=true\n")
+    monkeypatch.setenv("WANDB_API_KEY", IN_ENVIRONMENT)
+    monkeypatch.setenv("HF_TOKEN", "")  # so that what is exported is undone
+    yield tmp_path
+    sys.modules.pop("wandb", None)
+
+
+def run_script(name: str, *argv, monkeypatch) -> int:
+    """A script's exit code, in this process."""
+    monkeypatch.setattr(sys, "argv", [name, *map(str, argv)])
+    try:
+        runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+def assert_no_canary(folder: Path, *texts: str) -> None:
+    """In no file of a folder but its .env, and in none of the texts."""
+    assert not any("canary" in text for text in texts), texts
+    for path in folder.rglob("*"):
+        if path.is_file() and path.name != ".env" and path.suffix != ".py":
+            assert b"canary" not in path.read_bytes(), path
+
+
+def test_no_secret_reaches_a_file_or_a_stream_of_any_command(place, prepared, monkeypatch, capfd):
+    chats, pairs = place / "chats.jsonl", place / "pairs.jsonl"
+    turns = [{"role": "user", "content": "cat?"}, {"role": "assistant", "content": "dog"}]
+    chats.write_text(60 * f"{json.dumps({'messages': turns})}\n")
+    pairs.write_text(60 * f"{json.dumps({'prompt': 'cat?', 'chosen': 'dog', 'rejected': 'ox'})}\n")
+    text = prepared.items.parent / "text.jsonl"
+    tokenizer = ("--tokenizer-path", prepared.tokenizer, "--preparation-workers", "1")
+
+    def script(name: str, *argv) -> None:
+        assert run_script(name, *argv, monkeypatch=monkeypatch) == 0, f"{name}\n{capfd.readouterr().err}"
+
+    script("load_pretrain_dataset.py", "--source", text, "--output", "documents", *tokenizer)
+    script("load_instruct_dataset.py", "--source", chats, "--output", "chats", *tokenizer)
+    script("load_dpo_dataset.py", "--source", pairs, "--output", "pairs", *tokenizer)
+    script("load_hellaswag_dataset.py", "--source", prepared.items, "--output", "items.jsonl")
+    script("train_tokenizer.py", text, "--vocab-size", "260", "--output", "new.model")
+    run = TinyRun(prepared, place / "runs", MAX_STEPS=2, VALIDATION_ROWS=2)
+    assert run.train(CHECK="true") == 0
+    assert run.train() == 0 and run.train(MAX_STEPS=4) == 0, capfd.readouterr().err
+    assert os.environ["HF_TOKEN"] == IN_ENV_FILE
+    assert (run.folder / "wandb.txt").exists() and list(run.folder.glob("tensorboard/*"))
+    lora = TinyRun(prepared, place / "runs", RUN_NAME="adapted", PRETRAIN_CHECKPOINT=run.checkpoint(4), LORA_ENABLED="true",
+                   MAX_STEPS=1)
+    assert lora.train() == 0, capfd.readouterr().err
+    script("generate.py", run.checkpoint(4), "--max-new-tokens", "2")
+    script("merge_lora.py", lora.checkpoint(1), "--output", "merged")
+    script("import_checkpoint.py", run.checkpoint(4), "imported")
+    script("plot_run.py", run.folder)
+    script("replay_step.py", run.folder, "--step", "3")
+    launched = subprocess.run([sys.executable, ROOT / "scripts" / "launch.py", *argv_of(run.settings | {"RUN_NAME": "launched"})],
+                              capture_output=True, text=True, timeout=300)
+    assert launched.returncode == 0, launched.stderr
+    assert_no_canary(place, *capfd.readouterr(), launched.stdout, launched.stderr)
+
+
+@pytest.mark.slow
+def test_verify_resume_keeps_secrets(place, prepared):
+    run = TinyRun(prepared, place / "runs")
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "verify_resume.py", "--steps", "4", *run.argv()],
+                          capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert_no_canary(place, done.stdout, done.stderr)
+
+
+def crash_and_dump() -> None:
+    """A bug of ours, with the settings at hand."""
+    do_in_step(3, lambda: 1 / 0)
+
+
+def test_a_crash_shows_no_secret(place, prepared):
+    run = TinyRun(prepared, place / "runs", WANDB_ENABLED="true", ENV_FILE=place / ".env")
+    job = run.start(plant=crash_and_dump, env={"WANDB_API_KEY": IN_ENVIRONMENT, "PYTHONPATH": os.environ["PYTHONPATH"]})
+    assert job.wait() == [1]
+    assert "ZeroDivisionError" in job.text()
+    assert_no_canary(place, job.text())
+
+
+# --------------------------------------------------------------------------------------------------------- what is refused
+
+COMMANDS = ["train.py", "load_pretrain_dataset.py", "load_instruct_dataset.py", "load_dpo_dataset.py",
+            "load_hellaswag_dataset.py", "launch.py", "verify_resume.py", "replay_step.py"]
+
+
+def refusal(command: str, argv: list, monkeypatch, capfd) -> str:
+    """What a command says that is to refuse its settings."""
+    if command == "train.py":
+        code = pytest.raises(SystemExit, train.main, argv).value.code
+    elif command == "launch.py":  # which lets signals end it, so not in this process
+        done = subprocess.run([sys.executable, ROOT / "scripts" / command, *argv], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done.stderr
+        return done.stdout + done.stderr
+    else:
+        extra = ["runs", "--step", "1"] if command == "replay_step.py" else []
+        code = run_script(command, *extra, *argv, monkeypatch=monkeypatch)
+    out, err = capfd.readouterr()
+    assert code == 2, err
+    return out + err
+
+
+SPELLINGS = [["--hf-token", "canary"], ["--hf-token=canary"], ["--HF_TOKEN=canary"], ["--hf_token", "canary"],
+             ["-hf-token", "canary"], ["HF_TOKEN=canary"], ["--hf-tokn=canary"], ["--token", "canary"],
+             ["--wandb-api-key", "canary"], ["--openai-api-key=canary"], ["--wandb_api-key=canary", "--max-steps", "1"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_secret_as_a_flag_is_refused_in_every_spelling_and_not_repeated(command, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "config.json").write_text(json.dumps(Config().public()))  # for a replay
+    for argv in SPELLINGS if command != "launch.py" else [sum(SPELLINGS, [])]:
+        text = refusal(command, argv, monkeypatch, capfd)
+        assert "canary" not in text and re.search("token|tokn|key", text, re.IGNORECASE), text
+
+
+LINES = {"OPENAI_API_KEY=canary": "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY='canary'": "AWS_SECRET_ACCESS_KEY",
+         "HF_TOKN=canary": "did you mean HF_TOKEN", "HF_TOKEN: canary": "not of the form NAME=value",
+         "HF_TOKEN canary": "not of the form NAME=value", "HF_TOKEN='canary": "not of the form NAME=value",
+         "HF_TOKEN=canary-1\nHF_TOKEN=canary-2": "set a second time",
+         "export DATABASE_URL=postgres://me:canary@host/x": "DATABASE_URL"}
+
+
+@pytest.mark.parametrize("command", ["train.py", "load_pretrain_dataset.py", "launch.py"])
+def test_a_line_of_env_that_is_wrong_is_named_and_not_repeated(command, monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for line, said in LINES.items() if command != "launch.py" else [("\n".join(LINES), "OPENAI_API_KEY")]:
+        (tmp_path / ".env").write_text(f"MAX_STEPS=1\n{line}\n")
+        text = refusal(command, [], monkeypatch, capfd)
+        assert "canary" not in text and said in text and ".env:2" in text, text
+
+
+# ------------------------------------------------------------------------------------------------------- passwords in URLs
+
+URL = "https://user:canary@127.0.0.1:9/{}?token=canary"
+PATHS = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl",
+         "PRETRAIN_CHECKPOINT": "model", "RESUME": "model", "OUTPUT_DIR": "runs"}
+
+
+@pytest.mark.parametrize("setting", PATHS)
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_a_password_in_a_path_is_shown_nowhere(setting, check, tiny_run, tmp_path, monkeypatch, capfd):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    if setting == "OUTPUT_DIR":
+        (tmp_path / "https:").touch()  # it is a local folder, which cannot be made
+    run = tiny_run(**{setting: URL.format(PATHS[setting])})
+    assert run.train(CHECK=check) in (2, 3, 5)
+    assert_no_canary(tmp_path, *capfd.readouterr())
+
+
+def test_a_password_in_a_source_is_in_no_manifest(prepared, tmp_path, monkeypatch, capfd):
+    text = (prepared.items.parent / "text.jsonl").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    with serving(Server({"/text.jsonl": text}, ranges=True)) as server:
+        url = f"{server.url.replace('://', '://user:canary@')}/text.jsonl"
+        (tmp_path / ".env").write_text(f"TOKENIZER_PATH={prepared.tokenizer}\nPREPARATION_WORKERS=1\n")
+        assert run_script("load_pretrain_dataset.py", "--source", url, "--output", "out", monkeypatch=monkeypatch) == 0
+        server.files["/text.jsonl"] = b"{torn\n"
+        assert run_script("load_pretrain_dataset.py", "--source", f"{url}?token=canary", monkeypatch=monkeypatch) == 3
+    (manifest,) = tmp_path.glob("out/*/manifest.json")
+    assert "127.0.0.1" in manifest.read_text()
+    assert_no_canary(tmp_path, *capfd.readouterr())

@@ -1,0 +1,115 @@
+"""Without the packages that only some features need, everything else works, and these features say what to install."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from factories import TINY, UNMEASURED, TinyRun, argv_of
+
+BLOCKED = ("wandb", "datasets", "trl", "transformers", "peft", "bitsandbytes", "matplotlib", "tensorboard", "accelerate",
+           "pandas", "pyarrow", "huggingface_hub")
+SITECUSTOMIZE = f"""
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name.partition(".")[0] in {BLOCKED} else find(name, *rest))
+"""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory) -> Callable[..., str]:
+    """A machine that lacks these packages: run a command there, and get what it says on both streams."""
+    folder = tmp_path_factory.mktemp("machine")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    env = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
+
+    def run(*command, code: int = 0) -> str:
+        done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        assert done.returncode == code and "Traceback" not in done.stdout, done.stdout
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """A text, chats and pairs."""
+    folder, chat = tmp_path_factory.mktemp("sources"), {"role": "user", "content": "cat?"}
+    answers = [[chat, {"role": "assistant", "content": word}] for word in ("hen", "ox")]
+    (folder / "text.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 100)
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": answers[0]}) + "\n") * 200)
+    (folder / "pairs.jsonl").write_text((json.dumps({"chosen": answers[0], "rejected": answers[1]}) + "\n") * 200)
+    return folder
+
+
+class Project:
+    """What a user makes there: a tokenizer, prepared data, runs."""
+
+    def __init__(self, machine, sources: Path, folder: Path):
+        self.machine, self.sources, self.folder = machine, sources, folder
+        machine("scripts/train_tokenizer.py", sources / "text.txt", "--vocab-size", 256, "--output", folder / "tokenizer.model")
+        self.settings = {**TINY, **UNMEASURED, "TOKENIZER_PATH": folder / "tokenizer.model", "OUTPUT_DIR": folder, "MAX_STEPS": 2,
+                         "MAX_SEQ_LEN": 64, "TOTAL_BATCH_SIZE": 512, "SAMPLE_EVERY": 2}
+
+    def prepare(self, script: str, file: str, *flags: str) -> None:
+        said = self.machine(f"scripts/load_{script}_dataset.py", "--source", self.sources / file, *flags,
+                            "--output", self.folder / script, "--tokenizer-path", self.settings["TOKENIZER_PATH"],
+                            "--validation-fraction", 0.1)
+        self.settings |= [said.splitlines()[-1].split("=", 1)]
+
+    def train(self, name: str, **changes) -> str:
+        return self.machine("train.py", *argv_of({**self.settings, "RUN_NAME": name, **changes}))
+
+    def checkpoint(self, name: str, step: int) -> Path:
+        return self.folder / name / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.fixture
+def project(machine, sources, tmp_path) -> Project:
+    made = Project(machine, sources, tmp_path)
+    made.prepare("pretrain", "text.txt", "--documents", "blank")
+    made.train("first")
+    return made
+
+
+def test_text_is_prepared_and_a_model_is_trained_resumed_and_asked(project):
+    assert "going on after step 2" in project.train("first", MAX_STEPS=3)
+    assert "The cat" in project.machine("scripts/generate.py", project.checkpoint("first", 3), "--prompt", "The cat",
+                                        "--max-new-tokens", 4)
+
+
+@pytest.mark.slow
+def test_every_stage_works_without_them(project):
+    project.prepare("instruct", "chats.jsonl")
+    project.prepare("dpo", "pairs.jsonl")
+    base = project.checkpoint("first", 2)
+    assert "Ready to train" in project.train("first", CHECK="true")
+    project.train("sft", TRAINING_STAGE="sft", PRETRAIN_CHECKPOINT=base, LORA_ENABLED="true")
+    project.train("dpo", TRAINING_STAGE="dpo", PRETRAIN_CHECKPOINT=base)
+    project.train("distilled", DISTILLATION_ENABLED="true", TEACHER_MODEL=base)
+    assert "All is alike" in project.machine("scripts/verify_resume.py", "--steps", 4, *argv_of(project.settings))
+
+
+def test_a_feature_that_needs_one_says_what_to_install(machine, sources, prepared, tmp_path):
+    prepare = ("scripts/load_pretrain_dataset.py", "--tokenizer-path", prepared.tokenizer, "--output", tmp_path, "--source")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    assert "pip install pyarrow" in machine(*prepare, tmp_path / "rows.parquet", code=2)
+    assert "pip install huggingface_hub" in machine(*prepare, "wikitext", code=2)
+    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1, **UNMEASURED)
+    said = machine("train.py", *run.argv(WANDB_ENABLED="true", TENSORBOARD_ENABLED="true"))
+    assert said.count("pip install wandb") == said.count("pip install tensorboard") == 1
+    assert "pip install matplotlib" in machine("scripts/plot_run.py", run.folder, code=2)
+    lora = {"LORA_ENABLED": "true", "LORA_BASE_QUANTIZATION": "int8", "PRETRAIN_CHECKPOINT": run.checkpoint(1)}
+    assert "pip install bitsandbytes" in machine("train.py", *run.argv(**lora, RUN_NAME="lora"), code=2)
+    teacher = tmp_path / "gpt2"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 512}))
+    (teacher / "model.safetensors").touch()
+    distilled = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": teacher, "RUN_NAME": "distilled"}
+    assert "pip install transformers" in machine("train.py", *run.argv(**distilled), code=2)

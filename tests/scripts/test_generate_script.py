@@ -1,0 +1,134 @@
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from factories import prepare
+
+from checkpoint import hf_format
+from common.errors import printable
+from config import ModelConfig
+from model import Transformer
+from tokenizer import load_tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
+PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("generate_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    """A model folder with random weights at a scale that makes greedy choices clear."""
+    path = tmp_path_factory.mktemp("folder")
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(2))
+    hf_format.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
+    return path
+
+
+def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens: int) -> str:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[tokenizer.document_start_id, *tokenizer.encode(prompt)]])
+    stops = [tokenizer.eos_id, tokenizer.document_start_id]
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
+                             eos_token_id=stops, pad_token_id=stops[0])[0, ids.shape[1]:].tolist()
+    return tokenizer.decode(written[:-1] if written[-1] in stops else written)
+
+
+def test_greedy_text_is_that_of_transformers(script, folder, tokenizer):
+    ours = script.continuations(folder, PROMPTS, max_new_tokens=24, temperature=0)
+    assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
+    assert all(ours) and len(set(ours)) == 3
+
+
+def test_the_command_prints_prompt_and_continuation(script, folder):
+    texts = script.continuations(folder, PROMPTS[:2], max_new_tokens=8, temperature=0.7, top_p=0.9, seed=3)
+    done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
+                           "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
+    whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
+    assert "\x1b" in whole  # which a terminal would obey
+    expected = "\n".join(map(printable, whole.split("\n"))) + "\n"
+    assert done.returncode == 0 and done.stdout.decode() == expected, done.stderr.decode()
+
+
+def chat_by_transformers(folder: Path, messages: list[dict], max_new_tokens: int) -> str:
+    """One greedy turn, stopped where the folder's own generation_config says."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1]:].tolist()
+    ends = model.generation_config.eos_token_id
+    assert written[-1] in ends or len(written) == max_new_tokens
+    return tokenizer.decode(written[:-1] if written[-1] in ends else written)
+
+
+@pytest.mark.parametrize("template", ["of the folder", "its own"])
+def test_a_greedy_chat_is_that_of_transformers(script, folder, tokenizer, tmp_path, template):
+    shutil.copytree(folder, tmp_path / "folder")
+    if template == "its own":
+        (tmp_path / "folder" / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}")
+    for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
+        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
+        answer, = script.answers(tmp_path / "folder", [turn], system, max_new_tokens=24, temperature=0)
+        assert answer == chat_by_transformers(tmp_path / "folder", messages, 24) != ""
+
+
+def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypatch):
+    prompts, stops = [], []
+
+    def generate(model, ids, *, stop_ids, **options):
+        prompts.append(tokenizer.decode(ids[0]))
+        stops.append(stop_ids)
+        return [tokenizer.encode(f"yes {len(prompts)}")]
+
+    monkeypatch.setattr(script, "generate", generate)
+    assert script.answers(folder, ["a", "b"], max_new_tokens=4) == ["yes 1", "yes 2"]
+    assert stops == [{tokenizer.eot_id, tokenizer.eos_id}] * 2
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n".format
+    assert prompts[1] == ("<|begin_of_text|>" + header("user") + "a<|eot_id|>" + header("assistant") + "yes 1<|eot_id|>"
+                          + header("user") + "b<|eot_id|>" + header("assistant"))
+
+
+def test_the_command_prints_the_turns_of_a_chat(script, folder, monkeypatch, capsys):
+    replies = script.answers(folder, ["The cat", "Why?"], "Be kind.", max_new_tokens=6, temperature=0)
+    argv = ["generate.py", str(folder), "--chat", "--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "6"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--prompt", "The cat", "Why?"])
+    script.main()
+    expected = f"> The cat\n\n{replies[0]}\n\n> Why?\n\n{replies[1]}\n"
+    assert capsys.readouterr().out == "\n".join(map(printable, expected.split("\n")))
+    for bad, reason in ((argv, "--chat needs a --prompt"), ([*argv[:2], *argv[3:]], "--system goes with --chat")):
+        monkeypatch.setattr(sys, "argv", bad)
+        with pytest.raises(SystemExit):
+            script.main()
+        assert reason in capsys.readouterr().err
+
+
+def test_what_is_no_llama_is_refused_with_a_word(script, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 5 and done.stderr.startswith("error: ") and "gpt2" in done.stderr
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(tmp_path), "--top-p", "0"])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 2 and "--top-p" in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""The driver of the GPU suite, with made-up parts: a bad one stops nothing, and all is told. The real parts run in .ci/run."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import gpu_suite  # noqa: E402
+import gpu_suite_parts  # noqa: E402
+import write_docs  # noqa: E402
+
+from common.errors import DataError  # noqa: E402
+
+PROGRAM = """
+import json, subprocess, sys, time
+part, folder = sys.argv[1], sys.argv[sys.argv.index("--output") + 1]
+def note(**entry):
+    with open(f"{folder}/{part}.notes.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\\n")
+note(figure={"speed": 1.5})
+if part == "fails":
+    raise SystemExit("it broke")
+if part == "faulty":
+    note(fault="speed is 1.5")
+if part == "absent":
+    note(skipped="no such device")
+if part == "hangs":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    note(figure={"child": child.pid})
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    """Run parts of these names; their records by name."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(gpu_suite, "PROGRAM", program)
+
+    def run(*parts: gpu_suite.Part, **flags) -> dict[str, dict]:
+        options, _ = gpu_suite.parse(["--device", "cpu", "--output", str(tmp_path / "out"),
+                                      *(f"--{name}={value}" for name, value in flags.items())])
+        options.output.mkdir(exist_ok=True)
+        records = gpu_suite.Suite(options, parts).run()
+        lines = (options.output / "results.jsonl").read_text().splitlines()
+        assert sorted(map(json.loads, lines), key=str) == sorted(records, key=str)
+        return {record["part"]: record for record in records}
+
+    return run
+
+
+def part(name: str, seconds: float = 60, **more) -> gpu_suite.Part:
+    return gpu_suite.Part(name, "correctness", seconds, "made up", **more)
+
+
+def test_a_bad_part_stops_nothing_and_says_why(suite):
+    found = suite(part("fails", alone=True), part("faulty"), part("absent"), part("good"))
+    ended = {name: record["ok"] for name, record in found.items()}
+    assert ended == {"fails": False, "faulty": False, "absent": None, "good": True}
+    assert found["fails"]["error"] == "exit code 1: it broke"
+    assert found["faulty"]["error"] == "speed is 1.5"
+    assert found["absent"]["error"] == "skipped: no such device"
+    assert all(record["figures"] == {"speed": 1.5} and record["seconds"] >= 0 for record in found.values())
+    assert [*found["good"]] == ["part", "ok", "seconds", "figures", "error"]
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_keeps_its_figures(suite):
+    found = suite(part("hangs", seconds=1), part("good"))
+    assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "its 1 s were over" and found["good"]["ok"]
+    assert found["hangs"]["figures"]["speed"] == 1.5
+    stat = Path(f"/proc/{found['hangs']['figures']['child']}/stat")
+    deadline = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the child of a part lives on"
+        time.sleep(0.05)
+
+
+def test_what_goes_on_from_a_bad_part_is_skipped(suite):
+    found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)), jobs=2)
+    assert found["good"]["error"].startswith("skipped: it goes on from fails")
+    assert found["faulty"]["error"].startswith("skipped: it goes on from good")
+
+
+def test_after_its_minutes_no_part_is_begun(suite):
+    assert suite(part("good"), minutes=0.001)["good"]["error"] == "skipped: no time was left"
+
+
+def test_parts_are_chosen_by_group_and_name_with_what_they_need():
+    names = [part.name for part in gpu_suite.chosen("stage-sft")]
+    assert names == ["header", "sample", "stage-pretrain", "stage-sft"]
+    assert {part.group for part in gpu_suite.chosen("speed")} == {"both", "speed"}
+    assert gpu_suite.chosen("all") == gpu_suite.chosen("correctness,speed") == list(gpu_suite.PARTS)
+    with pytest.raises(ValueError, match="--parts sped: choose from all, correctness"):
+        gpu_suite.chosen("sped")
+
+
+def test_what_a_part_needs_stands_before_it():
+    """Else a thread would wait for a part that no other thread is free to run."""
+    names = [part.name for part in gpu_suite.PARTS]
+    assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
+
+
+def test_every_part_has_its_code_and_its_tests():
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu_suite_parts.py", "--help"], capture_output=True, text=True)
+    assert all(part.name in done.stdout for part in gpu_suite.PARTS)
+    tests = (ROOT / "tests" / "test_gpu.py").read_text()
+    kinds = {"values", "attention", "compiled", "faults", "ranks"}
+    assert kinds == {name.split("_")[0] for name in tests.split("\ndef test_")[1:]}
+
+
+def test_the_driver_needs_the_standard_library_only(tmp_path):
+    """It has to say what is missing where pydantic or torch is."""
+    code = "import sys; sys.path.insert(0, 'scripts'); import gpu_suite, gpu_suite_parts; " \
+           "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    command = ["bash", ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--parts", "header", "--wheels", tmp_path,
+               "--output", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"warning: the wheels of {tmp_path} are not installed: there is no *.whl in it" in done.stdout
+    assert done.stdout.rstrip().endswith("1 ok, 0 FAILED, 0 skipped") and "| header | ok |" in done.stdout
+    [record] = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
+    assert record["figures"]["torch"] and record["figures"]["commit"] and record["figures"]["device"].startswith("CPU")
+
+
+def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_path):
+    task = gpu_suite_parts.Task("cpu", True, tmp_path, 10, tmp_path / "notes.jsonl")
+    task.check("loss", False, 3.5)
+    with task.attempt("a kernel"):
+        raise RuntimeError("no such kernel\nand a long story")
+    task.figure("after", 1)
+    with open(task.notes, "a") as file:
+        file.write('{"figure": {"half')
+    figures, faults, skipped = gpu_suite.read_notes(task.notes)
+    assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
+    assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
+
+
+# ------------------------------------------------------------------------------------------------------------ docs/gpu.md
+
+HEADER = {"part": "header", "ok": True, "seconds": 3.0, "error": None,
+          "figures": {"device": "NVIDIA H200", "capability": "9.0", "commit": "abc", "torch": "2.11.0+cu130"}}
+PROFILE = [{"name": "a|kernel", "ms": 12.345, "share": 0.5, "calls": 16}]
+SPEED = {"part": "speed-1b", "ok": True, "seconds": 100.0, "error": None,
+         "figures": {"paddock": {"tokens_per_second": 54321.4, "mfu": 0.5, "profile": PROFILE},
+                     "litgpt": "skipped: not installed: litgpt",
+                     "hf-liger": {"tokens_per_second": 40000.0, "mfu": 0.4}, "exit code": 0}}
+BAD = {"part": "fsdp", "ok": False, "seconds": 2.0, "figures": {}, "error": "it broke"}
+
+
+def test_the_page_has_the_machine_the_verdicts_and_all_figures():
+    page = write_docs.gpu_page([HEADER, SPEED | {"seconds": 1.0}, BAD, SPEED])
+    for line in ("| device | NVIDIA H200 |", "| fsdp | FAILED | 2 | it broke |", "| speed-1b | ok | 100 |  |",
+                 "| | tokens_per_second | mfu |", "| paddock | 54,321 | 0.5 |", "| hf-liger | 40,000 | 0.4 |",
+                 "| litgpt | skipped: not installed: litgpt |", "| 12.345 | 50.0 % | 16 | `a\\|kernel` |"):
+        assert line in page.splitlines(), line
+    assert "Nothing of Paddock has been run" not in page
+
+
+def test_the_page_does_not_mix_commits_or_machines():
+    other = HEADER | {"figures": HEADER["figures"] | {"commit": "def"}}
+    page = write_docs.gpu_page([HEADER, SPEED, other, BAD])
+    assert "54,321" not in page and "| fsdp | FAILED" in page
+    assert "54,321" in write_docs.gpu_page([HEADER, SPEED, HEADER, BAD])  # two calls, of both groups
+
+
+@pytest.mark.parametrize("records", [[SPEED], [HEADER | {"figures": {"device": "CPU (2 threads)"}}, BAD]])
+def test_the_page_takes_results_of_a_gpu_only(records):
+    with pytest.raises(DataError, match="docs/gpu.md tells of a GPU"):
+        write_docs.gpu_page(records)
+
+
+def test_the_page_that_is_there_tells_of_the_parts_that_there_are():
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert page.partition("## How it is run")[2] == write_docs.gpu_page([]).partition("## How it is run")[2]

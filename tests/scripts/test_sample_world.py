@@ -1,0 +1,232 @@
+"""The embedded sample: the same bytes everywhere, items that follow from their stories, and nothing to be had without them."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import DataError
+from scripts.sample import world
+from scripts.sample.plots import KIND, PLOTS, QUESTIONS, UNKIND
+from scripts.sample.world import (
+    POOLS,
+    RIVALS,
+    documents,
+    epilogues,
+    items,
+    preferences,
+    provide_sample,
+    questions,
+    slots_of,
+    texts,
+)
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = 2000
+# Of 2,000 guesses at four endings, 25 % +- 4 standard deviations.
+CHANCE = pytest.approx(0.25, abs=0.039)
+
+
+@pytest.fixture(scope="module")
+def some_items() -> list[dict]:
+    return list(items(COUNT, seed=2))
+
+
+@pytest.fixture(scope="module")
+def some_documents() -> list[str]:
+    return list(documents(COUNT, seed=1))
+
+
+def digest(records) -> str:
+    return hashlib.sha256(json.dumps(list(records)).encode()).hexdigest()[:16]
+
+
+def settled(plot, slot: str) -> bool:
+    """Whether each way to tell a plot tells this fact before the ending."""
+    return any(all(slot in slots_of(sentence) for sentence in beat) for beat in plot.beats)
+
+
+def test_the_same_seed_gives_the_same_bytes_on_every_machine():
+    assert digest(documents(100, 1)) == "b6c7265713077be8"
+    assert digest(items(100, 2)) == "462834cd4f57829c"
+    assert digest(questions(100, 3, held_out=False)) == "7e80b1f636e4821c"
+    assert digest(epilogues(100, 4)) == "913324e86d5ecfe6"
+    assert digest(preferences(100, 6, held_out=False)) == "0674d2a972f1f8c6"
+    assert digest(islice(texts(), 100)) == "f8ad1411f33beb66"
+
+
+def test_another_seed_gives_other_stories(some_documents):
+    assert not set(some_documents) & set(documents(COUNT, seed=8))
+
+
+def test_stories_differ_and_are_whole_sentences(some_documents):
+    assert len(set(some_documents)) == COUNT
+    assert len({text.split(": ", 1)[1][:60] for text in some_documents}) > 0.9 * COUNT
+    for text in some_documents:
+        assert not re.search(r"[{}]|  | [.,]|\ba [aeiou]", text), text
+        assert text.endswith((".", ".\"", "\" cried " + text.split()[-1]))
+
+
+@pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.titles[0])
+def test_each_ending_and_question_is_settled_by_every_way_to_tell_its_plot(plot):
+    for ending in plot.endings:
+        assert not re.search(r"{(she|She|her|them)}", ending), "a pronoun gives its person away"
+        assert any(slot in RIVALS for slot in slots_of(ending))
+        assert all(settled(plot, slot) for slot in slots_of(ending)), ending
+    for question, answer in (*plot.questions, *QUESTIONS):
+        assert all(settled(plot, slot) for slot in (*slots_of(question), *slots_of(answer))), question
+
+
+def test_titles_are_no_questions():
+    assert not any(re.search(r"[?.:]", title) for plot in PLOTS for title in plot.titles)
+
+
+def test_items_have_the_schema_of_hellaswag(some_items):
+    for index, item in enumerate(some_items):
+        assert set(item) == {"ind", "activity_label", "ctx", "endings", "label", "source_id"}
+        assert item["ind"] == index
+        assert len(set(item["endings"])) == 4
+
+
+def test_the_four_endings_differ_in_one_value_and_only_the_right_one_is_the_storys(some_items):
+    """The right value stands in the context; a wrong one does not, or it is the rival's."""
+    rivals = 0
+    for item in some_items:
+        words = [re.findall(r"\w+", ending) for ending in item["endings"]]
+        assert len({len(each) for each in words}) == 1
+        differing = [each for each in zip(*words) if len(set(each)) > 1]
+        pool = POOLS[item["source_id"].split("~")[1]]
+        assert differing and all(len(set(each)) == 4 and set(each) <= set(pool) for each in differing)
+        told = [value in re.findall(r"\w+", item["ctx"]) for value in differing[0]]
+        assert told[item["label"]]
+        assert sum(told) <= 2
+        rivals += sum(told) == 2
+    assert rivals > COUNT / 4, "too few items that need more than having read the names"
+
+
+def test_a_story_never_calls_the_wrong_value_right(some_items):
+    for item in some_items:
+        assert sum(ending in item["ctx"] for ending in item["endings"]) == 0
+
+
+def test_labels_and_changed_facts_are_spread_evenly(some_items):
+    labels = Counter(item["label"] for item in some_items)
+    assert all(labels[label] / COUNT == CHANCE for label in range(4))
+    kinds = Counter(item["source_id"] for item in some_items)
+    assert set(kinds) == {f"sample~{kind}" for kind in ("hero", "friend", "colour", "thing", "place")}
+    assert min(kinds.values()) > 0.1 * COUNT
+
+
+@pytest.fixture(scope="module")
+def word_counts(some_documents) -> Counter:
+    return Counter(word for text in some_documents for word in re.findall(r"\w+", text))
+
+
+BASELINES = {
+    "longest": lambda endings, counts: [len(ending) for ending in endings],
+    "shortest": lambda endings, counts: [-len(ending) for ending in endings],
+    "most frequent words": lambda endings, counts: [sum(counts[word] for word in re.findall(r"\w+", e)) for e in endings],
+    "rarest words": lambda endings, counts: [-sum(counts[word] for word in re.findall(r"\w+", e)) for e in endings],
+    "most like the others": lambda endings, counts: [sum(len(set(a.split()) & set(b.split())) for b in endings) for a in endings],
+    "first in the alphabet": lambda endings, counts: [-sorted(endings).index(ending) for ending in endings],
+}
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_without_the_story_the_right_ending_cannot_be_told(name, some_items, word_counts):
+    right = 0.0
+    for item in some_items:
+        scores = BASELINES[name](item["endings"], word_counts)
+        best = [index for index, score in enumerate(scores) if score == max(scores)]
+        right += (item["label"] in best) / len(best)
+    assert right / COUNT == CHANCE
+
+
+def facts_of(draw, count: int, seed: int, held_out: bool) -> set[str]:
+    """The combinations of facts that a generator tells, caught as it draws them."""
+    seen = set()
+
+    def watched(dice, part):
+        facts = original(dice, part)
+        seen.add(" ".join((facts.hero, facts.colour, facts.thing, facts.place)))
+        return facts
+
+    original, world.draw_facts = world.draw_facts, watched
+    try:
+        list(draw(count, seed, held_out=held_out) if held_out is not None else draw(count, seed))
+    finally:
+        world.draw_facts = original
+    return seen
+
+
+def test_held_out_facts_are_never_trained_on():
+    trained = (facts_of(documents, COUNT, 1, None) | facts_of(epilogues, COUNT, 4, None) | facts_of(questions, COUNT, 3, False)
+               | facts_of(preferences, COUNT, 6, False) | facts_of(lambda count, seed: islice(texts(), 2000), COUNT, 0, None))
+    held_out = facts_of(items, COUNT, 2, None) | facts_of(questions, COUNT, 5, True) | facts_of(preferences, COUNT, 7, True)
+    assert len(trained) > 4000 and len(held_out) > 4000
+    assert not trained & held_out
+
+
+def test_no_story_of_an_item_is_a_training_text(some_items, some_documents):
+    known = {text.split(": ", 1)[1] for text in some_documents}
+    assert not any(text.startswith(item["ctx"]) for item in some_items for text in known if text[:20] == item["ctx"][:20])
+
+
+def test_a_question_is_answered_in_its_story():
+    for record in questions(500, 5, held_out=True):
+        user, assistant = record["messages"]
+        story, question = user["content"].split("\n\n")
+        assert (user["role"], assistant["role"]) == ("user", "assistant")
+        assert question.endswith("?")
+        values = {value for pool in POOLS.values() for value in pool} & set(re.findall(r"\w+", assistant["content"]))
+        assert values and values <= set(re.findall(r"\w+", story))
+
+
+def test_pairs_prefer_the_kind_epilogue_and_say_nothing_by_their_length():
+    pairs = list(preferences(COUNT, 7, held_out=True))
+    longer = sum((len(pair["chosen"]) > len(pair["rejected"])) + 0.5 * (len(pair["chosen"]) == len(pair["rejected"])) for pair in pairs)
+    assert abs(longer / COUNT - 0.5) < 0.1
+    beginnings = {kind: {re.match(r"{hero} (\w+)", way)[1] for way in ways} for kind, ways in (("kind", KIND), ("unkind", UNKIND))}
+    assert all(pair["chosen"].split()[1] in beginnings["kind"] for pair in pairs)
+    assert all(pair["rejected"].split()[1] in beginnings["unkind"] for pair in pairs)
+
+
+@pytest.mark.parametrize("kinds, expected", [((KIND, UNKIND), 0.5), ((KIND, UNKIND, UNKIND, UNKIND), 0.25)])
+def test_epilogues_are_of_each_kind_as_often_as_asked(kinds, expected):
+    answers = [record["messages"][1]["content"] for record in epilogues(COUNT, 4, kinds)]
+    kind = {re.match(r"{hero} (.*)\.", way)[1].replace("{friend}", "X") for way in KIND}
+    share = sum(re.sub(r"\b(" + "|".join(POOLS["hero"]) + r")\b", "X", answer)[2:-1] in kind for answer in answers) / COUNT
+    assert abs(share - expected) < 0.05
+
+
+def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    made, codes = [], [0, 1]
+    monkeypatch.setattr(world.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
+        returncode=codes.pop(0)))
+    sample = load_config(["--preset", "sample"], {}).config
+    own = sample.model_copy(update={"pretrain_data_path": "set", "hellaswag_path": None, "tokenizer_path": "t.model"})
+    provide_sample(own, may_write=False)
+    with pytest.raises(DataError, match=r"make it with scripts/make_sample.py --folder data/sample"):
+        provide_sample(sample, may_write=False)
+    assert not made
+    provide_sample(sample, may_write=True)
+    assert [command[1:] for command in made] == [[str(ROOT / "scripts" / "make_sample.py"), "--folder", "data/sample"]]
+    with pytest.raises(DataError, match="could not be made in data/sample; see above why"):
+        provide_sample(sample, may_write=True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    provide_sample(sample, may_write=True)
+    monkeypatch.delenv("LOCAL_RANK")
+    (tmp_path / "data" / "sample").mkdir(parents=True)
+    provide_sample(sample, may_write=True)
+    assert len(made) == 2
+    with pytest.raises(DataError, match="there is no file .*; make the embedded sample with scripts/make_sample.py --folder"):
+        load_tokenizer(sample.tokenizer_path)

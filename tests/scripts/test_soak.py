@@ -1,0 +1,80 @@
+"""The soak in small, and that it notices what does not hold; a stop at every step of an epoch."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from factories import prepare_stages, stop_at, without_clocks
+
+import train
+from data_pipeline.packed_rows import ExampleRows, open_example_set
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
+                       r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found; seed (\d+); \d+:\d\d")
+
+
+@pytest.fixture(scope="module")
+def soak():
+    """scripts/soak.py as a module."""
+    spec = importlib.util.spec_from_file_location("soak", ROOT / "scripts" / "soak.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def last_line(capsys) -> list[int]:
+    captured = capsys.readouterr()
+    found = LAST_LINE.fullmatch(captured.out.splitlines()[-1])
+    assert found, captured.out
+    return [int(number) for number in found.groups()]
+
+
+def test_a_few_kills_crash_points_flips_and_truncations(soak, capsys):
+    assert soak.main(["--kills", "3", "--points", "4", "--flips", "5", "--truncations", "2", "--seed", "4"]) == 0
+    kills, of, inside, _, *others = last_line(capsys)
+    assert (kills, of) == (3, 3) and inside >= 1 and others == [4, 4, 5, 5, 2, 2, 4]
+
+
+def test_what_does_not_hold_is_told_with_how_to_repeat_it(soak, capsys, monkeypatch):
+    """A damage that is none is not found, and an end that differs is seen."""
+    monkeypatch.setattr(soak.faults, "flip_bit", lambda path, dice: "nothing flipped")
+    assert soak.main(["--kills", "0", "--points", "0", "--flips", "1", "--truncations", "1"]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED: bit flips 0 (MANIFEST.json): nothing flipped, but it says:" in text and "[1/3]" not in text
+    assert "to repeat: python scripts/soak.py --kills 0 --points 0 --flips 1 --truncations 1 --seed 1 --only 'bit flips 0" in text
+    assert text.splitlines()[-1].startswith("soak: 0/0 kills identical (0 inside saves, 0 of two ranks), 0/0 crash points "
+                                            "recovered, 0/1 bit flips found, 1/1 truncations found")
+
+
+@pytest.mark.soak
+def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
+    assert soak.main(["--kills", "20", "--flips", "20", "--truncations", "24", "--seed", "1"]) == 0
+    kills, of, inside, of_two_ranks, points, all_points, *others = last_line(capsys)
+    assert (kills, of) == (20, 20) and inside >= 6 and of_two_ranks >= 6
+    assert points == all_points >= 20 and others == [20, 20, 24, 24, 1]
+
+
+@pytest.mark.slow
+def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(prepared, tmp_path):
+    """With dropout, whose random numbers nobody saves."""
+    stages = prepare_stages(prepared, tmp_path)
+    rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", vocab_size=512), 96))
+    last = -(-rows // 8) + 2
+    settings = {"MAX_STEPS": last, "LORA_DROPOUT": 0.3}
+    whole = stages.run("lora-sft", tmp_path / "whole", **settings)
+    assert whole.train() == 0
+    assert last * 8 > rows and list(whole.column("train_loss")) == [*range(1, last + 1)]
+    print(f"{last} steps, {rows} rows, 8 a step")
+    dry = stages.run("lora-sft", tmp_path / "dry", **settings | {"LORA_DROPOUT": 0})
+    assert dry.train() == 0 and dry.hashes(last) != whole.hashes(last), "dropout is to matter"
+    for step in range(1, last + 1):
+        stopped = stages.run("lora-sft", tmp_path / f"stopped-{step}", **settings)
+        with stop_at(step):
+            assert stopped.train() == train.EXIT_PREEMPTED
+        assert stopped.steps_saved()[-1] == step and stopped.train() == 0
+        assert stopped.hashes(last) == whole.hashes(last), step
+        assert without_clocks(stopped.metrics()) == without_clocks(whole.metrics()), step
+        for name in ("ledger.jsonl", "samples.jsonl"):
+            assert (stopped.folder / name).read_text() == (whole.folder / name).read_text(), step

@@ -1,0 +1,294 @@
+"""The command that verifies resuming: it says that all is alike where it is, and finds what is not."""
+
+import contextlib
+import importlib.util
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Optional
+
+import pytest
+from factories import PATIENCE, UNMEASURED, TinyRun, main_with, prepare_stages, start
+
+import dataloaders
+import model_utils
+import train
+from checkpoint import store
+from training import optim, preflight
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "verify_resume.py"
+
+
+class Ranks:
+    """Real ranks that come from a server and so start in milliseconds, with the face of the process that the script starts."""
+
+    def __init__(self, processes: list[BaseProcess]):
+        self.processes = processes
+
+    @property
+    def returncode(self) -> Optional[int]:
+        codes = [process.exitcode for process in self.processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def poll(self) -> Optional[int]:
+        if any(process.exitcode for process in self.processes):
+            self.kill()  # as a launcher would
+        return self.returncode
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        for process in self.processes:
+            process.join(timeout)
+        assert self.poll() is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    terminate = kill
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """The script as a module, whose runs are ranks of ours. `script.plant` is called first in each of them."""
+    spec = importlib.util.spec_from_file_location("verify_resume", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.plant = None
+
+    @contextlib.contextmanager
+    def started(run):
+        run.output.touch()
+        job = start(main_with, run.flags, module.plant, world_size=run.ranks, folder=run.folder.parent / "outputs")
+        ranks = Ranks(job.processes)
+        try:
+            yield ranks
+        finally:
+            ranks.kill()
+            with open(run.output, "a") as output:
+                output.write(job.text())
+
+    monkeypatch.setattr(module, "started", started)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return module
+
+
+@pytest.fixture
+def verify(script, prepared, tmp_path, monkeypatch, capsys):
+    """Run the script on a tiny run; its exit code, its table and what it left in OUTPUT_DIR."""
+    def run(*flags: str, plant=None, **settings) -> tuple[int, str, list[Path]]:
+        tiny = TinyRun(prepared, tmp_path / "runs", **settings)
+        monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *tiny.argv()])
+        script.plant = plant
+        code = 0
+        try:
+            script.main()
+        except SystemExit as exit:
+            code = exit.code
+        return code, capsys.readouterr().out, [*tiny.output_dir.iterdir()] if tiny.output_dir.exists() else []
+
+    return run
+
+
+def table(text: str) -> dict[str, str]:
+    """The lines by their names."""
+    return {line[:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
+
+
+ALL = ("resumed", "weights", "optimizer state", "rows", "losses and norms", "metrics", "progress")
+
+
+@pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"OPTIMIZER": "muon"})])
+def test_a_run_that_survives_is_told_so_and_nothing_is_left(ranks, settings, verify):
+    code, text, left = verify("--nproc-per-node", str(ranks), "--steps", "12", **settings)
+    lines = table(text)
+    assert code == 0 and all(lines[name].startswith("ok: ") for name in ALL), text
+    assert lines["hardware"].startswith("CPU, ") and lines["hardware"].endswith("; DETERMINISTIC=false")
+    assert "bit for bit" in lines["weights"] and "12 lines" in lines["rows"] and "13 lines" in lines["metrics"]
+    assert "kill -9 of rank 0 after step" in lines["killed"] and lines["straight"].startswith("12 steps")
+    assert text.splitlines()[-1] == "All is alike." and left == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-sft"])
+def test_every_stage_is_verified(mode, verify, prepared, tmp_path):
+    stages = prepare_stages(prepared, tmp_path)
+    settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
+    code, text, left = verify("--steps", "8", "--layouts", "1x4,1x2,2x2", **settings)
+    assert code == 0 and text.splitlines()[-1] == "All is alike." and left == [], text
+
+
+def forget_optimizer() -> None:
+    optim.Optimizer.load_state_tensors = lambda self, tensors: None
+
+
+def shift_rows() -> None:
+    original = dataloaders.StepLoader.__init__
+
+    def init(self, read_rows, order, device, count, first_step=0, ahead=2):
+        original(self, read_rows, order, device, count, first_step + (first_step > 0), ahead)
+
+    dataloaders.StepLoader.__init__ = init
+
+
+def begin_anew() -> None:
+    store.newest_verified = lambda *_: (None, [])
+
+
+def forget_progress() -> None:
+    original = train.resume
+
+    def resume(*arguments):
+        progress = original(*arguments)
+        progress.tokens_seen = 0
+        return progress
+
+    train.resume = resume
+
+
+def roll_dice() -> None:
+    train.learning_rate = lambda *_: 0.01 * (1 + random.SystemRandom().random() * 1e-4)
+
+
+@pytest.mark.parametrize(("plant", "differing", "words"), [
+    (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike"),
+    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike",
+                 marks=pytest.mark.slow),
+    (begin_anew, {"resumed"}, "two straight runs are alike"),
+    pytest.param(forget_progress, {"metrics", "progress"}, "two straight runs are alike", marks=pytest.mark.slow),
+    (roll_dice, {"weights", "straight again"}, "two straight runs are not alike either")])
+def test_what_is_not_restored_is_found(plant, differing, words, verify):
+    code, text, left = verify("--steps", "12", plant=plant)
+    lines = table(text)
+    assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text
+    assert words in lines["straight again"] and "All is alike" not in text
+    assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
+
+
+def roll_dice_on_a_gpu() -> None:
+    roll_dice()
+    preflight.describe_hardware = lambda *_: "H200; bfloat16"
+
+
+@pytest.mark.parametrize("wanted", ["false", "true"])
+def test_where_a_gpu_gives_other_bits_each_time_deterministic_is_advised(wanted, verify):
+    code, text, _ = verify("--steps", "4", plant=roll_dice_on_a_gpu, DETERMINISTIC=wanted, **UNMEASURED)
+    lines = table(text)
+    assert code == 1 and lines["hardware"] == f"H200; bfloat16; DETERMINISTIC={wanted}", text
+    assert ("set DETERMINISTIC=true" in lines["straight again"]) is (wanted == "false")
+
+
+def test_gradients_of_one_batch_are_the_same_in_each_layout(verify):
+    code, text, left = verify("--steps", "0", "--layouts", "1x8,1x2,2x2,4x1", OPTIMIZER="muon")
+    lines = table(text)
+    assert code == 0 and left == [], text
+    assert list(lines) == ["layout 1x8", "layout 1x2", "layout 2x2", "layout 4x1"]
+    assert all("(1e-05 is allowed in float32)" in line for line in [*lines.values()][1:])
+
+
+def exaggerate_on_rank_1() -> None:
+    if os.environ.get("RANK") == "1":
+        original = model_utils.build_model
+
+        def build(*arguments):
+            model = original(*arguments)
+            model.layers[1].attention.wo.weight.register_hook(lambda gradient: gradient * 1.01)
+            return model
+
+        train.build_model = build
+
+
+def test_a_layout_with_another_gradient_is_found(verify):
+    code, text, _ = verify("--steps", "0", "--layouts", "1x8,1x4,2x4", plant=exaggerate_on_rank_1)
+    lines = table(text)
+    assert code == 1 and lines["layout 1x4"].startswith("ok"), text
+    assert lines["layout 2x4"].startswith("DIFFERS") and "most in layers.1.attention.wo.weight" in lines["layout 2x4"]
+
+
+@pytest.mark.parametrize(("settings", "first"), [
+    ({"RESUME": "step-00000002"}, 2),
+    pytest.param({"PRETRAIN_CHECKPOINT": "step-00000002", "RESET_OPTIMIZER": "true"}, 0, marks=pytest.mark.slow)])
+def test_it_goes_on_from_the_checkpoint_that_the_settings_name(settings, first, verify, prepared, tmp_path):
+    """By the name of a step in the folder of the user's own run."""
+    base = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, **UNMEASURED)
+    assert base.train() == 0
+    code, text, left = verify("--steps", "12", **settings)
+    assert code == 0 and left == [base.folder], text
+    assert int(table(text)["resumed"].split()[-1]) == 12 + first
+
+
+@pytest.mark.parametrize(("flags", "settings", "words"), [
+    (["--layouts", "1x3,1x1"], {}, "must be a multiple of MICRO_BATCH_SIZE"), (["--layouts", "1x4"], {}, "expected two or more"),
+    (["--nproc-per-node", "3"], {}, "world size"), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
+def test_impossible_settings_are_refused_before_anything_is_started(flags, settings, words, verify, capsys, prepared, tmp_path,
+                                                                   monkeypatch, script):
+    monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *TinyRun(prepared, tmp_path / "runs", **settings).argv()])
+    with pytest.raises(SystemExit) as exit:
+        script.main()
+    assert exit.value.code == 2 and words in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_fails_by_itself_is_told_with_its_cause(script, prepared, tmp_path, monkeypatch):
+    shutil.copytree(prepared.shards, tmp_path / "shards")
+    next((tmp_path / "shards").glob("train-*.bin")).write_bytes(b"")
+    run = TinyRun(prepared, tmp_path / "runs", PRETRAIN_DATA_PATH=tmp_path / "shards")
+    monkeypatch.setattr(sys, "argv", ["verify_resume.py", *run.argv()])
+    with pytest.raises(script.PaddockError, match=r"\(straight\) ended with exit code 3: .*train-00000.bin"):
+        script.main()
+
+
+def command(run: TinyRun, *flags: str, env=None) -> subprocess.Popen:
+    # A shell's background jobs, such as a test run in one, are born with Ctrl-C ignored.
+    return subprocess.Popen([sys.executable, str(SCRIPT), *flags, *run.argv()], cwd=ROOT, env={**os.environ, **(env or {})},
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def processes_in(folder: Path) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder).encode() in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_path):
+    run = TinyRun(prepared, tmp_path / "runs")
+    process = command(run, "--steps", "100000", "--nproc-per-node", str(ranks))
+    deadline = time.monotonic() + PATIENCE
+    while not [*run.output_dir.glob("verify-resume-*/straight/ledger.jsonl")]:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(number)
+    text = process.communicate(timeout=PATIENCE)[0]
+    assert process.returncode == 130 and "Traceback" not in text and "left in" not in text, text
+    assert [*run.output_dir.iterdir()] == [] and processes_in(run.output_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "code"), [("pass", 0), ("optim.Optimizer.load_state_tensors = lambda self, tensors: None", 1)])
+def test_the_command_itself_on_two_ranks(fault, code, prepared, tmp_path):
+    """The fault comes in by sitecustomize, so that it is the real train.py that runs."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(f"""
+        import os
+        if os.environ.get("RANK"):
+            import optim
+            {fault}
+        """))
+    run = TinyRun(prepared, tmp_path / "runs")
+    process = command(run, "--nproc-per-node", "2", "--steps", "12", env={"PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
+    text = process.communicate(timeout=3 * PATIENCE)[0]
+    assert process.returncode == code, text
+    assert (("optimizer state", code == 1) in [(name, line.startswith("DIFFERS")) for name, line in table(text).items()])

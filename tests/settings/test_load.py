@@ -1,0 +1,741 @@
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from common.errors import SettingsError, local_path, run_script
+from config import (
+    SECRETS,
+    SECTIONS,
+    Config,
+    DistillationConfig,
+    LoraConfig,
+    ModelConfig,
+    PreferenceConfig,
+    describe_settings,
+    on_resume,
+)
+from parallel.exit_report import first_here
+from settings.load import (
+    FOREIGN_NAMES,
+    LISTS,
+    PRESETS_DIR,
+    exit_with,
+    export,
+    help_text,
+    load_config,
+    misspelt,
+    nearest,
+    peek,
+    read_env_file,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
+PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """No test sees the `.env` of whoever runs it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(*flags, environ=None, env=None, config=None, **options):
+    """A configuration from flags, an environment, the text of a `.env` and the content of a JSON file."""
+    if env is not None:
+        Path(".env").write_text(textwrap.dedent(env))
+    if config is not None:
+        Path("run.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        flags = ("--config", "run.json", *flags)
+    return load_config(flags, {**DATA, **(environ or {})}, **options)
+
+
+def problems(*flags, **layers) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        load(*flags, **layers)
+    return str(caught.value).splitlines()
+
+
+# Layers
+
+
+def test_each_layer_wins_over_the_ones_below():
+    layers = {"flags": ("--max-steps", "5"), "environ": {"MAX_STEPS": "4"}, "config": {"max_steps": 3},
+              "preset": ("--preset", "debug"), "env": "MAX_STEPS=2\n"}
+    expected = {"flags": 5, "environ": 4, "config": 3, "preset": 10, "env": 2}
+    while layers:
+        highest = next(iter(layers))
+        given = dict(layers)
+        flags = (*given.pop("preset", ()), *given.pop("flags", ()))
+        loaded = load(*flags, **given)
+        assert loaded.config.max_steps == expected[highest]
+        del layers[highest]
+        Path(".env").unlink(missing_ok=True)
+    assert load().config.max_steps == Config().max_steps
+
+
+@pytest.mark.parametrize("named", [
+    {"environ": {"PRESET": "debug"}}, {"config": {"preset": "debug"}},
+    {"environ": {"PRESET": "debug"}, "config": {"preset": "8b"}}])
+def test_a_preset_is_above_env_unless_env_names_it(named):
+    assert load(**named, env="MAX_STEPS=2\nPRESET=1.3b\n").config.max_steps == 10
+    assert load(env="MAX_STEPS=2\nPRESET=debug\n").config.max_steps == 2
+
+
+def test_what_a_preset_changes_of_env_is_told():
+    env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
+    notes = load("--preset", "1.3b", "--dim", "1024", env=env).notes
+    assert notes[0] == "From the preset, which overrules .env: LEARNING_RATE=4e-4"
+    assert not any("preset" in note for note in load(env=f"{env}PRESET=1.3b\n").notes)
+
+
+def test_a_size_is_that_size_beside_any_env():
+    """Also beside a copy of .env.example with every line uncommented."""
+    text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
+    hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\n"
+               "ROPE_SCALING_FACTOR=9\nMAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
+    sizes = [name for name in PRESETS if name.endswith("b")]
+    assert len(sizes) > 5
+    for name in sizes:
+        alone, *beside = (load("--preset", f"{name},production", env=env).config for env in ("", text, hostile))
+        for field in (*ModelConfig.model_fields, "hidden_dim", "max_seq_len", "rows_per_step", "learning_rate", "precision"):
+            assert {getattr(config, field) for config in beside} == {getattr(alone, field)}, (name, field)
+
+
+def test_the_sample_is_the_sample_beside_any_env():
+    alone = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="").config
+    beside = load("--preset", "sample", environ=dict.fromkeys(DATA, ""), env="""
+        TRAINING_STAGE=dpo
+        DPO_DATA_PATH=pairs
+        RUN_NAME=mine
+        RESUME=mine/step-00000004
+        INSTRUCT_CHECKPOINT=mine
+        RESET_OPTIMIZER=true
+        START_STEP=7
+        LORA_ENABLED=true
+        DISTILLATION_ENABLED=true
+        TEACHER_MODEL=mine
+        PRETRAIN_DATA_PATH=mine
+        HELLASWAG_PATH=mine
+        HELLASWAG_NAME=mine
+        HELLASWAG_EXAMPLES=7
+        TOKENIZER_PATH=mine
+        TOKENIZER_BACKEND=huggingface
+        DOCUMENT_MASK=false
+        ROPE_SCALING_FACTOR=8
+        NORM_EPS=0.1
+        TIE_EMBEDDINGS=false
+        ACTIVATION_CHECKPOINTING=selective
+        COMPILE=true
+        MIN_LEARNING_RATE=1
+        ADAM_BETA1=0.1
+        ADAM_BETA2=0.1
+        ADAM_EPS=0.1
+        MAX_GRAD_NORM=7
+        LOSS_SPIKE_POLICY=stop
+        EARLY_STOPPING_PATIENCE=7
+        DIM=64
+        MAX_STEPS=7
+        LR_SCHEDULE=constant
+    """).config
+    assert beside == alone.model_copy(update={"dpo_data_path": "pairs", "teacher_model": "mine"})
+    # What a run learns with is named; the rest is the machine's, or counts only where another setting is on.
+    named = read_env_file(PRESETS_DIR / "sample.env").values
+    left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
+            and section not in (LoraConfig, PreferenceConfig, DistillationConfig)}
+    assert left == {"seed", "precision", "tf32", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
+                    "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len"}
+
+
+def test_where_each_setting_came_from_is_known():
+    sources = load("--seed", "1", environ={"DIM": "768"}, env="\n# a comment\nMAX_STEPS=2\n",
+                   config={"training": {"weight_decay": 0}}).sources
+    assert sources == {"seed": "command line", "dim": "environment", "max_steps": ".env:3",
+                       "weight_decay": "run.json: training.weight_decay", "pretrain_data_path": "environment",
+                       "tokenizer_path": "environment"}
+
+
+def test_preset_is_found_in_every_layer_and_the_highest_counts():
+    assert load(env="PRESET=debug\n").config.max_seq_len == 512
+    assert load(environ={"PRESET": "llama3-8b"}).config.dim == 4096
+    assert load(config={"preset": ["debug", "stable"]}, env="").config.precision == "fp32"
+    assert load("--preset", "llama3.2-1b", env="PRESET=debug\n").config.dim == 2048
+
+
+def test_of_several_presets_the_last_wins():
+    config = load("--preset", "stable, debug").config
+    assert (config.precision, config.warmup_steps, config.n_layers) == ("fp32", 2, 2)
+
+
+def test_env_file_flag_replaces_the_default_file():
+    Path("other.env").write_text("SEED=7\n")
+    config = load("--env-file=other.env", env="DIM=1536\n").config
+    assert (config.seed, config.dim) == (7, 768)
+
+
+def test_several_json_files_are_layers_in_their_order():
+    Path("second.json").write_text('{"seed": 2}')
+    assert load("--config", "second.json", config={"seed": 1, "dim": 1536}).config.model_dump(include={"seed", "dim"}) == {
+        "seed": 2, "dim": 1536}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_valid_once_the_data_is_named(name):
+    presets = f"sample,{name}" if name.startswith("sample-") else name  # these stand on top of it
+    config = load("--preset", presets, "--pretrain-checkpoint", "x").config
+    assert config.preset == presets and config.accumulation_steps >= 1
+    assert "preset" not in read_env_file(PRESETS_DIR / f"{name}.env").values
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("sample")])
+def test_the_sample_trains_on_any_number_of_gpus(name, ranks):
+    """run.sh takes all that there are."""
+    presets = "sample" if name == "sample" else f"sample,{name}"
+    config = load("--preset", presets, "--pretrain-checkpoint", "x", "--world-size", str(ranks), "--check").config
+    assert config.accumulation_steps == 1
+
+
+def test_sections_of_json_may_have_any_name():
+    content = {"model": {"dim": 1536}, "training": {"steps": {"MAX_STEPS": 3}}, "max-seq-len": 512,
+               "lr": {"learning_rate": "1e-3"}}
+    config = load(config=content).config
+    assert (config.dim, config.max_steps, config.max_seq_len, config.learning_rate) == (1536, 3, 512, 1e-3)
+
+
+def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
+    config = load(config={name: ["seed", "dim"] for name in LISTS if name != "preset"}).config
+    assert config.allow_resume_mismatch == "seed,dim"
+    assert config.sample_prompts == "seed|dim"
+
+
+# `.env`
+
+
+def test_env_file_as_editors_and_shells_write_it():
+    Path(".env").write_bytes("\ufeffexport MAX_STEPS=3\r\n# a comment\r\n\r\nRUN_NAME='a b'  \r\nOUTPUT_DIR=\"x y\" # why\r\n"
+                             "SEED = 5 # a seed\r\nHELLASWAG_PATH=\r\nhellaswag_name=a#b\r\n"
+                             "SFT_DATA_PATH=   # none yet\r\n".encode())
+    config = load_config([], {**DATA, "RUN_NAME": "run"}).config
+    assert (config.max_steps, config.run_name, config.output_dir, config.seed) == (3, "run", "x y", 5)
+    assert (config.hellaswag_path, config.hellaswag_name, config.sft_data_path) == (None, "a#b", None)
+
+
+def test_an_empty_value_leaves_the_layer_below_and_none_takes_it_away():
+    assert load("--preset", "llama3-8b", env="FFN_DIM=\n", environ={"DIM": ""}).config.model_dump(include={"ffn_dim", "dim"}) == {
+        "ffn_dim": 14336, "dim": 4096}
+    for nothing in ("none", "Null"):
+        assert load(env=f"PRESET=llama3-8b\nFFN_DIM={nothing}\n").config.ffn_dim is None
+    assert load("--hellaswag-path=", env="HELLASWAG_PATH=items.jsonl\n").config.hellaswag_path is None
+    assert load("--preset", "llama3-8b", "--activation-checkpointing", "none").config.activation_checkpointing == "none"
+
+
+def test_lines_of_env_that_say_nothing_are_errors_and_are_not_repeated():
+    text = "MAX_STEPS\nWANDB_API_KEY: canary\n= canary\nSEED='canary\n"
+    assert problems(env=text) == [f".env:{line}: not of the form NAME=value" for line in (1, 2, 3, 4)]
+
+
+def test_a_name_that_is_there_twice_is_an_error_that_names_both_places():
+    assert problems(env="SEED=1\n\nseed=2\n") == [".env:3: seed is set a second time (first at .env:1); keep one"]
+    assert problems(config='{"seed": 1, "a": {"seed": 1}}', env="") == [
+        "run.json: a.seed is set a second time (first at run.json: seed); keep one"]
+    assert "second time" in problems(config='{"seed": 1, "seed": 1}')[0]
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"\xff\xfeS\0", "cannot be read"), (None, "cannot be read: No such file or directory")])
+def test_an_env_file_that_cannot_be_read(content, words):
+    if content is not None:
+        Path("x.env").write_bytes(content)
+    assert words in problems("--env-file", "x.env")[0]
+
+
+def test_settings_are_not_awaited_from_a_pipe_or_a_device():
+    os.mkfifo("pipe")
+    for flag in ("--env-file", "--config"):
+        for path in ("pipe", "/dev/zero"):
+            assert problems(flag, path)[0] == f"{path}: cannot be read: is no plain file but a pipe, a device, a folder or a link"
+
+
+@pytest.mark.parametrize("content, words", [
+    ("{", "not valid JSON"), ("[1]", "expected an object of settings"), ("[" * 100_000, "not valid JSON"),
+    ('{"max_steps": null}', "valid integer"), ('{"max_steps": true}', "expected a number or text"),
+    ('{"max_steps": [1]}', "expected one value, not a list"), ('{"learning_rate": NaN}', "finite number"),
+    ('{"run_name": 5}', "valid string"), ('{"sample_prompts": [1]}', "expected one value")])
+def test_json_that_cannot_be_used(content, words):
+    assert len(found := problems(config=content)) == 1 and words in found[0] and "run.json" in found[0]
+
+
+def test_json_with_a_byte_order_mark_is_read():
+    assert load(config='\ufeff{"seed": 3}').config.seed == 3
+
+
+# Libraries' keys and variables in `.env`
+
+LIBRARY_KEYS = """
+    HF_HOME HF_HUB_OFFLINE HF_HUB_CACHE HF_TOKEN_PATH HF_DATASETS_CACHE HF_ENDPOINT HUGGING_FACE_HUB_TOKEN TRANSFORMERS_OFFLINE
+    TOKENIZERS_PARALLELISM WANDB_MODE WANDB_ENTITY WANDB_DIR WANDB_NAME WANDB_NOTES WANDB_TAGS WANDB_RUN_GROUP WANDB_BASE_URL
+    WANDB_DISABLED WANDB_SILENT WANDB_RESUME CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_ORDER CUBLAS_WORKSPACE_CONFIG
+    NCCL_DEBUG NCCL_SOCKET_IFNAME NCCL_P2P_DISABLE GLOO_SOCKET_IFNAME TORCH_LOGS TORCH_HOME TORCHINDUCTOR_CACHE_DIR
+    PYTORCH_CUDA_ALLOC_CONF TRITON_CACHE_DIR OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS ATEN_CPU_CAPABILITY
+    ONEDNN_MAX_CPU_ISA MASTER_ADDR MASTER_PORT HUGGINGFACE_HUB_TOKEN HTTPS_PROXY NO_PROXY
+""".split()
+
+
+def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "1"})
+    Path(".env").write_text("".join(f"{name}=canary-{name}\n" for name in LIBRARY_KEYS) + "HF_ASSETS_CACHE=\n")
+    loaded = load_config([], {**os.environ, **DATA})
+    assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
+    ours, theirs = (note for note in loaded.notes if note.startswith("For the libraries"))
+    assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrules .env: OMP_NUM_THREADS")
+    assert "canary" not in ours + repr(loaded), "some are secrets"
+    export(loaded)
+    assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("wrong, right", [
+    ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_ENABLE", "WANDB_ENABLED"), ("WANDB_APIKEY", "WANDB_API_KEY"),
+    ("HF_TOKENS", "HF_TOKEN"), ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
+def test_a_misspelt_setting_is_no_library_key(wrong, right):
+    assert problems(env=f"{wrong}=1\n") == [f".env:1: unknown setting {wrong}; did you mean {right}?"]
+
+
+def test_variables_in_env_are_expanded():
+    env = ("RUN_NAME=a\nOUTPUT_DIR=${HOME}/${RUN_NAME}${EMPTY:-/b}\nHELLASWAG_NAME='${X:-}$HOME ${'\n"
+           "HF_HOME=\"${OUTPUT_DIR}/hub\"\n")
+    loaded = load(env=env, environ={"HOME": "/somewhere"})
+    assert (loaded.config.output_dir, loaded.config.hellaswag_name) == ("/somewhere/a/b", "$HOME ${")
+    assert loaded.exports == {"HF_HOME": "/somewhere/a/b/hub"}
+    assert load(env=env, environ={"HOME": "/x", "RUN_NAME": "c"}).config.output_dir == "/x/c/b"
+    assert problems(env="\nHF_TOKEN=canary${canary}\n") == [
+        ".env:2: HF_TOKEN needs a variable that is neither set in the environment nor above; set it, or write ${NAME:-default}"]
+
+
+def test_what_run_sh_asks_for_is_what_the_program_will_have(monkeypatch):
+    for name in ("PRESET", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SIZE", "debug")
+    Path(".env").write_text("export PRESET=\"${SIZE}\"  # mine\r\nCUDA_VISIBLE_DEVICES=1\r\nTYPO=1\r\n")
+    preset, environ = peek(["--typo", "1"])
+    assert preset == "debug" and environ["CUDA_VISIBLE_DEVICES"] == "1"
+    assert peek(["--preset=sample", "--max-steps", "1"])[0] == "sample"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert peek([])[1]["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+# What the environment decides
+
+
+def test_what_comes_from_the_environment_is_told():
+    loaded = load("--compile", "false", env="SEED=1\nDIM=768\n", environ={
+        "DEBUG": "1", "SEED": "7", "COMPILE": "1", "WANDB_API_KEY": CANARY, "WORLD_SIZE": "1",
+        "TEACHER_MODEL": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
+    (note,) = loaded.notes
+    assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
+    assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
+    Path(".env").unlink()
+    assert load_config(["--preset", "sample"], {}).notes == []
+
+
+# Unknown names
+
+
+@pytest.mark.parametrize("wrong, right", [
+    ("MAX_LR", "LEARNING_RATE"), ("BATCH_SIZE", "MICRO_BATCH_SIZE"), ("BLOCK_SIZE", "MAX_SEQ_LEN"), ("lr", "LEARNING_RATE"),
+    ("MAX_STEP", "MAX_STEPS"), ("LEARNIG_RATE", "LEARNING_RATE"), ("TOKENISER_PATH", "TOKENIZER_PATH"), ("DIMM", "DIM"),
+    ("MIN_LR", "MIN_LEARNING_RATE"), ("MAX-STEPS", "MAX_STEPS"), ("WAND_ENABLED", "WANDB_ENABLED")])
+def test_an_unknown_name_gets_its_nearest_neighbour_in_every_layer(wrong, right):
+    assert problems(env=f"SEED=1\n{wrong}=1\n") == [f".env:2: unknown setting {wrong}; did you mean {right}?"]
+    if "-" not in wrong:
+        assert problems(env="", config={"training": {wrong: 1}}) == [
+            f"run.json in training: unknown setting {wrong}; did you mean {right}?"]
+        flag = "--" + wrong.lower().replace("_", "-")
+        assert problems(flag, "1", env="") == [
+            f"command line: unknown flag {flag}; did you mean --{right.lower().replace('_', '-')}?"]
+
+
+def test_a_name_that_resembles_nothing_points_to_the_help():
+    assert problems("--xyzzy", "1", env="QUUX_VISIBLE_THINGS=0\n") == [
+        ".env:1: unknown setting QUUX_VISIBLE_THINGS; --help lists every setting",
+        "command line: unknown flag --xyzzy; --help lists every setting"]
+
+
+def test_what_other_trainers_call_a_setting_leads_to_a_setting():
+    assert set(FOREIGN_NAMES.values()) <= set(Config.model_fields)
+    assert not set(FOREIGN_NAMES) & set(Config.model_fields)
+
+
+def test_an_unknown_preset_gets_its_nearest_neighbour():
+    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? there are 1.3b, 3b")
+    for outside in ("../presets/debug", "x" * 5000, "\0"):
+        assert "unknown preset" in problems(env=f"PRESET={outside}\n")[0]
+
+
+@pytest.mark.parametrize("key, meant", [
+    ("MAX_STEP", "max_steps"), ("LEARNIGN_RATE", "learning_rate"), ("PRECISON", "precision"),
+    ("MICROBATCH_SIZE", "micro_batch_size"), ("MAX_LR", "learning_rate"), ("BATCH_SIZE", "micro_batch_size"),
+    ("max_steps", "max_steps"), ("OUTPUT_DIRS", "output_dir")])
+def test_an_environment_key_that_looks_misspelt_is_warned_of(key, meant):
+    loaded = load(environ={key: "1"})
+    assert loaded.warnings == [f"environment: {key} is no setting; did you mean {meant.upper()}?"]
+
+
+ORDINARY_KEYS = """
+    PATH HOME USER LOGNAME SHELL LANG LC_ALL TERM PWD OLDPWD SHLVL EDITOR PAGER DISPLAY TMPDIR HOSTNAME HOST_NAME _ PS1 LS_COLORS
+    XDG_RUNTIME_DIR SSH_CONNECTION SSH_AUTH_SOCK DBUS_SESSION_BUS_ADDRESS VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV PYTHONPATH
+    LD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES NVIDIA_VISIBLE_DEVICES CUDA_VERSION NCCL_VERSION NCCL_DEBUG NCCL_SOCKET_IFNAME
+    OMP_NUM_THREADS MKL_NUM_THREADS TOKENIZERS_PARALLELISM HF_HOME HF_HUB_OFFLINE HF_DATASETS_CACHE TRANSFORMERS_CACHE
+    TORCH_HOME TORCH_LOGS TORCHINDUCTOR_CACHE_DIR PYTORCH_CUDA_ALLOC_CONF WANDB_MODE WANDB_DIR WANDB_ENTITY WANDB_NAME
+    WANDB_DISABLED WANDB_SILENT WANDB_RUN_ID WANDB_BASE_URL WANDB_RUN_GROUP RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME
+    LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT
+    TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID TORCHELASTIC_ERROR_FILE TORCHELASTIC_USE_AGENT_STORE SLURM_JOB_ID SLURM_NTASKS
+    SLURM_PROCID SLURM_STEP_ID SLURM_NNODES OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_RANK KUBERNETES_SERVICE_HOST CI GITHUB_ACTIONS
+    RUNNER_TEMP JAVA_HOME GOPATH NODE_ENV CC CXX CFLAGS COMPILER COMPILE_COMMANDS DEVICES DEBUGGER DATA_DIRS OUTPUT MODEL_PATH
+    HISTSIZE HISTFILESIZE MAIL MANPATH INFOPATH http_proxy HTTPS_PROXY no_proxy AWS_REGION GOOGLE_APPLICATION_CREDENTIALS
+    device resume seed compile COLORTERM TERM_PROGRAM PRESETS SEEDS LESSOPEN MOTD_SHOWN WSL_DISTRO_NAME PROMPT_COMMAND
+    PIP_CACHE_DIR
+""".split()
+
+
+def test_an_ordinary_environment_raises_no_alarm():
+    assert [key for key in ORDINARY_KEYS if misspelt(key)] == []
+    assert [key for key in os.environ if misspelt(key)] == []
+
+
+# Flags
+
+
+def test_flags_in_every_spelling():
+    config = load("--max_steps=5", "--MIN-LEARNING-RATE", "0", "--debug", "--compile", "off", "--tf32=false",
+                  "--sample-prompts=--a=b|c", "--start-step", "0").config
+    assert (config.max_steps, config.min_learning_rate, config.debug, config.compile, config.tf32) == (5, 0, True, False, False)
+    assert (config.sample_prompts, config.start_step) == ("--a=b|c", 0)
+
+
+@pytest.mark.parametrize("flags, expected", [
+    (("--max-steps",), "command line: --max-steps needs a value"),
+    (("--max-steps", "--debug"), "command line: --max-steps needs a value"),
+    (("--config=",), "command line: --config needs a value"),
+    (("--env-file",), "command line: --env-file needs a value"),
+    (("stray",), "command line: stray has no name; write --name value"),
+    (("-max-steps", "5"), "command line: unknown flag -max-steps; did you mean --max-steps?"),
+    (("--no-compile",), "command line: unknown flag --no-compile; did you mean --compile false?"),
+    (("--chekc",), "command line: unknown flag --chekc; did you mean --check?"),
+    (("--debug", "maybe"), "command line: DEBUG=maybe: input should be a valid boolean, unable to interpret input"),
+    (("--learning-rate", "-1"), "command line: LEARNING_RATE=-1: input should be greater than 0"),
+    (("--max-steps", "2.5"), "command line: MAX_STEPS=2.5: input should be a valid integer, "
+                                "unable to parse string as an integer"),
+    (("--lr-schedule", "linear"), "command line: LR_SCHEDULE=linear: input should be 'cosine', 'wsd' or 'constant'"),
+])
+def test_flags_that_cannot_be_used(flags, expected):
+    assert problems(*flags) == [expected]
+
+
+def test_check_is_a_flag_of_the_program():
+    assert load("--check").check and load("--check=true").check
+    assert not load().check and not load("--check=false").check
+
+
+def test_flags_of_a_script_are_handed_back():
+    loaded = load("--source", "x", "--on-bad-record=skip", "--seed", "3", extra_flags=("source", "on-bad-record"))
+    assert loaded.rest == {"source": "x", "on_bad_record": "skip"} and loaded.config.seed == 3
+    with pytest.raises(SettingsError, match="did you mean --source?"):
+        load("--sorce", "x", extra_flags=("source",))
+
+
+def test_a_script_can_do_without_what_training_needs():
+    assert load_config([], {}, complete=False).config.tokenizer_path is None
+    with pytest.raises(SettingsError, match="PRETRAIN_DATA_PATH is not set"):
+        load_config([], {})
+
+
+# What must hold between settings
+
+
+@pytest.mark.parametrize("flags, words", [
+    (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
+                                       "world size = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
+    (("--total-batch-size", "5"), "try 8192"),
+    (("--total-batch-size", "4096"), "try 8192, or MICRO_BATCH_SIZE=0"),
+    (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576"),
+    (("--dim", "100"), "DIM=100 must be an even multiple of N_HEADS=12; try DIM=96"),
+    (("--dim", "36"), "even multiple"),
+    (("--n-kv-heads", "5"), "N_KV_HEADS=5 must divide N_HEADS=12; try one of 1, 2, 3, 4, 6, 12"),
+    (("--rope-low-freq-factor", "4"), "must exceed"),
+    (("--min-learning-rate", "1"), "MIN_LEARNING_RATE=1.0 exceeds LEARNING_RATE=0.0006"),
+    (("--precision", "fp16", "--device", "cpu"), "PRECISION=fp16"),
+    (("--early-stopping-patience", "3", "--validate-every", "0"), "VALIDATE_EVERY"),
+    (("--run-name", "../x"), "RUN_NAME"),
+    (("--output-dir=",), "OUTPUT_DIR is empty"),
+    (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs has a variable or a command in it that nothing expands"),
+    (("--pretrain-data-path", "$HOME/data"), "write what it stands for (.env knows ${NAME})"),
+    (("--teacher-model", "`cat name`"), "nothing expands"),
+    (("--run-name", "ä" * 101), "takes 202 bytes, and must take 200 at most"),
+    (("--training-stage", "sft"), "SFT_DATA_PATH is not set; prepare data with scripts/load_instruct_dataset.py"),
+    (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
+    (("--training-stage", "dpo", "--instruct-checkpoint", "a"), "DPO_DATA_PATH is not set; prepare data with "
+                                                                "scripts/load_dpo_dataset.py"),
+    (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--dpo-loss", "ipo",
+      "--dpo-label-smoothing", "0.1"), "DPO_LABEL_SMOOTHING goes with DPO_LOSS=sigmoid"),
+    (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--distillation-enabled",
+      "--teacher-model", "b"), "DISTILLATION_ENABLED goes with the stages pretrain and sft"),
+    (("--lora-enabled",), "LORA_ENABLED=true needs a base to adapt"),
+    (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
+    (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
+    (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
+    (("--world-size", "2"), "launch.py --nproc-per-node 2"),
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and it must be a path on this machine")
+      for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
+      for url in ("s3://x/y", "file:/x")),
+])
+def test_impossible_combinations_name_the_settings(flags, words):
+    assert len(found := problems(*flags)) == 1 and words in found[0]
+
+
+def test_the_users_own_folder_is_known_wherever_a_path_is_written(monkeypatch):
+    monkeypatch.setenv("HOME", "/of/mine")
+    config = load_config(["--output-dir=~/runs", "--resume=~/x"], {**DATA, "TOKENIZER_PATH": "~"}).config
+    assert (config.output_dir, config.resume, config.tokenizer_path) == ("/of/mine/runs", "/of/mine/x", "/of/mine")
+
+
+def test_an_output_is_a_path_on_this_machine():
+    assert local_path("runs/a:b") == Path("runs/a:b")
+    for url in ("s3://bucket/x", "s3:/bucket/x", "file:///x", "hdfs://user:canary@x"):
+        with pytest.raises(SettingsError, match="is a URL") as caught:
+            local_path(url)
+        assert "canary" not in str(caught.value)
+
+
+def test_what_the_rules_suggest_is_valid():
+    for size in (499712, 507904):
+        assert load("--total-batch-size", str(size)).config.accumulation_steps * 8192 == size
+    assert load("--dim", "96").config.head_dim == 8
+
+
+def test_a_rule_is_silent_about_settings_that_are_wrong_in_themselves():
+    assert len(problems("--dim", "wide", "--n-heads", "10", "--n-kv-heads", "5")) == 1
+
+
+def test_world_size_comes_from_the_launcher():
+    started = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    assert load(environ=started, env="WORLD_SIZE=4\n").config.world_size == 2
+    assert load("--check", env="WORLD_SIZE=4\n").config.world_size == 4
+    assert problems("--world-size", "4", environ=started, env="") == [
+        "WORLD_SIZE=4, but the launcher started 2 processes; leave the setting out"]
+    assert "whole numbers" in problems(environ={**started, "RANK": "one"})[0]
+    assert len(problems(environ={**started, "WORLD_SIZE": "two"})) == 1
+
+
+def test_everything_that_is_wrong_is_told_at_once():
+    found = problems("--typo", "1", "--max-steps", "x", environ={"SEED": "-1"}, env="MAX_LR=1\nDIM=100\nPRESET=debgu\n",
+                     config={"sft": {"epochs": 3}, "compile": "perhaps"})
+    expected = ["debgu", ".env:1: unknown setting MAX_LR", "epochs", "--typo", "MAX_STEPS=x", "environment: SEED=-1",
+                "run.json: compile: COMPILE=perhaps", "DIM=100"]
+    assert len(found) == len(expected)
+    assert all(any(words in line for line in found) for words in expected)
+
+
+@pytest.mark.parametrize("launcher", [{}, {"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "8"}])
+def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, capsys, monkeypatch):
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as caught:
+        exit_with(SettingsError("a", "b"))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "2 things to mend in the settings:\n  a\n  b\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        exit_with(SettingsError("a"))
+    assert capsys.readouterr().err == ""
+
+
+def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_path, capsys, monkeypatch):
+    (tmp_path / "1").mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(KeyError), first_here() as first:
+        assert first
+        raise KeyError("ended before it had told all, so the next one does")
+    entered = []
+
+    def come_second():
+        with first_here() as first:
+            entered.append(first)
+
+    with first_here() as first:
+        second = threading.Thread(target=come_second)
+        second.start()
+        second.join(0.1)
+        assert first and not entered, "it would leave before all is told"
+    second.join()
+    assert entered == [False]
+    (tmp_path / "told").unlink()
+    for expected in ("1 thing to mend in the settings:\n  a\n", ""):
+        with pytest.raises(SystemExit):
+            exit_with(SettingsError("a"))
+        assert capsys.readouterr().err == expected
+
+
+def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder):
+    """Each write is a packet; -u, as torchrun starts its ranks, writes what print is given piece by piece."""
+    (empty_folder / ".env").write_text("MAX_STEP=3\n")
+    (empty_folder / "sitecustomize.py").write_text("import atexit\natexit.register(lambda: print('the', 'end'))")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-u", ROOT / "train.py", "--typo", "1"], stdout=theirs, stderr=theirs,
+                                       env={**os.environ, **DATA, "PYTHONPATH": str(empty_folder)})
+        packets = [packet.decode() for packet in iter(lambda: ours.recv(65536), b"")]
+    text = "".join(packets)
+    assert process.wait() == 2 and "Traceback" not in text
+    assert ".env:1: unknown setting MAX_STEP; did you mean MAX_STEPS?" in text and "unknown flag --typo" in text
+    assert packets[-1] == "the end\n" and all(packet.endswith("\n") for packet in packets)
+    assert not (empty_folder / "runs").exists()
+
+
+@pytest.mark.parametrize("command", [["train.py", "-h"], ["scripts/make_sample.py", "--help"],
+                                     ["scripts/load_pretrain_dataset.py", "-h"]])
+def test_help_that_nobody_reads_ends_without_a_word(command):
+    """As `| head` does; 141 is what a shell says of a process that a closed pipe has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
+                          env={**os.environ, "PYTHONUNBUFFERED": ""})
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_script_that_nobody_reads_keeps_the_code_of_a_failure(monkeypatch):
+    def info(*then):
+        print("x")
+        for error in then:
+            raise error
+
+    for then, expected in (((), 141), ((SystemExit(0),), 141), ((SettingsError("x"),), 2), ((SystemExit(3),), 3)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "w") as pipe, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", pipe)
+            with pytest.raises(SystemExit) as ended:
+                run_script(partial(info, *then))
+        assert ended.value.code == expected
+    with pytest.raises(BrokenPipeError):  # of a socket
+        run_script(partial(info, BrokenPipeError()))
+
+
+# Secrets
+
+CANARY = "canary-0123456789"
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_shown_nowhere(name):
+    loaded = load(env=f"{name.upper()}={CANARY}\n", environ={})
+    config = loaded.config
+    assert getattr(config, name).get_secret_value() == CANARY
+    shown = [repr(config), str(config), repr(loaded), json.dumps(config.public()), config.model_dump_json(), str(loaded.sources)]
+    assert not any(CANARY in text for text in shown)
+    assert name.upper() not in config.public()
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_refused_as_flags_and_not_repeated(name):
+    flag = "--" + name.replace("_", "-")
+    for flags in ((flag, CANARY), (f"{flag}={CANARY}",), (flag[:-1], CANARY), (f"{flag}s={CANARY}",)):
+        found = "\n".join(problems(*flags))
+        assert CANARY not in found and flag[:-1] in found
+    assert CANARY not in "\n".join(problems(config={name: {"x": CANARY}}))
+    assert CANARY not in "\n".join(problems(config={name: [CANARY]}))
+    assert CANARY not in "\n".join(problems(config={name: 5}))
+
+
+def test_secrets_of_env_reach_the_libraries(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "")
+    monkeypatch.setenv("WANDB_API_KEY", "already there")
+    Path(".env").write_text(f"HF_TOKEN={CANARY}\nWANDB_API_KEY=below\n")
+    export(load_config([], {**DATA, **os.environ}))
+    assert os.environ["HF_TOKEN"] == CANARY and os.environ["WANDB_API_KEY"] == "already there"
+
+
+def test_help_names_every_setting_and_offers_no_secret_as_a_flag():
+    text = help_text("usage")
+    for line in describe_settings():
+        flag = "--" + line.name.lower().replace("_", "-")
+        assert (f"  {flag} " in text) != (line.name.lower() in SECRETS)
+        assert line.meaning in text and line.name in text.upper().replace("-", "_")
+
+
+def test_every_setting_has_one_line_of_meaning():
+    assert all(line.meaning and "\n" not in line.meaning and len(line.meaning) <= 130 for line in describe_settings())
+    assert sorted(line.name.lower() for line in describe_settings()) == sorted(Config.model_fields)
+
+
+# Whatever is written, it loads or it is a SettingsError
+
+names = st.one_of(st.sampled_from(sorted(name.upper() for name in Config.model_fields)), st.sampled_from(sorted(FOREIGN_NAMES)),
+                  st.text(max_size=12))
+values = st.one_of(st.text(max_size=12), st.integers().map(str), st.floats().map(str), st.just("9" * 400),
+                   st.sampled_from(["true", "none", "", "1e400", "auto", "debug", "-0", "0x10", "1_000", " 7 "]))
+everything = hypothesis_settings(max_examples=150)
+
+
+def loads_or_raises(*arguments):
+    try:
+        config = load_config(*arguments).config
+    except SettingsError as error:
+        assert str(error)
+    else:
+        assert config.accumulation_steps >= 1 and config.hidden_dim >= 1
+
+
+@everything
+@given(st.dictionaries(names, values, max_size=5))
+def test_any_environment_loads_or_is_a_settings_error(environ):
+    loads_or_raises([], {**DATA, **environ})
+
+
+@everything
+@given(st.lists(st.one_of(names.map("--{}".format), values, st.tuples(names, values).map(lambda pair: f"--{pair[0]}={pair[1]}")),
+                max_size=6))
+def test_any_flags_load_or_are_a_settings_error(argv):
+    loads_or_raises(argv, DATA)
+
+
+@everything
+@given(st.one_of(st.dictionaries(names, values, max_size=5).map(lambda pairs: "\n".join(f"{k}={v}" for k, v in pairs.items())),
+                 st.text(max_size=40)))
+def test_any_env_file_loads_or_is_a_settings_error(text):
+    Path("any.env").write_text(text, encoding="utf-8", errors="surrogateescape" if text.isascii() else "ignore")
+    loads_or_raises(["--env-file", "any.env"], DATA)
+
+
+json_values = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), values),
+                           lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(names, inner, max_size=3)),
+                           max_leaves=6)
+
+
+@everything
+@given(json_values)
+def test_any_json_file_loads_or_is_a_settings_error(content):
+    Path("any.json").write_text(json.dumps(content))
+    loads_or_raises(["--config", "any.json"], DATA)
+
+
+@everything
+@given(st.text(max_size=40))
+def test_nearest_is_a_known_name_or_none(name):
+    assert nearest(name) in {None, *Config.model_fields}

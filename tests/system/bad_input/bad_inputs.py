@@ -1,0 +1,231 @@
+"""What users feed the commands: one folder in which every command works, ways to spoil it, and what must be said of each.
+
+The cases of rows 21 to 28 of docs/reliability.md; tests/test_bad_input.py runs them.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from factories import TINY, prepare
+from safetensors.torch import load_file, save_file
+
+import lora
+from checkpoint import hf_format, peft_format
+from config import LoraConfig, ModelConfig
+from data_pipeline.prepare import prepare_pretrain
+from data_pipeline.shard_reader import header_bytes
+from data_pipeline.tokenize_chats import prepare_examples
+from model import Transformer
+from tokenizer import load_tokenizer
+
+Spoil = Callable[[], object]  # in the folder that it spoils
+
+
+PREPARE = "--output out --preparation-workers 1 --env-file .env"
+
+
+# ------------------------------------------------------------------------------------------------ the folder in which all is well
+
+
+def chat(*contents: object, **more) -> dict:
+    return {"messages": [{"role": ("user", "assistant")[number % 2], "content": content}
+                         for number, content in enumerate(contents)], **more}
+
+
+def lines(*records: object) -> str:
+    return "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
+
+
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+ITEM = {"activity_label": "Farm", "ctx": "The cat saw", "endings": ["a dog.", "the hen.", "one ox.", "a cow."], "label": 2}
+SHAPE = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
+
+
+def make_farm(folder: Path) -> None:
+    """Two shards to train on and one held out, chats, pairs, items, two tokenizers, a model, Meta's kind, and adapters."""
+    prepared = prepare(folder / "made", vocab_size=260)
+    tokenizer = load_tokenizer(str(prepared.tokenizer))
+    shutil.copy(prepared.tokenizer, folder / "tokenizer.model")
+    shutil.copy(prepared.items, folder / "items.jsonl")
+    options = dict(shard_tokens=3000, validation_fraction=0.2, workers=1)
+    (folder / "x.jsonl").write_text(lines(*[chat(f"Is it {number}?", f"It is {number}.") for number in range(60)]))
+    (folder / "y.jsonl").write_text(lines(*[{**PAIR, "prompt": f"Is it {number}?"} for number in range(60)]))
+    made = str(prepared.tokenizer), "auto", folder / "made"
+    sets = {"set": prepare_pretrain(str(folder / "made" / "text.jsonl"), *made, **options)}
+    for name, kind, source in (("chats", "chats", "x.jsonl"), ("pairs", "pairs", "y.jsonl")):
+        sets[name] = prepare_examples(kind, str(folder / source), *made, system_prompt="", **options)
+    for name, place in sets.items():
+        shutil.copytree(place, folder / name)
+    model = Transformer(SHAPE, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for name in ("model", "meta", "adapter"):
+        (folder / name).mkdir()
+    hf_format.save_model_folder(folder / "model", model.state_dict(), SHAPE, tokenizer, 64)
+    state = {name: tensor[:tokenizer.vocab_size] if name in hf_format.VOCABULARY else tensor
+             for name, tensor in model.state_dict().items()}
+    torch.save({**state, "output.weight": state["tok_embeddings.weight"]}, folder / "meta" / "consolidated.00.pth")
+    (folder / "meta" / "params.json").write_text(json.dumps({"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
+                                                             "norm_eps": 1e-5, "rope_theta": 500_000.0}))
+    shutil.copy(prepared.tokenizer, folder / "meta" / "tokenizer.model")
+    adapters = LoraConfig(lora_enabled=True, lora_rank=4)
+    base_sha256 = hf_format.weights_sha256(hf_format.load_model_weights(folder / "model"))
+    lora.add_adapters(model, adapters, torch.Generator().manual_seed(0))
+    peft_format.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), adapters, SHAPE, "model", base_sha256,
+                                      tokenizer)
+    (folder / ".env").write_text(lines(*[f"{name}={value}" for name, value in {
+        **TINY, "OUTPUT_DIR": "runs", "PRETRAIN_DATA_PATH": "set", "SFT_DATA_PATH": "chats", "DPO_DATA_PATH": "pairs",
+        "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl", "MAX_STEPS": 1}.items()]))
+    shutil.rmtree(folder / "made")
+
+
+# ---------------------------------------------------------------------------------------------------------------- ways to spoil
+
+
+def put(name: str, content: str | bytes = b"") -> Spoil:
+    """The file holds something else."""
+    return lambda: Path(name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+    return lambda: Path(name).write_bytes(change(Path(name).read_bytes()))
+
+
+def cut(name: str, size: int) -> Spoil:
+    return edit(name, lambda content: content[:size])
+
+
+def flip(name: str, position: int) -> Spoil:
+    return edit(name, lambda content: content[:position] + bytes([content[position] ^ 8]) + content[position:][1:])
+
+
+def add(name: str, text: str) -> Spoil:
+    return edit(name, lambda content: content + text.encode())
+
+
+def json_of(name: str, change: Callable[[dict], object]) -> Spoil:
+    """The JSON file's object, changed in place or replaced by what is returned."""
+    def spoil() -> None:
+        content = json.loads(Path(name).read_text())
+        changed = change(content)
+        Path(name).write_text(json.dumps(content if changed is None else changed))
+    return spoil
+
+
+def gone(name: str) -> Spoil:
+    return lambda: shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
+
+
+def instead(name: str, make: Callable[[str], object]) -> Spoil:
+    """A folder, a FIFO or a loop where the file was."""
+    return lambda: (gone(name)(), make(name))
+
+
+def loop(name: str) -> None:
+    os.symlink(Path(name).name, name)
+
+
+def env(**changes: object) -> Spoil:
+    """Settings in `.env`, in place of what it says of them."""
+    def spoil() -> None:
+        kept = [line for line in Path(".env").read_text().splitlines() if line.split("=")[0] not in changes]
+        Path(".env").write_text(lines(*kept, *[f"{name}={value}" for name, value in changes.items()]))
+    return spoil
+
+
+def all_of(*spoils: Spoil) -> Spoil:
+    return lambda: [spoil() for spoil in spoils]
+
+
+def tensors_of(name: str, change: Callable[[dict], object]) -> Spoil:
+    """The safetensors file's tensors, changed in place."""
+    def spoil() -> None:
+        tensors = load_file(name)
+        change(tensors)
+        save_file(tensors, name)
+    return spoil
+
+
+def meta_of(change: Callable[[dict], object]) -> Spoil:
+    def spoil() -> None:
+        tensors = torch.load("meta/consolidated.00.pth", weights_only=True)
+        change(tensors)
+        torch.save(tensors, "meta/consolidated.00.pth")
+    return spoil
+
+
+def nothing() -> None:
+    pass
+
+
+class Bomb:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def token_beyond_the_vocabulary() -> None:
+    """In a shard whose hash is right all the same."""
+    shard = Path("set/train-00001.bin")
+    shard.write_bytes(shard.read_bytes()[:1100] + b"\xff\xff" + shard.read_bytes()[1102:])
+    json_of("set/manifest.json", lambda m: shards_of(m)[1].update(sha256=hashlib.sha256(shard.read_bytes()).hexdigest()))()
+
+
+def shards_of(manifest: dict) -> list[dict]:
+    return manifest["splits"]["train"]["shards"]
+
+
+def manifest(change: Callable[[dict], object]) -> Spoil:
+    return json_of("set/manifest.json", lambda content: change(content) and None)
+
+
+def first_shard(**changes: object) -> Spoil:
+    return manifest(lambda m: shards_of(m)[0].update(changes))
+
+
+def npy(header: bytes) -> Spoil:
+    return lambda: (gone("set")(), os.mkdir("set"), Path("set/train.npy").write_bytes(b"\x93NUMPY" + header))
+
+
+def segments(*flags: int) -> Spoil:
+    """The segments of the prepared chats say something else."""
+    def spoil() -> None:
+        path = Path("chats/train-segments-00000.bin")
+        path.write_bytes(header_bytes(len(flags), "uint32") + np.array(flags, "<u4").tobytes())
+        json_of("chats/manifest.json", lambda m: m["splits"]["train"]["segments"].update(tokens=len(flags), shards=[
+            {"file": path.name, "tokens": len(flags), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}]))()
+    return spoil
+
+
+def second_line(record: object, good: object) -> Spoil:
+    return put("in.jsonl", lines(good, record))
+
+
+def text_line(line: str | bytes) -> Spoil:
+    line = line if isinstance(line, bytes) else line.encode()
+    return put("in.jsonl", b'{"text": "first"}\n' + line + b'\n{"text": "last"}\n')
+
+
+class Case(NamedTuple):
+    """A command in a spoilt folder, its exit code, and what its last line must say."""
+
+    name: str
+    command: str
+    code: int
+    spoil: Spoil
+    words: str
+
+
+def group(name: str, command: str, code: int, **cases: tuple[Spoil, str]) -> list[Case]:
+    return [Case(f"{name}-{case}", command, code, spoil, words) for case, (spoil, words) in cases.items()]
+
+
+def commands(name: str, code: int, **cases: tuple[str, str]) -> list[Case]:
+    return [Case(f"{name}-{case}", command, code, nothing, words) for case, (command, words) in cases.items()]

@@ -1,0 +1,378 @@
+"""What is promised when something goes wrong: nothing that was learned is lost, nothing hangs, and the first cause is shown."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import alone, during, listening
+from factories import PATIENCE, UNMEASURED, TinyRun, at_step, do_in_step, without_clocks
+from safetensors.torch import load_file
+
+import train
+from checkpoint import store
+from model_utils import build_model
+from objectives import base
+from training import evaluation, run_log, state
+
+ROOT = Path(__file__).resolve().parents[3]
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """A run that nothing has interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.train() == 0
+    return run
+
+
+# ------------------------------------------------------------------------------------------------------------------- signals
+
+
+# Where the signal comes (module, function, which of its calls), and the last step that is finished then.
+MOMENTS = {"start-up": (state, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
+           "step": (train, "learning_rate", 3, 3), "validation": (evaluation, "validation_loss", 3, 4),
+           "HellaSwag": (evaluation, "evaluate_batches", 2, 3), "samples": (evaluation, "generate", 1, 6),
+           "save": (state.convert, "save_model_folder", 1, 3)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
+    module, name, turn, finished = MOMENTS[moment]
+    run = tiny_run()
+    patch = during(module, name, lambda: os.kill(os.getpid(), number), turn)
+    code = run.train()
+    patch.undo()
+    if moment == "samples":
+        assert code == 0, "it was finished but for the save"
+    else:
+        assert code == train.EXIT_PREEMPTED
+        assert (run.steps_saved() or [0])[-1] == finished, "before the first step there is nothing to save"
+    assert run.train() == 0
+    assert run.hashes(6) == whole.hashes(6)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
+    run = tiny_run(MAX_STEPS=100_000, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
+    with alone(run) as command:
+        command.wait_for_step(2)
+        assert listening(command.pid) == []
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 143
+    assert "the same command" in command.text() and "Traceback" not in command.text()
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+def stall_in_step_2() -> None:
+    do_in_step(2, lambda: (print("stalling", flush=True), time.sleep(PATIENCE)))
+
+
+def test_a_second_signal_quits_at_once(tiny_run):
+    run = tiny_run()
+    job = run.start(plant=stall_in_step_2)
+    job.wait_for("stalling")
+    (process,) = job.processes
+    os.kill(process.pid, signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.is_alive(), "the first one is remembered, and no more"
+    os.kill(process.pid, signal.SIGTERM)
+    assert job.wait() == [143]
+    assert run.steps_saved() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------- not finite
+
+
+def is_rank(rank: int) -> bool:
+    return os.environ.get("RANK", "0") == str(rank)
+
+
+def when_built(change) -> None:
+    """Do something to the model that train builds."""
+    def build(*arguments):
+        model = build_model(*arguments)
+        change(model)
+        return model
+
+    train.build_model = build
+
+
+def bad_gradient_in_step(step: int, value: float, once: bool = False):
+    """Put one bad number into one gradient, whenever that is computed from then on."""
+    reached = threading.Event()
+    do_in_step(step, reached.set)
+
+    def spoil(gradient):
+        if reached.is_set():
+            gradient = gradient.clone()
+            gradient[3, 2] = value
+            if once:
+                reached.clear()
+        return gradient
+
+    when_built(lambda model: model.layers[1].feed_forward.w2.weight.register_hook(spoil))
+
+
+def nan_on_rank_1() -> None:
+    if is_rank(1):
+        bad_gradient_in_step(4, math.nan)
+
+
+def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run):
+    run = tiny_run(SAVE_EVERY=0)
+    job = run.start(WORLD, nan_on_rank_1)
+    assert job.wait() == [4, 4], job.text()
+    text = job.text()
+    assert "NON-FINITE in step 4, from rank 1" in text and "layers.1.feed_forward.w2.weight" in text
+    assert text.count("error: step 4 was not finite on rank 1") == 1 and "Traceback" not in text
+    assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3]
+
+    reports = [json.loads((run.folder / "debug" / "step-00000004" / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+    assert [report["finite"] for report in reports] == [True, False]
+    (tensor,) = reports[1]["tensors"]
+    assert (tensor["tensor"], tensor["kind"], tensor["shape"]) == ("layers.1.feed_forward.w2.weight", "gradient", [32, 96])
+    assert tensor["non_finite"] == 1
+    rows = [row for report in reports for micro_batch in report["rows"] for row in micro_batch]
+    assert len(set(rows)) == 8
+    dump = load_file(run.folder / "debug" / "step-00000004" / "rank-1.safetensors")
+    assert dump["tokens_BT.0"].shape == (2, 32)
+    assert not [path for path in run.folder.rglob("*") if path.suffix in (".pt", ".pth", ".pkl", ".bin")]
+
+    # The state that was saved is the one before: a run that is healthy goes on from it as if nothing had been.
+    assert run.steps_saved() == [3]
+    healthy = tiny_run(RUN_NAME="healthy")
+    for each in (healthy, run):
+        again = each.start(WORLD, **({} if each is healthy else {"SAVE_EVERY": 2}))
+        assert again.wait() == [0, 0], again.text()
+    assert run.hashes(6) == healthy.hashes(6)
+
+
+def nan_by_dropout_on_rank_1() -> None:
+    """What makes no number of it is drawn by lot, as dropout is."""
+    reached, draws, loss_sum = threading.Event(), [], base.NextToken.loss_sum
+    do_in_step(4, reached.set)
+
+    def spoilt(*arguments):
+        total, metrics = loss_sum(*arguments)
+        if reached.is_set():
+            draws.append(float(torch.rand(())))
+            total = total * (math.nan if draws[-1] == draws[0] else 1)
+        return base.LossSum(total, metrics)
+
+    if is_rank(1):
+        base.NextToken.loss_sum = spoilt
+
+
+def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
+    job = tiny_run(**UNMEASURED).start(WORLD, nan_by_dropout_on_rank_1)
+    assert job.wait() == [4, 4] and "error: step 4 was not finite on rank 1" in job.text(), job.text()
+
+
+def nan_once_on_the_last_rank() -> None:
+    if is_rank(int(os.environ.get("WORLD_SIZE", 1)) - 1):
+        bad_gradient_in_step(4, math.nan, once=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_size, tiny_run):
+    run = tiny_run(SAVE_EVERY=0)
+    job = run.start(world_size, nan_once_on_the_last_rank)
+    assert job.wait() == [4] * world_size, job.text()
+    text = job.text()
+    assert "NON-FINITE in step 4, and finite when computed again" in text and "layers.1.feed_forward.w2.weight" in text
+    assert text.count("error: step 4 was not finite, but is on every rank when computed again: that is transient") == 1
+    dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
+    reports = [json.loads(dump.read_text()) for dump in dumps]
+    assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)
+    # The advice works: the same command goes on, from the state before.
+    assert run.steps_saved() == [3]
+    again = run.start(world_size)
+    assert again.wait() == [0] * world_size, again.text()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, capsys):
+    monkeypatch.setattr(train, "build_model", train.build_model)
+    run = tiny_run()
+    with at_step(1, lambda: None):
+        bad_gradient_in_step(3, value)
+        assert run.train() == 4
+    assert run.steps_saved() == [2] and run.column("val_loss")[2] == store.read_state(run.checkpoint(2))["val_loss"]
+    assert "feed_forward.w2.weight (32, 96): 1 not finite" in capsys.readouterr().out
+
+
+def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatch, capsys):
+    """A weight of infinity in the second block gives a loss that is no number."""
+    def spoil(model):
+        with torch.no_grad():
+            model.layers[1].ffn_norm.weight[5] = math.inf
+
+    monkeypatch.setattr(train, "build_model", train.build_model)
+    when_built(spoil)
+    run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
+    assert run.train(DEBUG="true") == 4
+    captured = capsys.readouterr()
+    assert "first module with a bad output: layers.1.ffn_norm" in captured.out
+    assert "loss nan" in captured.out and "error: step 1 was not finite" in captured.err
+    assert run.steps_saved() == [] and "the weights were not finite before it and are not saved" in captured.err
+
+
+# ------------------------------------------------------------------------------------------------------------------- crashes
+
+
+def fail_on_rank_1() -> None:
+    def fail():
+        raise ZeroDivisionError("planted on rank 1")
+
+    if is_rank(1):
+        do_in_step(3, fail)
+
+
+def die_on_rank_1() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def die_in_evaluation_of_rank_1() -> None:
+    if is_rank(1):
+        during(evaluation, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+
+
+def die_in_the_save_of_rank_0() -> None:
+    if is_rank(0):
+        during(state.convert, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+
+
+@pytest.mark.parametrize(("plant", "codes", "saved"), [
+    (fail_on_rank_1, [1, 1], [2]), (die_on_rank_1, [1, -9], [2]), (die_in_evaluation_of_rank_1, [1, -9], [2]),
+    (die_in_the_save_of_rank_0, [-9, 1], [2])])
+def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_run):
+    """And the run goes on from its last checkpoint to the end that it would have had."""
+    run = tiny_run()
+    job = run.start(WORLD, plant)
+    assert job.wait() == codes, job.text()
+    survivor = job.outputs[1 if plant is die_in_the_save_of_rank_0 else 0].read_text()
+    assert "stops, because another has ended" in survivor and "Traceback" not in survivor
+    if plant is fail_on_rank_1:
+        assert "ZeroDivisionError: planted on rank 1" in job.outputs[1].read_text()
+    assert run.steps_saved() == saved
+    job = run.start(WORLD)
+    assert job.wait() == [0, 0], job.text()
+    assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4, 5, 6]
+    assert not list((run.folder / "checkpoints").glob("tmp-*"))
+
+
+# ------------------------------------------------------------------------------------------------------------ getting started
+
+
+def test_a_world_size_without_torchrun_is_told(tiny_run, capsys):
+    assert tiny_run().train(WORLD_SIZE=2) == 2
+    assert "torchrun" in capsys.readouterr().err
+
+
+def hold_the_folder() -> None:
+    do_in_step(2, lambda: (print("holding", flush=True), time.sleep(PATIENCE)))
+
+
+def test_the_second_of_two_jobs_in_one_folder_leaves_and_the_first_goes_on(tiny_run, capsys):
+    run = tiny_run()
+    first = run.start(plant=hold_the_folder)
+    first.wait_for("holding")
+    before = (run.folder / "metrics.jsonl").read_text()
+    assert run.train() == 5
+    assert f"in use by process {first.processes[0].pid}" in capsys.readouterr().err
+    assert (run.folder / "metrics.jsonl").read_text() == before
+    # Killed, it leaves no lock behind.
+    first.processes[0].kill()
+    assert first.wait() == [-9]
+    assert run.train() == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- the trackers
+
+WANDB = {
+    "raising at once": "def init(**_): raise RuntimeError('no network')",
+    "raising in log": """
+        class Run:
+            def log(self, values, step): raise SystemExit('service is gone')
+            def finish(self): raise OSError('service is gone')
+        def init(**_): return Run()""",
+    "hanging": """
+        import time
+        def init(**_): time.sleep(600)""",
+    "not installed": "raise ImportError('No module named wandb')",
+}
+
+
+@pytest.mark.parametrize("misbehaviour", WANDB)
+def test_training_does_not_notice_wandb(misbehaviour, whole, tiny_run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text("def Settings(**_): pass\n" + textwrap.dedent(WANDB[misbehaviour]))
+    monkeypatch.syspath_prepend(tmp_path / "fake")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(run_log, "FINISH_SECONDS", 0.5)
+    run = tiny_run()
+    assert run.train(WANDB_ENABLED="true") == 0
+    sys.modules.pop("wandb", None)
+    captured = capsys.readouterr()
+    assert captured.err.count("warning: wandb") == 1, captured.err
+    assert run.hashes(6) == whole.hashes(6)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+# -------------------------------------------------------------------------------------------------------------------- secrets
+
+
+def test_no_secret_reaches_a_file_or_a_stream(prepared, tmp_path):
+    """One in .env, one in the environment; a run that logs to a tracker, saves, and ends with a dump."""
+    canaries = {"HF_TOKEN": "canary-1f4c9a", "WANDB_API_KEY": "canary-77b0e2"}
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text(textwrap.dedent("""
+        import json, os
+        Settings = dict
+        class Run:
+            def log(self, values, step): pass
+            def finish(self): pass
+        def init(**arguments):
+            assert os.environ["WANDB_API_KEY"] and os.environ["HF_TOKEN"]
+            with open(os.path.join(arguments["dir"], "wandb.txt"), "w") as file:
+                file.write(repr(arguments))
+            return Run()"""))
+    (tmp_path / ".env").write_text(f"HF_TOKEN={canaries['HF_TOKEN']}\n")
+    run = TinyRun(prepared, tmp_path / "runs", WANDB_ENABLED="true", ENV_FILE=tmp_path / ".env", TENSORBOARD_ENABLED="false")
+    job = run.start(plant=bad_gradient_later, env={"WANDB_API_KEY": canaries["WANDB_API_KEY"],
+                                                   "PYTHONPATH": str(tmp_path / "fake"), "FAKE_WANDB": str(tmp_path / "fake")})
+    assert job.wait() == [4], job.text()
+    assert (run.folder / "wandb.txt").exists() and (run.folder / "debug").exists() and run.steps_saved()
+    for path in (*run.folder.rglob("*"), *job.outputs):
+        if path.is_file():
+            content = path.read_bytes()
+            assert not [canary for canary in canaries.values() if canary.encode() in content], path
+
+
+def bad_gradient_later() -> None:
+    sys.path.insert(0, os.environ["FAKE_WANDB"])
+    bad_gradient_in_step(5, math.nan)
+
+
+# ------------------------------------------------------------------------------------------------------------------ two nodes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
+def test_two_nodes_train_as_one_process_does():
+    result = subprocess.run(["bash", ROOT / "scripts" / "two_nodes.sh"], cwd=ROOT, text=True, capture_output=True, timeout=600,
+                            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
+    assert result.returncode == 0, result.stdout + result.stderr

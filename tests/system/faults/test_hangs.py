@@ -1,0 +1,315 @@
+"""A rank that does not move ends the job with exit code 6 and a report that says which rank is where; no memory is no hang."""
+
+import os
+import re
+import resource
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from commands import during
+from factories import UNMEASURED, do_in_step, run_ranks
+
+from checkpoint import tensor_files
+from common.errors import DataError
+from common.heartbeat import HEARTBEAT, Heartbeat
+from objectives import base
+from parallel import collectives, watchdog
+from parallel.watchdog import Board, HangWatchdog, clause
+from training import evaluation
+
+WORLD = 2
+TIMEOUT = 2  # seconds
+
+
+def is_rank(rank: int) -> bool:
+    return os.environ["RANK"] == str(rank)
+
+
+def stop_here() -> None:
+    time.sleep(2 * watchdog.TELL_SECONDS)  # until all know where it is
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_rank_1_in_a_step() -> None:
+    watchdog.ANSWER_SECONDS = 1.5
+    if is_rank(1):
+        do_in_step(3, stop_here)
+
+
+def stop_rank_0_in_hellaswag() -> None:
+    watchdog.ANSWER_SECONDS = 1.5
+    if is_rank(0):
+        during(evaluation, "evaluate_batches", stop_here, 2)
+
+
+def stall() -> None:
+    time.sleep(60)
+
+
+class File:
+    """A file on a disk that does something before each write."""
+
+    def __init__(self, file, before_write):
+        self.file, self.before_write = file, before_write
+
+    def write(self, data):
+        self.before_write()
+        return self.file.write(data)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.close()
+
+
+def on_such_a_disk(before_write) -> None:
+    if is_rank(0):
+        tensor_files.open = lambda path, mode: File(open(path, mode), before_write) if mode == "wb" else open(path, mode)
+
+
+def stall_rank_0_in_a_save() -> None:
+    on_such_a_disk(stall)
+
+
+def slow_down_the_save() -> None:
+    on_such_a_disk(lambda: time.sleep(0.1))
+
+
+def wait_for_each_other() -> None:
+    def wait() -> None:
+        with HEARTBEAT.waiting():
+            stall()
+
+    do_in_step(3, wait)
+
+
+def lose_rank_1() -> None:
+    """Where rank 0 does not learn of it: as if it waited in a kernel on a GPU."""
+    watchdog.GONE_SECONDS = 1
+    if is_rank(1):
+        do_in_step(3, lambda: (time.sleep(2 * watchdog.TELL_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
+    else:
+        wait_for_each_other()
+
+
+def stall_rank_1_in_a_forward() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: setattr(base.NextToken, "loss_sum", lambda *_: stall()))
+
+
+STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 2)"
+FORWARD = "forward and backward (step 3)"
+
+
+@pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
+    pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not answer, rank 0 waits in {FORWARD}, and nothing "
+                                           "moved", {0: "all_reduce"}, marks=pytest.mark.slow),
+    (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not answer, rank 1 waits in {HELLASWAG} as far as is known "
+                                  "(the store through which ranks speak, in rank 0, does not answer)", {1: "all_reduce"}),
+    (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and nothing moved",
+     {0: "backward", 1: "stall"}),
+    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and nothing moved",
+     {0: "stall", 1: "all_reduce"})])
+def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
+    run = tiny_run()
+    job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    codes = job.wait(TIMEOUT + 35)
+    # One that was only stopped goes on when all is told, finds itself alone, and leaves as well.
+    assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
+    text = job.text()
+    assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
+    assert f"DISTRIBUTED_TIMEOUT={TIMEOUT} s" in text and str(run.folder / "log" / "stacks-rank-*.txt") in text
+    assert "Traceback" not in text
+    for rank, place in stacks_of.items():
+        stacks = (run.folder / "log" / f"stacks-rank-{rank}.txt").read_text()
+        assert "in train_loop" in stacks and f"in {place}" in stacks
+
+
+def test_ranks_that_all_wait_are_a_hang(tiny_run):
+    job = tiny_run().start(WORLD, wait_for_each_other, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert job.wait(TIMEOUT + 35) == [6, 6], job.text()
+    assert "error: hang: ranks 0-1 wait in data (step 3), and nothing moved" in job.text()
+
+
+def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
+    run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # the machine's own disk may be busy
+    job = run.start(WORLD, slow_down_the_save, DISTRIBUTED_TIMEOUT=timeout)
+    assert job.wait() == [0, 0], job.text()
+    assert float(re.search(r"Saved .* in ([\d.]+) s", job.text())[1]) > 1.5 * timeout
+    assert run.steps_saved() == [2]
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_leaves(tiny_run):
+    job = tiny_run().start(WORLD, lose_rank_1)
+    assert job.wait(30) == [1, -signal.SIGKILL], job.text()
+    assert "error: rank 0 stops, because rank 1 has ended" in job.text() and "hang" not in job.text()
+
+
+def pause() -> None:
+    do_in_step(3, lambda: (print("here", flush=True), time.sleep(0.5)))
+
+
+@pytest.mark.slow
+def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
+    job = tiny_run().start(WORLD, pause, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    job.wait_for("here")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for process in job.processes:
+            os.kill(process.pid, number)
+        time.sleep(TIMEOUT + 1)
+    assert job.wait() == [0, 0], job.text()
+
+
+def leave_the_group_to_notice() -> None:
+    collectives.HangWatchdog = lambda *_: None
+    collectives.stop_watch = lambda: None
+    collectives.LATER_SECONDS = 0
+    if is_rank(1):
+        do_in_step(3, lambda: time.sleep(TIMEOUT + 3))
+
+
+@pytest.mark.slow
+def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
+    """The group's own time-out, which comes later than the watch."""
+    job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
+    assert job.wait() == [6, 1], job.text()
+    assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
+    assert "rank 1 stops, because another has ended" in job.text()
+
+
+def test_ranks_are_named_in_ranges():
+    assert clause([0, 2, 3, 4, 7], True, True, "save", 5) == "ranks 0, 2-4, 7 wait in save (step 5)"
+    assert clause([1, 2], False, False, "HellaSwag", 5) == "ranks 1-2 are in HellaSwag (step 5) and do not answer"
+    assert clause([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
+
+
+def leave_early() -> None:
+    def run() -> int:
+        with collectives.joined_ranks("cpu", 60) as joined:
+            return joined.world_size  # as at a signal before the first step
+
+    before = threading.active_count()
+    assert run() == WORLD
+    assert not torch.distributed.is_initialized() and collectives.watch is None and threading.active_count() == before
+
+
+def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
+    run_ranks(leave_early, world_size=WORLD, folder=tmp_path)
+
+
+class Store:
+    """What a board needs of torch's store, which may break down."""
+
+    def __init__(self):
+        self.values, self.broken = {}, False
+
+    def set(self, key, value):
+        if self.broken:
+            raise RuntimeError("connection reset")
+        self.values[key] = value
+
+    def multi_get(self, keys):
+        return [self.values[key] for key in keys]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_watch_ends_when_it_is_stopped(broken):
+    store, before = Store(), threading.active_count()
+    watch = HangWatchdog(Heartbeat(), Board(store, "secret", 1), True, 0, 60, lambda *_: pytest.fail("a hang was reported"))
+    store.broken = broken
+    time.sleep(1.2 * watchdog.TELL_SECONDS)
+    watch.stop()
+    assert threading.active_count() == before and watch.alarm is False
+
+
+def test_what_a_stranger_hangs_out_is_left_there():
+    """Who has no secret, has seen another's words, or is of another version."""
+    store, state = Store(), {**Heartbeat().told(), "host": "here", "pid": 7, "ready": False, "alarm": False, "told": False, "at": 1.0}
+    board, stranger = Board(store, "secret", 2), Board(store, "guessed", 2)
+    first, second = board.keys
+    assert board.keys != stranger.keys and "secret" not in first
+    for rank in range(2):
+        board.tell({**state, "rank": rank})
+    heard = board.hear()
+    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.hear() == {}, "nothing new"
+    old = store.values[second]
+    board.tell({**state, "rank": 1, "at": 2.0})
+    board.hear()
+    stranger.keys = board.keys
+    stranger.tell({**state, "rank": 1, "at": 3.0, "alarm": True})
+    for value in (store.values[second], old, store.values[first], b"", b"yes", b"\0" * 10_000, b"\xff" * 64 + b"[" * 10_000):
+        store.values[second] = value
+        assert board.hear() == {}
+    for changes in ({"pid": -1}, {"pid": "7"}, {"alarm": 1}, {"still": -1.0}, {"rank": 0}, {"phase": "x" * 2000}, {"more": 1}):
+        other = Board(store, "secret", 2)
+        other.keys = [second, second]
+        other.tell({**state, "rank": 1, "at": 4.0, **changes})
+        assert board.hear() == {}, changes
+    board.tell({**state, "rank": 1, "at": 5.0})
+    assert board.hear() == {1: {**state, "rank": 1, "at": 5.0}}
+
+
+def test_a_pulse_knows_what_is_done():
+    mine = Heartbeat()
+    mine.enter("save", 7)
+    with mine.waiting():
+        told = mine.told()
+        assert (told["phase"], told["step"], told["waits"]) == ("save", 7, True) and 0 <= told["still"] < 60
+    with pytest.raises(RuntimeError), mine.waiting():
+        raise RuntimeError("closed by peer")
+    assert mine.told()["waits"] is False, "it has an end to make"
+    mine.enter("data")
+    assert (mine.told()["phase"], mine.told()["step"], mine.told()["waits"]) == ("data", 7, False)
+
+
+# -------------------------------------------------------------------------------------------------------------- out of memory
+
+
+def out_of_gpu_memory() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: raise_it(torch.OutOfMemoryError("CUDA out of memory.")))
+
+
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+def under_a_limit(allocate) -> None:
+    """As a container or a batch system limits a process."""
+    used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
+    allocate()
+
+
+def tensor_beyond_the_limit() -> None:
+    if is_rank(1):
+        do_in_step(3, lambda: under_a_limit(lambda: torch.zeros(2**30)))
+
+
+def object_beyond_the_limit() -> None:
+    if is_rank(0):
+        during(evaluation, "evaluate_batches", lambda: under_a_limit(lambda: bytearray(2**32)), 2)
+
+
+@pytest.mark.parametrize(("plant", "rank"), [(out_of_gpu_memory, 1), (tensor_beyond_the_limit, 1), (object_beyond_the_limit, 0)])
+def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run):
+    job = tiny_run().start(WORLD, plant)
+    assert job.wait(30) == [1, 1], job.text()
+    assert f"error: rank {rank} is out of memory (" in job.text() and "Traceback" not in job.text()
+    assert all(name in job.text() for name in ("MICRO_BATCH_SIZE", "ACTIVATION_CHECKPOINTING=block", "MAX_SEQ_LEN", "--check"))
+
+
+@pytest.mark.parametrize(("error", "code", "victim"), [
+    (DataError("line 3"), 3, False), (MemoryError(), 1, False), (OSError(12, "Cannot allocate memory"), 1, False),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"), 1, False),
+    (RuntimeError("Timed out waiting 2000ms for recv operation to complete"), 6, False),
+    (RuntimeError("Connection closed by peer [127.0.0.1]:1"), 1, True),
+    (RuntimeError("x.cu:9: nll_loss2d does not have a deterministic implementation, but you set"), 2, False),
+    (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
+def test_one_place_explains_every_end(error, code, victim):
+    ending = collectives.classify_exception(error)
+    assert (ending and ending.code, ending and ending.victim) == (code, victim)

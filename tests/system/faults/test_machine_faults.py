@@ -1,0 +1,449 @@
+"""What the machine does to a run: full disks, read-only folders, limits on files and memory, a cable that is cut.
+
+The faults are real: small file systems that are mounted and unmounted, limits that the kernel holds, network namespaces.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Optional
+
+import pytest
+import torch
+from commands import Command, launch
+from factories import UNMEASURED, TinyRun, do_in_step, without_clocks
+
+import train
+from checkpoint import store
+from common.errors import DataError
+from config import Config
+from data_pipeline import prepare
+from training import optim, state
+from training.run_log import RunLog
+
+ROOT = Path(__file__).resolve().parents[3]
+WORLD = 2
+LITTLE = 1_000_000  # bytes of memory
+
+
+def can_mount() -> bool:
+    """Whether this process may mount; containers often may not, even as root."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+
+
+needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mount a small file system on a new folder; it is gone after the test."""
+    mounted = []
+
+    def mount(folder: Path, size: int, *options: str, image: Optional[Path] = None) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        what = ["-o", "loop", image] if image else ["-t", "tmpfs", "-o", ",".join((f"size={size}", *options)), "tmpfs"]
+        subprocess.run(["mount", *what, folder], check=True)
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in reversed(mounted):
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill(folder: Path, leave: int = 0) -> Path:
+    """Another program that takes all the room but so many bytes; returns its file."""
+    hog = folder / "hog"
+    with open(hog, "ab", buffering=0) as file, contextlib.suppress(OSError):
+        file.write(bytes(max(0, shutil.disk_usage(folder).free - leave)))
+        while leave == 0:
+            file.write(bytes(4096))
+    return hog
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """A run to which nothing happened."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.train() == 0
+    return run
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_one_sentence(text: str, *words: str) -> None:
+    """The last thing said is one error that has these words, and there is no traceback."""
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in text, text
+    assert all(word in errors[0] for word in words), errors[0]
+
+
+# ------------------------------------------------------------------------------------------------------------------ full disks
+
+
+def fill_the_disk_in_step_3() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        do_in_step(3, lambda: fill(Path(os.environ["SMALL_DISK"])))
+
+
+@needs_mounts
+def test_a_disk_too_small_for_a_checkpoint_is_told_before_the_first_step(tiny_run, mount, capsys):
+    run = tiny_run()
+    mount(run.folder, 100_000)
+    assert run.train() == 5
+    text = capsys.readouterr()
+    assert "Step [" not in text.out and run.steps_saved() == []
+    assert_one_sentence(text.err, str(run.folder / "checkpoints"), "bytes needed", "free")
+
+
+@needs_mounts
+def test_a_disk_with_no_byte_left_is_told_before_the_first_step(tiny_run, mount, capsys):
+    run = tiny_run()
+    fill(mount(run.folder, 100_000))
+    assert run.train() == 5
+    assert_one_sentence(capsys.readouterr().err, str(run.folder), "No space left", "0 bytes are free")
+
+
+@needs_mounts
+def test_a_finished_run_needs_no_room(tiny_run, mount):
+    run = tiny_run()
+    mount(run.folder, 10_000_000)
+    assert run.train() == 0
+    fill(run.folder, leave=20_000)
+    assert run.train() == 0
+
+
+@needs_mounts
+@pytest.mark.parametrize("world_size", [1, WORLD])
+def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_on(world_size, whole, tiny_run, mount):
+    run = tiny_run()
+    mount(run.folder, 10_000_000)
+    job = run.start(world_size, fill_the_disk_in_step_3, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [5] * world_size, job.text()
+    assert_one_sentence(job.text(), str(run.folder / "checkpoints"), "bytes needed", ", 0 free")
+    assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    (run.folder / "hog").unlink()
+    job = run.start(world_size)
+    assert job.wait() == [0] * world_size, job.text()
+    assert [line["step"] for line in run.metrics()] == list(range(7))
+    if world_size == 1:
+        assert run.hashes(6) == whole.hashes(6)
+
+
+def fill_the_disk_in_the_save_of_step_4() -> None:
+    """Between the look at what is free and the last byte."""
+    original, saves = state.convert.save_model_folder, iter(range(9))
+
+    def save_model_folder(*arguments):
+        if next(saves) == 1:
+            fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
+        return original(*arguments)
+
+    state.convert.save_model_folder = save_model_folder
+
+
+@needs_mounts
+def test_a_disk_that_fills_within_a_save_publishes_nothing(tiny_run, mount):
+    run = tiny_run()
+    mount(run.folder, 10_000_000)
+    job = run.start(plant=fill_the_disk_in_the_save_of_step_4, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [5], job.text()
+    assert_one_sentence(job.text(), str(run.checkpoint(4)), "bytes needed", "free")
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000002"]
+    assert store.verify(run.checkpoint(2))
+    assert [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4], "there was room for these"
+
+
+def free_the_disk_in_step_45() -> None:
+    fill_the_disk_in_step_3()
+    do_in_step(45, (Path(os.environ["SMALL_DISK"]) / "hog").unlink)
+
+
+@needs_mounts
+def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
+    """So many steps that each file fills its last page, and cannot get another."""
+    long = dict(MAX_STEPS=50, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    run, whole = tiny_run(**long), tiny_run(**long, RUN_NAME="whole")
+    assert whole.train() == 0
+    mount(run.folder, 10_000_000)
+    job = run.start(plant=free_the_disk_in_step_45, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [0], job.text()
+    warnings = [line for line in job.text().splitlines() if "warning: " in line]
+    assert len(warnings) == 3 and all("No space left on device; the run goes on" in line for line in warnings), job.text()
+    for name in ("metrics.jsonl", "ledger.jsonl", "log/rank-0.txt"):
+        assert sum(str(run.folder / name) in line for line in warnings) == 1
+    assert run.hashes(50) == whole.hashes(50)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+    assert (run.folder / "ledger.jsonl").read_text() == (whole.folder / "ledger.jsonl").read_text()
+    told = (run.folder / "log" / "rank-0.txt").read_text().splitlines()
+    assert sum("Step [" in line for line in told) == 50 and all(line.startswith("[CPU0] ") for line in told)
+
+
+@needs_mounts
+def test_tensorboard_on_a_full_disk_costs_one_warning(mount, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    folder = mount(tmp_path / "run", 100_000)
+    log = RunLog(Config(tensorboard_enabled=True), 0, "cpu", folder)
+    while not list(folder.glob("tensorboard/*")):
+        time.sleep(0.01)
+    fill(folder)
+    for step in range(1, 100):
+        log.step({"step": step, "train_loss": 1.0})
+    log.close()
+    told = capsys.readouterr().err
+    assert told.count("TensorBoard is off for the rest of this run") == 1 and "Traceback" not in told, told
+
+
+def bad_gradient_on_a_full_disk() -> None:
+    fill_the_disk_in_step_3()
+    do_in_step(4, lambda: setattr(train, "gradient_norm", lambda model: torch.tensor(math.nan)))
+
+
+@needs_mounts
+def test_a_non_finite_step_on_a_full_disk_is_told_as_such(tiny_run, mount):
+    run = tiny_run(SAVE_EVERY=0, KEEP_BEST=0)
+    mount(run.folder, 10_000_000)
+    job = run.start(plant=bad_gradient_on_a_full_disk, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [4], job.text()
+    assert_one_sentence(job.text(), "step 4 was not finite on rank 0", "could not be saved")
+    assert "debug/step-00000004 cannot be written" in job.text()
+
+
+def console_on_the_full_disk() -> None:
+    fill_the_disk_in_step_3()
+    file = os.open(f"{os.environ['SMALL_DISK']}/console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+
+
+@needs_mounts
+def test_a_console_on_the_full_disk_changes_no_exit_code(tiny_run, mount):
+    run = tiny_run()
+    mount(run.folder, 10_000_000)
+    job = run.start(plant=console_on_the_full_disk, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [5]
+    assert run.steps_saved() == [2] and "Step [2/6]" in (run.folder / "console.txt").read_text()
+
+
+def fill_the_disk_of_a_command() -> None:
+    do_in_step(3, lambda: fill(Path(os.environ["SMALL_DISK"])), optim)
+
+
+@pytest.mark.slow
+@needs_mounts
+def test_the_launcher_whose_own_files_are_on_the_full_disk_hands_on_the_exit_code(tiny_run, mount):
+    run = tiny_run()
+    mount(run.output_dir, 10_000_000)
+    with launch(run, plant="test_machine_faults:fill_the_disk_of_a_command", planted_in=0,
+                env={"SMALL_DISK": str(run.folder)}) as command:
+        assert command.wait() == 5
+    assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
+
+
+def console_that_nobody_reads() -> None:
+    reader, writer = os.pipe()
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    do_in_step(3, lambda: os.close(reader))
+
+
+def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
+    run = tiny_run()
+    job = run.start(plant=console_that_nobody_reads)
+    assert job.wait() == [0]
+    assert run.hashes(6) == whole.hashes(6)
+    told = (run.folder / "log" / "rank-0.txt").read_text()
+    assert "the console cannot be written: Broken pipe" in told and "Step [6/6]" in told
+
+
+@needs_mounts
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goes_on_where_there_is_room(
+        workers, prepared, mount, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 20_000)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"The cat number {number} saw the dog. " * 40}) + "\n" for number in range(300)))
+
+    def shards_in(folder: Path) -> Path:
+        return prepare.prepare_pretrain(str(text), str(prepared.tokenizer), "auto", folder, shard_tokens=50_000,
+                                                       validation_fraction=0.1, workers=workers, journal_seconds=0)
+
+    small = mount(tmp_path / "small", 500_000)
+    hog = fill(small, leave=250_000)
+    with pytest.raises(DataError, match=rf"{small}.* cannot be written: No space left on device; [\d,]+ bytes are free"):
+        shards_in(small)
+    assert not list(small.glob("*/manifest.json"))
+    hog.unlink()
+    subprocess.run(["mount", "-o", "remount,size=9000000", small], check=True)
+    there, elsewhere = shards_in(small), shards_in(tmp_path / "elsewhere")
+    assert [path.read_bytes() for path in sorted(there.iterdir())] == [path.read_bytes() for path in sorted(elsewhere.iterdir())]
+
+
+# ----------------------------------------------------------------------------------------------- read-only folders, dead disks
+
+
+@needs_mounts
+def test_a_read_only_output_dir_is_told_before_the_first_step(tiny_run, mount, capsys):
+    run = tiny_run()
+    mount(run.output_dir, 1_000_000, "ro")
+    assert run.train() == 5
+    text = capsys.readouterr()
+    assert_one_sentence(text.err, f"{run.folder} cannot be written: Read-only file system", "OUTPUT_DIR")
+    assert "Step [" not in text.out
+
+
+def make_read_only_in_step_3() -> None:
+    do_in_step(3, lambda: subprocess.run(["mount", "-o", "remount,ro", os.environ["SMALL_DISK"]], check=True))
+
+
+@needs_mounts
+def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(tiny_run, mount):
+    run = tiny_run()
+    folder = mount(run.folder / "checkpoints", 10_000_000)
+    job = run.start(plant=make_read_only_in_step_3, env={"SMALL_DISK": str(folder)})
+    assert job.wait() == [5], job.text()
+    assert_one_sentence(job.text(), str(folder), "Read-only file system")
+    assert run.steps_saved() == [2] and store.verify(run.checkpoint(2))
+    subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+    assert run.train() == 0
+
+
+@needs_mounts
+def test_data_on_a_read_only_disk_is_enough(whole, tiny_run, mount, tmp_path):
+    folder = mount(tmp_path / "data", 10_000_000)
+    shutil.copytree(whole.settings["PRETRAIN_DATA_PATH"], folder / "shards")
+    subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+    run = tiny_run(PRETRAIN_DATA_PATH=folder / "shards")
+    assert run.train() == 0
+    assert run.hashes(6) == whole.hashes(6)
+
+
+def lose_the_disk_in_step_3() -> None:
+    do_in_step(3, lambda: subprocess.run(["mount", "-o", "remount,abort", os.environ["SMALL_DISK"]], check=True))
+
+
+@needs_mounts
+@pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="needs mkfs.ext4")
+def test_a_disk_that_dies_under_open_files_ends_the_run_at_the_next_save(tiny_run, mount, tmp_path):
+    """ext4 makes itself read-only after an error, with files open for writing in it."""
+    run = tiny_run()
+    image = tmp_path / "disk"
+    with open(image, "wb") as file:
+        file.truncate(16_000_000)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    try:
+        mount(run.folder, 0, image=image)
+    except subprocess.CalledProcessError:
+        pytest.skip("no loop devices")
+    job = run.start(plant=lose_the_disk_in_step_3, env={"SMALL_DISK": str(run.folder)})
+    assert job.wait() == [5], job.text()
+    assert_one_sentence(job.text(), str(run.folder / "checkpoints"))
+    assert "metrics.jsonl cannot be written: " in job.text()
+    assert store.verify(run.checkpoint(2))
+
+
+# ---------------------------------------------------------------------------------------------------------------------- limits
+
+
+def small_files_from_the_start() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+
+def small_files_in_step_3() -> None:
+    do_in_step(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)))
+
+
+@pytest.mark.parametrize(("plant", "saved", "words"), [
+    (small_files_from_the_start, [], ("100,000", "ulimit -f unlimited")),
+    (small_files_in_step_3, [2], ("1,000", "ulimit -f unlimited"))])
+def test_a_limit_on_the_size_of_files_is_told(plant, saved, words, tiny_run):
+    run = tiny_run()
+    job = run.start(plant=plant)
+    assert job.wait() == [5]
+    told = (run.folder / "log" / "rank-0.txt").read_text() if plant is small_files_in_step_3 else job.text()
+    if plant is small_files_from_the_start:
+        assert_one_sentence(told, *words)
+    assert run.steps_saved() == saved
+
+
+def little_memory_in_step_3() -> None:
+    """What is there stays, and nothing more is given."""
+    def limit() -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # nor what earlier steps have left
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + LITTLE, resource.RLIM_INFINITY))
+
+    if os.environ.get("RANK", "1") == "1":
+        do_in_step(3, limit)
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(WORLD, marks=pytest.mark.slow)])
+def test_out_of_memory_is_told_with_the_settings_to_change(world_size, tiny_run):
+    run = tiny_run(DIM=512, MAX_SEQ_LEN=128, TOTAL_BATCH_SIZE=1024, MICRO_BATCH_SIZE=4, **UNMEASURED)
+    job = run.start(world_size, little_memory_in_step_3)
+    assert job.wait() == [1] * world_size, job.text()
+    assert "MICRO_BATCH_SIZE" in job.text() and "ACTIVATION_CHECKPOINTING" in job.text() and "Traceback" not in job.text()
+
+
+# --------------------------------------------------------------------------------------------------------------------- network
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces joined by a veth pair: [(name, its end of the cable, its address)]."""
+    nodes = [(f"cut{number}-{os.getpid()}", f"cut{number}x{os.getpid()}", f"10.213.78.{number + 1}") for number in range(2)]
+    (first, link, _), (second, other, _) = nodes
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True)
+
+    try:
+        for name, _, _ in nodes:
+            ip("netns", "add", name)
+        ip("link", "add", link, "netns", first, "type", "veth", "peer", "name", other, "netns", second)
+        for name, end, address in nodes:
+            ip("-n", name, "address", "add", f"{address}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield nodes
+    finally:
+        for name, _, _ in nodes:
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
+def test_a_cable_that_is_cut_between_two_nodes_ends_both(tiny_run, two_nodes):
+    timeout = 10
+    run = tiny_run(MAX_STEPS=1_000_000, SAVE_EVERY=20, KEEP_LAST=2, DISTRIBUTED_TIMEOUT=timeout, **UNMEASURED)
+    commands = []
+    for number, (name, link, _) in enumerate(two_nodes):
+        inside = f"import os, sys; os.execvp('ip', ['ip', 'netns', 'exec', '{name}', sys.executable, *sys.argv[1:]])"
+        commands.append(Command(run, "-c", inside, "scripts/launch.py", "--nnodes=2", f"--node-rank={number}",
+                                f"--master-addr={two_nodes[0][2]}", "--master-port=29500", "--nproc-per-node=1", "--",
+                                *run.argv(), env={"GLOO_SOCKET_IFNAME": link}))
+    with commands[0], commands[1]:
+        commands[0].wait_for(lambda: bool(run.steps_saved()))
+        subprocess.run(["ip", "-n", two_nodes[0][0], "link", "set", two_nodes[0][1], "down"], check=True)
+        cut = time.monotonic()
+        codes = [command.wait(timeout + 60) for command in commands]
+        seconds = time.monotonic() - cut
+        text = "".join(command.text() for command in commands)
+    print(f"both nodes ended with {codes}, {seconds:.1f} s after the cut")
+    assert set(codes) <= {1, 6} and seconds < timeout + 35, text
+    assert all("error: " in command.last_line() and "rank 1" in command.last_line() for command in commands), text
+    assert store.verify(run.checkpoint(run.steps_saved()[-1]))

@@ -1,0 +1,474 @@
+"""What CUDA must give: the same as a CPU, by every kernel, compiled or not; and that a run survives what can happen to it there.
+
+`pytest -m gpu` runs it on a GPU. PADDOCK_TEST_DEVICE=cpu takes the CPU in its place, for all but what only CUDA has: so the same
+lines run where there is no GPU. What is cheap there runs in every test run. scripts/gpu_suite.py chooses by how names begin.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+import warnings
+from itertools import count
+
+import pytest
+import torch
+import torch.distributed as dist
+from factories import UNMEASURED, TinyRun, furthest, prepare_stages, run_ranks
+from torch.nn import functional as F
+
+import train
+from common.errors import SettingsError
+from config import Config
+from dataloaders import Batch
+from fused.chunked_head import IGNORE_INDEX
+from hellaswag_utils import Task, ending_logprobs
+from model import SHARED_PREFIX, KVCache
+from model_utils import build_model, compile_model, wrap_model
+from parallel import collectives
+from parallel.collectives import Ranks
+from training.generate import generate
+
+GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
+CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
+ONLY_GPU = [pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
+on_both = pytest.mark.parametrize("device", CPU_TOO, indirect=True)
+on_gpu = pytest.mark.parametrize("device", ONLY_GPU, indirect=True)  # too slow, or of no use, in every test run
+pytestmark = pytest.mark.filterwarnings("default")  # kernels that are tried, and compilers, say much that is no fault
+
+VOCAB = 500  # padded to 512 inside
+SHAPE = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 384, "init_std": 0.06, "tf32": False}
+ROWS, LENGTH = 3, 192
+# Of the norm of each tensor's gradient; the loss is ten times closer.
+APART = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+BACKENDS = ("auto", "cudnn", "flash", "sdpa", "math")
+
+
+@pytest.fixture
+def device(request) -> torch.device:
+    """The device of the test; skips where it is not there."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA here; PADDOCK_TEST_DEVICE=cpu runs this on the CPU")
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
+
+
+def needs_cuda(device: torch.device, why: str) -> None:
+    if device.type != "cuda":
+        pytest.skip(f"needs CUDA: {why}")
+
+
+def compile_once(device: torch.device, wanted: bool) -> None:
+    """On a CPU one test compiles, for all."""
+    if device.type != "cuda" and not wanted:
+        pytest.skip("compiled once on a CPU, elsewhere")
+
+
+def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def documents(rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
+    """One document, many, and one that ends in a document of one token."""
+    numbers = torch.ones(rows, length, dtype=torch.int32)
+    numbers[1] = torch.arange(length) // 7 + 1
+    numbers[2, -1] = 2
+    return numbers
+
+
+def batch_on(device: torch.device, document_ids_BT: torch.Tensor | None) -> Batch:
+    ids = tokens()
+    return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), document_ids_BT).to(device)
+
+
+def model_on(device: torch.device, dtype: torch.dtype = torch.float32, **settings):
+    """A model with the same weights on every device."""
+    config = Config(**{**SHAPE, **settings})
+    model = build_model(config, VOCAB, Ranks(device=device), dtype)
+    generator = torch.Generator().manual_seed(1)
+    weights = {name: 0.06 * torch.randn(value.shape, generator=generator) if value.ndim > 1 else
+               0.5 + torch.rand(value.shape, generator=generator) for name, value in sorted(model.state_dict().items())}
+    model.load_state_dict(weights)
+    return model
+
+
+def learned(model, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss, and the gradients, on the CPU in float64."""
+    model.zero_grad()
+    loss = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, reduction="sum") / batch.targets_BT.numel()
+    loss.backward()
+    return float(loss.detach()), {name: parameter.grad.double().cpu() for name, parameter in model.named_parameters()}
+
+
+def assert_alike(one, other, allowed: float) -> None:
+    """Losses and gradients, by the norm of each tensor."""
+    assert abs(one[0] - other[0]) <= allowed / 10 * abs(other[0]), (one[0], other[0])
+    apart = {name: float((one[1][name] - other[1][name]).norm() / other[1][name].norm()) for name in other[1]}
+    worst = max(apart, key=apart.get)
+    assert apart[worst] <= allowed, f"{worst}: {apart[worst]:.2g}"
+
+
+def reference(document_ids_BT: torch.Tensor | None = None):
+    """What a CPU gives in float32 by the plainest kernel."""
+    cpu = torch.device("cpu")
+    return learned(model_on(cpu, attention_backend="math"), batch_on(cpu, document_ids_BT))
+
+
+# ------------------------------------------------------------------------------------------------------------------ the same
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("apart", [False, True], ids=["whole rows", "documents"])
+def test_values_are_those_of_a_cpu_in_float32(device, dtype, apart):
+    numbers = documents() if apart else None
+    assert_alike(learned(model_on(device, dtype), batch_on(device, numbers)), reference(numbers), APART[dtype])
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_values_of_documents_in_a_row_are_those_of_each_alone(device, dtype):
+    """Varlen kernels on CUDA, a mask elsewhere; against rows of one document."""
+    model, ids, numbers = model_on(device, dtype), tokens(), documents()
+    with torch.no_grad():
+        packed = model(ids[:, :-1].to(device), ids[:, 1:].to(device), numbers)
+        for row in range(ROWS):
+            for number in numbers[row].unique():
+                at = (numbers[row] == number).nonzero().flatten()
+                alone = model(ids[row:row + 1, at].to(device), ids[row:row + 1, at + 1].to(device))
+                assert (packed[row, at.to(device)] - alone[0]).abs().max() <= APART[dtype] * alone.abs().max()
+
+
+@on_both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [64, 0])
+def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype, chunk):
+    model = model_on(device, dtype, head_chunk_tokens=chunk)
+    generator = torch.Generator().manual_seed(3)
+    hidden_MD = torch.randn(ROWS * LENGTH, SHAPE["dim"], generator=generator).to(device, dtype)
+    targets_M = torch.randint(VOCAB, (ROWS * LENGTH,), generator=generator)
+    targets_M[::5] = IGNORE_INDEX
+    ours = hidden_MD.clone().requires_grad_()
+    total = -model.logprobs(ours, targets_M.to(device), reduction="sum")
+    total.backward()
+    exact = hidden_MD.double().cpu().requires_grad_()
+    weight = model.head_weight.values_VD.detach().to(dtype).double().cpu().requires_grad_()
+    expected = F.cross_entropy((exact @ weight.T)[:, :VOCAB], targets_M, ignore_index=IGNORE_INDEX, reduction="sum")
+    expected.backward()
+    assert abs(float(total.detach()) - float(expected.detach())) <= APART[dtype] / 10 * float(expected.detach())
+    for mine, other in ((ours.grad, exact.grad), (model.head_weight.values_VD.grad, weight.grad)):
+        assert (mine.double().cpu() - other).norm() <= APART[dtype] * other.norm()
+
+
+# ----------------------------------------------------------------------------------------------------------------- attention
+
+
+def an_item() -> Task:
+    context, endings = [5] * 30, [4, 9, 6, 3]
+    ids = torch.randint(VOCAB, (len(context) + sum(endings),), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+    numbers = [SHARED_PREFIX] * len(context) + [number for number, length in enumerate(endings, 1) for _ in range(length)]
+    targets = torch.cat([torch.full((len(context),), IGNORE_INDEX, dtype=torch.int32), ids[len(context):]])
+    return Task(ids, torch.tensor(numbers, dtype=torch.int32), targets, endings, endings, 0)
+
+
+@on_both
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_of_every_backend_in_every_use(device, backend, recomputed, compiled):
+    """Training with and without documents, HellaSwag's shared prefix, and writing with a cache, all with one model."""
+    if recomputed == "selective" and (not compiled or backend != "auto"):
+        pytest.skip("selective is the compiler's, whatever the kernel")
+    if compiled:
+        compile_once(device, False)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        model = model_on(device, dtype, attention_backend=backend, activation_checkpointing=recomputed)
+        if compiled:
+            compile_model(model)
+        found = [learned(model, batch_on(device, numbers)) for numbers in (documents(), None)]
+    except (SettingsError, RuntimeError) as error:
+        if isinstance(error, SettingsError) or (device.type == "cpu" and "kernel" in str(error)):
+            pytest.skip(f"{backend}: {str(error)[:150]}")
+        raise
+    for one, numbers in zip(found, (documents(), None)):
+        assert_alike(one, reference(numbers), APART[dtype])
+    exact = model_on(torch.device("cpu"), attention_backend="math")
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        scores, wanted = (ending_logprobs(each, [an_item()] * 2, where)
+                          for each, where in ((model, device), (exact, torch.device("cpu"))))
+        assert abs(scores - wanted).max() <= APART[dtype] * abs(wanted).max()
+        logits, wanted = cached_logits(model, device), cached_logits(exact, torch.device("cpu"))
+        assert (logits - wanted).abs().max() <= APART[dtype] * wanted.abs().max()
+        written = generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=4)
+        assert [len(ids) for ids in written] == [4, 4]
+
+
+def cached_logits(model, device: torch.device) -> torch.Tensor:
+    """Of the last of some tokens, of which most are in the cache."""
+    ids = tokens(2, 11).to(device)
+    cache = KVCache(model.config, 2, 16, device, model.compute_dtype)
+    with torch.no_grad():
+        model.logits(ids[:, :8], cache=cache)
+        return model.logits(ids[:, 8:], cache=cache, last_only=True).cpu()
+
+
+# ------------------------------------------------------------------------------------------------------------------ compiled
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_compiled_is_eager(device, dtype):
+    """With documents, and with ever other numbers of them, by few compilations."""
+    compile_once(device, dtype == torch.float32)
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    eager, model = model_on(device, dtype), model_on(device, dtype)
+    compile_model(model)
+    for every in (7, 5, 3, 2, 1) if device.type == "cuda" else (7, 2):
+        numbers = documents()
+        numbers[1] = torch.arange(LENGTH) // every + 1
+        assert_alike(learned(model, batch_on(device, numbers)), learned(eager, batch_on(device, numbers)), APART[dtype])
+    graphs = counters["stats"]["unique_graphs"]
+    print(f"\nmeasured: graphs compiled, {dtype} = {graphs}")
+    assert graphs <= 6  # a block, with a static and a dynamic number of borders, and the parts of the head
+
+
+@on_gpu
+def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
+    """A step with documents: one read of the device, after its update is enqueued. What the loop does between counts as well."""
+    needs_cuda(device, "there is nothing to wait for")
+    waits: list[int] = []
+    original = train.learning_rate
+
+    def counted(finished: int, config) -> float:
+        waits.append(sum("synchronizing" in str(warning.message) for warning in caught))
+        return original(finished, config)
+
+    run = tiny_run(**UNMEASURED, DEVICE="cuda", PRECISION="bf16", COMPILE="true", MAX_STEPS=12, SAVE_EVERY=0, LOG_EVERY=0)
+    with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(train, "learning_rate", counted)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            assert run.train() == 0
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    steps = [after - before for before, after in zip(waits[4:], waits[5:])]  # the first compile
+    print(f"\nmeasured: waits a step, most = {max(steps)}")
+    where = {f"{os.path.basename(warning.filename)}:{warning.lineno}" for warning in caught
+             if "synchronizing" in str(warning.message)}
+    assert max(steps) <= 1, f"{steps}, from {sorted(where)}"
+
+
+@on_gpu
+@pytest.mark.slow
+def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, prepared, tmp_path):
+    """The blocks are compiled with adapters on and off, with and without gradients, for rows of many documents."""
+    compile_once(device, False)
+    stages = prepare_stages(prepared, tmp_path)
+    run = stages.run("lora-dpo", tmp_path / "runs", **UNMEASURED, DEVICE=device.type, PRECISION="auto", COMPILE="true",
+                     MAX_STEPS=12)
+    assert run.train() == 0
+    assert len(run.metrics()) == 12
+
+
+# -------------------------------------------------------------------------------------------------------------------- faults
+
+
+def plant_in_gradients(patch: pytest.MonkeyPatch, step: int, factor: float) -> None:
+    """Multiply the gradients of one weight in one step, counted from 1."""
+    models, hooks, rate, begun = [], [], train.learning_rate, count(1)
+
+    def build(*arguments):
+        models.append(build_model(*arguments))
+        return models[-1]
+
+    def learning_rate(updates: int, config) -> float:
+        while hooks:
+            hooks.pop().remove()
+        if next(begun) == step:
+            hooks.append(models[0].norm.weight.register_hook(lambda gradient: gradient * factor))
+        return rate(updates, config)
+
+    patch.setattr(train, "build_model", build)
+    patch.setattr(train, "learning_rate", learning_rate)
+
+
+def scale_of(run: TinyRun, step: int) -> float:
+    return json.loads((run.checkpoint(step) / "trainer_state.json").read_text())["scaler"]["scale"]
+
+
+@on_both
+def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device, tiny_run, monkeypatch):
+    """On a CPU, where the settings refuse fp16, the trainer is told that it may."""
+    if device.type == "cpu":
+        scaler = torch.amp.GradScaler
+        monkeypatch.setattr(train, "choose_dtype", lambda *_: torch.float16)
+        monkeypatch.setattr(torch.amp, "GradScaler", lambda *_: scaler("cpu", init_scale=2.0**10))
+    precision = {"DEVICE": "cuda", "PRECISION": "fp16"} if device.type == "cuda" else {}
+    run = tiny_run(**UNMEASURED, **precision, SAVE_EVERY=1, KEEP_LAST=0, MAX_STEPS=6)
+    with monkeypatch.context() as patch:
+        plant_in_gradients(patch, 4, float("inf"))
+        assert run.train() == 0
+    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert [line["updated"] for line in ledger][3:] == [False, True, True]
+    assert scale_of(run, 4) == scale_of(run, 3) / 2 == scale_of(run, 6)
+    straight = run.hashes(6)
+    again = tiny_run(**{**run.settings, "RUN_NAME": "again", "RESUME": run.checkpoint(4)})
+    assert again.train() == 0
+    assert scale_of(again, 6) == scale_of(run, 6)
+    if device.type == "cpu":
+        assert again.hashes(6) == straight
+
+
+@on_both
+def test_faults_that_are_no_numbers_end_with_4(device, tiny_run, monkeypatch, capfd):
+    run = tiny_run(**UNMEASURED, DEVICE=device.type)
+    plant_in_gradients(monkeypatch, 3, float("nan"))
+    assert run.train() == 4
+    assert "step 3 was not finite" in capfd.readouterr().err
+    assert run.steps_saved() == [2]
+
+
+@on_gpu
+def test_faults_of_memory_give_their_sentence(device, tiny_run, capfd):
+    needs_cuda(device, "a CPU's is not limited so")
+    torch.cuda.empty_cache()
+    run = tiny_run(**UNMEASURED, DEVICE="cuda", DIM=2048, N_HEADS=16, N_KV_HEADS=16, N_LAYERS=8)
+    torch.cuda.set_per_process_memory_fraction(0.005)
+    try:
+        assert run.train() == 1
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    told = capfd.readouterr().err
+    assert "out of memory" in told and "MICRO_BATCH_SIZE" in told and "Traceback" not in told
+
+
+@on_gpu
+def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
+    """Stopped by TERM and resumed, in processes of their own, as cuBLAS wants to be told before it starts."""
+    if "deterministic" not in Config.model_fields:
+        pytest.skip("this commit has no DETERMINISTIC")
+    changes = {"DEVICE": device.type, "PRECISION": "bf16", "DETERMINISTIC": "true", "SAVE_EVERY": 3,
+               "COMPILE": str(device.type == "cuda").lower(), **UNMEASURED}
+    runs = [tiny_run(**changes, RUN_NAME=name) for name in ("straight", "stopped")]
+    job = runs[0].start()
+    assert job.wait() == [0], job.text()
+    job = runs[1].start(plant=stop_in_step_5)
+    assert job.wait() == [143], job.text()
+    job = runs[1].start()
+    assert job.wait() == [0], job.text()
+    assert runs[0].hashes(6) == runs[1].hashes(6)
+
+
+def stop_in_step_5() -> None:
+    original = train.learning_rate
+
+    def learning_rate(finished: int, config) -> float:
+        if finished == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(finished, config)
+
+    train.learning_rate = learning_rate
+
+
+# --------------------------------------------------------------------------------------------------------------------- ranks
+
+
+def over_gloo() -> None:
+    """Two ranks on one GPU: nccl refuses, gloo takes tensors of CUDA. The watch begins as with nccl."""
+    join = collectives.join
+    collectives.join = lambda joining, seconds: join(dataclasses.replace(joining, device=torch.device("cpu")), seconds)
+
+
+def drifting() -> None:
+    over_gloo()
+    original, build = train.learning_rate, train.build_model
+    models = []
+
+    def learning_rate(finished: int, config) -> float:
+        if finished == 2 and os.environ["RANK"] == "1":
+            with torch.no_grad():
+                models[0].layers[1].attention.wq.weight[0, 0] += 1e-3
+        return original(finished, config)
+
+    train.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
+    train.learning_rate = learning_rate
+
+
+def hanging() -> None:
+    over_gloo()
+    original = train.learning_rate
+
+    def learning_rate(finished: int, config) -> float:
+        if finished == 2 and os.environ["RANK"] == "1":
+            time.sleep(180)
+        return original(finished, config)
+
+    train.learning_rate = learning_rate
+
+
+TIMEOUT = {"cpu": 5, "cuda": 15}  # seconds; on CUDA the first step is slow
+ONE_GPU = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+@on_gpu
+def test_ranks_that_share_a_device_learn_what_one_does(device, tiny_run):
+    one, two = (tiny_run(**UNMEASURED, DEVICE=device.type, TF32="false", DRIFT_CHECK_EVERY=2, RUN_NAME=name)
+                for name in ("one", "two"))
+    assert one.train() == 0
+    job = two.start(2, over_gloo, ONE_GPU)
+    assert job.wait() == [0, 0], job.text()
+    ledgers = [[json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()] for run in (one, two)]
+    for mine, other in zip(*ledgers, strict=True):
+        assert mine["rows_crc32"] == other["rows_crc32"]
+        assert other["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)
+
+
+@on_gpu
+def test_ranks_that_drift_are_found(device, tiny_run):
+    job = tiny_run(**UNMEASURED, DEVICE=device.type, DRIFT_CHECK_EVERY=3).start(2, drifting, ONE_GPU)
+    assert job.wait() == [1, 1], job.text()
+    assert "layers.1.attention.wq.weight differs between rank 0 and rank 1" in job.text()
+
+
+@on_gpu
+def test_ranks_that_hang_are_told_of(device, tiny_run):
+    job = tiny_run(**UNMEASURED, DEVICE=device.type, DISTRIBUTED_TIMEOUT=TIMEOUT[device.type]).start(2, hanging, ONE_GPU)
+    codes = job.wait(120)
+    assert set(codes) <= {6, 1} and 6 in codes, job.text()
+    assert "rank 1 is in data (step 3)" in job.text()
+
+
+def alone_in_a_group(device_type: str) -> None:
+    """The collectives and DDP with its hook over a real group of one: in the code's eyes one of two, or it would use none."""
+    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    group = Ranks(0, 0, 2, device)
+    assert group.sum([1.5, 2]) == [1.5, 2.0] and group.all_agree(True) and group.broadcast({"a": [1, "b"]}) == {"a": [1, "b"]}
+    assert float(group.all_reduce_sum(torch.ones(3)).sum()) == 3
+    batch = batch_on(device, documents())
+    plain, wrapped = model_on(device), model_on(device)
+    parallel = wrap_model(wrapped, group)
+    assert parallel.device_ids is None  # else every argument is moved there, and the documents with a wait
+    if device_type == "cuda":
+        compile_model(wrapped)
+    loss, expected = learned(plain, batch)
+    parallel.zero_grad()
+    (-parallel(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, reduction="sum") / batch.targets_BT.numel()).backward()
+    gradients = {name: parameter.grad.double().cpu() for name, parameter in wrapped.named_parameters()}
+    assert furthest(gradients, expected) < APART[torch.float32], furthest(gradients, expected)
+    dist.destroy_process_group()
+
+
+@on_gpu
+def test_ranks_of_a_group_of_one_with_its_backend(device, tmp_path):
+    run_ranks(alone_in_a_group, device.type, world_size=1, folder=tmp_path)

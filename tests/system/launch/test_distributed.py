@@ -1,0 +1,179 @@
+"""Several ranks do what one does. The ranks are real processes with gloo between them."""
+
+import os
+import signal
+
+import pytest
+import torch
+from commands import listening
+from factories import TinyRun, a_step, at_step, do_in_step, furthest, run_ranks, uneven_batches, without_clocks
+
+import train
+from common import errors
+from common.errors import DataError
+from parallel.collectives import Ranks, start_ranks, stop_ranks
+from parallel.network import loopback_interface
+
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+# ---------------------------------------------------------------------------------------------------------------- collectives
+
+
+def check_collectives() -> None:
+    ranks = start_ranks("cpu", 60)
+    assert (ranks.world_size, ranks.is_main) == (WORLD, ranks.rank == 0)
+    places = listening(os.getpid())
+    assert len(places) == 1 + ranks.is_main and all(address.is_loopback for address, _ in places), "gloo's, and rank 0's store"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface() in os.environ["NCCL_SOCKET_IFNAME"]
+    assert ranks.sum([ranks.rank + 1, 0.5]) == [3.0, 1.0]
+    assert ranks.all_agree(True) and not ranks.all_agree(ranks.rank == 0) and not ranks.all_agree(False)
+    for value in (None, {"step": [1, 2.5, "Grüße"]}, ""):
+        assert ranks.broadcast(value if ranks.is_main else "something else") == value
+    assert ranks.all_gather_json("x" * (1 + 5 * ranks.rank)) == ["x", "xxxxxx"]
+    assert ranks.on_rank0(lambda: "made" if ranks.is_main else 1 / 0) == ("made" if ranks.is_main else None)
+    assert ranks.raise_on_all(lambda: ranks.rank) == ranks.rank
+
+    for bad_rank, text in ((0, "no such file"), (1, "rank 1: no such file")):
+        def fail(bad_rank=bad_rank):
+            if ranks.rank == bad_rank:
+                raise DataError("no such file")
+
+        try:
+            ranks.raise_on_all(fail)
+            raise AssertionError("the error of one rank was not raised on all")
+        except DataError as error:
+            assert str(error) == text and error.shared
+    stop_ranks()
+
+
+def test_collectives(folder):
+    run_ranks(check_collectives, world_size=WORLD, folder=folder)
+
+
+def test_alone_every_collective_is_the_identity():
+    ranks = Ranks()
+    assert ranks.sum([1, 2.5]) == [1.0, 2.5] and ranks.broadcast({"a": 1}) == {"a": 1} and ranks.all_gather_json(3) == [3]
+    assert ranks.on_rank0(lambda: 5) == 5 and ranks.all_agree(True) and not ranks.all_agree(False)
+    with pytest.raises(errors.DataError, match="^as it was$"):
+        ranks.raise_on_all(lambda: (_ for _ in ()).throw(DataError("as it was")))
+
+
+# ------------------------------------------------------------------------------------------------------------------- one step
+
+
+def check_gradients() -> None:
+    """Eight rows with uneven targets: cut over two ranks and into micro-batches of 1, 2 or 4 they give one gradient."""
+    whole, gradients, model = a_step(uneven_batches(8))
+    ranks = start_ranks("cpu", 60)
+    for rows in (1, 2, 4):
+        own = uneven_batches(rows)[ranks.rank * 4 // rows:(ranks.rank + 1) * 4 // rows]
+        result, shared, replica = a_step(own, ranks=ranks)
+        assert result.loss == pytest.approx(whole.loss, rel=1e-6) and result.updated
+        assert result.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+        assert furthest(gradients, shared) < 1e-6, rows
+        weights = torch.cat([parameter.detach().flatten() for parameter in replica.parameters()])
+        assert len(set(ranks.all_gather_json(weights.numpy().tobytes().hex()))) == 1, "the replicas drift apart"
+        torch.testing.assert_close(weights, torch.cat([p.detach().flatten() for p in model.parameters()]), rtol=0, atol=1e-3)
+    stop_ranks()
+
+
+def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(folder):
+    run_ranks(check_gradients, world_size=WORLD, folder=folder)
+
+
+# -------------------------------------------------------------------------------------------------------------------- a run
+
+
+def without_sums(metrics: list[dict]) -> list[dict]:
+    """What must be the same to the bit at any number of ranks."""
+    return [{name: value for name, value in line.items() if name not in ("train_loss", "grad_norm", "val_loss")}
+            for line in without_clocks(metrics)]
+
+
+def assert_alike(run: TinyRun, other: TinyRun) -> None:
+    assert without_sums(run.metrics()) == without_sums(other.metrics())
+    for name in ("train_loss", "grad_norm", "val_loss"):
+        assert run.column(name) == pytest.approx(other.column(name), rel=1e-5), name
+
+
+def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
+    """Ten items and five rows of validation divide by none of them evenly."""
+    runs = {world_size: tiny_run(RUN_NAME=f"ranks-{world_size}", TOTAL_BATCH_SIZE=12 * 32, MAX_STEPS=4, HELLASWAG_EVERY=2)
+            for world_size in (1, 2, 3)}
+    assert runs[1].train() == 0
+    jobs = [runs[world_size].start(world_size) for world_size in (2, 3)]
+    for job in jobs:
+        codes = job.wait()
+        assert set(codes) == {0}, job.text()
+    assert len(runs[1].metrics()) == 5 and runs[1].column("hellaswag_n") == {0: 10, 2: 10, 4: 10}
+    for world_size in (2, 3):
+        assert_alike(runs[world_size], runs[1])
+        assert sorted(path.name for path in (runs[world_size].folder / "log").iterdir()) == [
+            f"rank-{rank}.txt" for rank in range(world_size)]
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """Two ranks that nothing has interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    job = run.start(WORLD)
+    assert job.wait() == [0, 0], job.text()
+    return run
+
+
+def signal_rank_1_in_step_3() -> None:
+    if os.environ["RANK"] == "1":
+        do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def test_two_ranks_that_one_signal_stopped_resume_identically(whole, tiny_run):
+    """The signal reaches rank 1 alone; both leave in the same step."""
+    run = tiny_run()
+    job = run.start(WORLD, signal_rank_1_in_step_3)
+    assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
+    assert run.steps_saved() == [2, 3]
+    job = run.start(WORLD)
+    assert job.wait() == [0, 0], job.text()
+    assert "number of ranks" not in job.text()
+    assert run.hashes(6) == whole.hashes(6)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
+def test_another_number_of_ranks_reads_the_same_rows(before, after, whole, tiny_run):
+    """Each row's tokens differ, so equal losses mean equal rows; none repeated, none lost."""
+    run = tiny_run()
+    if before == 1:
+        with at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            assert run.train() == train.EXIT_PREEMPTED
+    else:
+        job = run.start(before, signal_rank_1_in_step_3)
+        assert job.wait() == [train.EXIT_PREEMPTED] * before, job.text()
+    job = run.start(after)
+    assert job.wait() == [0] * after, job.text()
+    assert f"warning: the number of ranks was {before}, is {after}" in job.text()
+    assert_alike(run, whole)
+
+
+# -------------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(("code", "changes"), [
+    (2, {"LERNING_RATE": 1}), (3, {"PRETRAIN_DATA_PATH": "nowhere"}), (5, {"PRETRAIN_CHECKPOINT": "nowhere"})])
+def test_what_all_ranks_share_is_told_once(code, changes, tiny_run):
+    job = tiny_run().start(WORLD, **changes)
+    assert job.wait() == [code] * WORLD, job.text()
+    text = job.text()
+    assert text.count("error: ") + text.count("to mend in the settings") == 1 and "Traceback" not in text, text
+
+
+def test_a_refused_resume_is_told_once(whole, prepared):
+    job = TinyRun(prepared, whole.output_dir).start(WORLD, SEED=3)
+    assert job.wait() == [5, 5], job.text()
+    assert job.text().count("SEED was 1337, is 3") == 1 and "Traceback" not in job.text()

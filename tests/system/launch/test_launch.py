@@ -1,0 +1,493 @@
+"""The launcher: every end is told by its cause and its exit code, nothing is left behind, and a signal loses no step.
+
+Faults come into the real command's ranks by sitecustomize; the functions that plant them are below.
+"""
+
+import base64
+import importlib.util
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from commands import ROOT, Command, during, launch, listening, torchrun
+from factories import TinyRun, do_in_step, free_port, without_clocks
+from test_pickles import Bomb
+
+from checkpoint import hf_format
+from common.errors import CheckpointError, SettingsError
+from config import Config
+from parallel import collectives
+from parallel.exit_report import JOB_TOKEN, LAUNCHER_PID, stop_signals
+from parallel.network import LOOPBACK, listen_at
+from parallel.watchdog import TELL_SECONDS, Board
+from training import evaluation, optim, state
+
+WORLD = 2
+ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
+
+# What is injected, and where: module, function, which of its calls; and the last step that is finished then.
+MOMENTS = {"start-up": (state, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
+           "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
+           "save": (state, "cut_padding", 1, 3)}
+OF_RANK_0 = {"write": (hf_format, "save_model_folder", 1, 3)}
+
+
+def plant() -> None:
+    """In a rank, at the moment of the environment: an exception, or a signal to it or to its launcher."""
+    what, moment = os.environ["PLANTED"].split(":")
+    if moment == "import":
+        act(what)
+    else:
+        module, name, turn, _ = {**MOMENTS, **OF_RANK_0}[moment]
+        during(module, name, lambda: act(what), turn)
+
+
+def act(what: str) -> None:
+    if what == "SIGSTOP":
+        time.sleep(3 * TELL_SECONDS)  # until all know where it is
+    Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
+    receiver, _, name = what.rpartition(" ")
+    if name == "exception":
+        if os.environ["RANK"] == "1":  # somebody tidies up
+            shutil.rmtree(next(path for path in Path(os.environ["PLANTED_AT"]).parent.glob("launch/*")))
+        raise ZeroDivisionError("planted")
+    os.kill(int(os.environ[LAUNCHER_PID]) if receiver == "launcher" else os.getpid(), getattr(signal, name))
+    time.sleep(0.3)
+
+
+def planted(run: TinyRun, what: str, moment: str, rank: int = 1, **changes) -> Command:
+    return launch(run, plant="test_launch:plant", planted_in=rank, **changes,
+                  env={"PLANTED": f"{what}:{moment}", "PLANTED_AT": str(run.output_dir / "planted-at")})
+
+
+def busy() -> float:
+    """How much longer everything takes than on a machine that has nothing else to do."""
+    return max(1.0, os.getloadavg()[0] / os.cpu_count())
+
+
+def told_seconds(run: TinyRun) -> float:
+    """Since the fault; -rP shows them."""
+    seconds = time.time() - float((run.output_dir / "planted-at").read_text())
+    print(f"gone after {seconds:.1f} s")
+    return seconds
+
+
+# --------------------------------------------------------------------------------------------------------- how it is started
+
+
+def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
+    run = tiny_run()
+    with launch(run, LERNING_RATE=3) as command:
+        assert command.wait() == 2
+    assert command.text().count("--lerning-rate; did you mean --learning-rate") == 1
+    assert not (run.output_dir / "launch").exists()
+
+
+def test_settings_are_read_as_for_all_ranks(tiny_run):
+    with launch(tiny_run(), TOTAL_BATCH_SIZE=64) as command:  # one micro-batch, where two ranks need two
+        assert command.wait() == 2
+    assert command.text().count("TOTAL_BATCH_SIZE=64 must be a multiple") == 1
+    with launch(tiny_run(), WORLD_SIZE=3) as command:
+        assert command.wait(30) == 2
+    assert command.text().count("WORLD_SIZE=3, but the launcher started 2 processes") == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_path):
+    code = ("import os, sys; from parallel import exit_report; exit_report.provide_streams(); file = open(sys.argv[1], 'w'); "
+            "os.write(1, b'lost'); print('lost', flush=True); print('lost', file=sys.stderr); "
+            "file.write(f'{file.fileno() > 2} {[os.get_inheritable(stream) for stream in range(3)]}')")
+    command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, tmp_path / "file"]
+    assert subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+    assert (tmp_path / "file").read_text() == "True [True, True, True]"
+
+
+@pytest.mark.parametrize("flags", [["--nnodes=2"], ["--nproc-per-node=0"], ["--nnodes=2", "--node-rank=2", "--master-addr=a",
+                                                                           "--master-port=1"]])
+def test_its_own_flags_are_looked_at(flags):
+    result = subprocess.run([sys.executable, "scripts/launch.py", *flags], cwd=ROOT, text=True, capture_output=True)
+    assert result.returncode == 2 and "error: --n" in result.stderr
+
+
+def test_a_port_that_is_taken_is_told(tiny_run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with launch(tiny_run(), "--master-addr=127.0.0.1", f"--master-port={port}") as command:
+            assert command.wait(30) == 2
+    assert f"127.0.0.1:{port}" in command.last_line() and "EADDRINUSE" in command.last_line()
+    assert "Traceback" not in command.text()
+
+
+def test_a_port_that_is_taken_is_told_without_a_launcher(tiny_run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        job = tiny_run().start(env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                                    "MASTER_PORT": port})
+        assert job.wait(30) == [2], job.text()
+    assert f"MASTER_PORT={port}" in job.text() and "Traceback" not in job.text()
+
+
+@pytest.mark.parametrize(("rank", "world_size", "told"), [(0, 2, "rank 0 of 2 could not join"), (2, 2, "RANK=2")])
+def test_ranks_that_do_not_come_are_told(rank, world_size, told, tiny_run):
+    job = tiny_run().start(plant=impatient, env={"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size),
+                                                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    assert job.wait(30) == [2], job.text()
+    assert told in job.text() and "Traceback" not in job.text()
+
+
+def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tiny_run):
+    """The launcher's own place at the store is not the other's."""
+    hosted = collectives.host_store(listen_at(LOOPBACK, 0))
+    dist.TCPStore(hosted.host, hosted.port, world_size=1, is_master=False)
+    job = tiny_run().start(plant=impatient, env={
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": hosted.host, "MASTER_PORT": str(hosted.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert job.wait(30) == [2] and "rank 0 of 2 could not join" in job.text(), job.text()
+
+
+def impatient() -> None:
+    assert collectives.JOIN_SECONDS < 30
+    collectives.JOIN_SECONDS = 2
+
+
+# ------------------------------------------------------------------------------------------------------------- how it ends
+
+
+@pytest.mark.parametrize(("what", "moment", "rank"), [
+    pytest.param(what, moment, rank, marks=() if (what, moment, rank) == ("exception", "step", 1) else pytest.mark.slow)
+    for what in ("exception", "SIGKILL") for moment in (*MOMENTS, *OF_RANK_0) for rank in (0, 1)
+    if rank == 0 or moment not in OF_RANK_0])
+def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, rank, tiny_run):
+    run = tiny_run()
+    with planted(run, what, moment, rank) as command:
+        assert command.wait() == 1, command.text()
+    assert told_seconds(run) < 10 * busy()
+    text, cause = command.text(), command.last_line()
+    if what == "exception":
+        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. What each rank printed ")
+        assert text.count("Traceback") == 1 and "in act" in text
+    else:
+        assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). What each rank printed ")
+        assert "Traceback" not in text
+    assert "stops, because another" not in text and "elastic" not in text
+    folder = next((run.output_dir / "launch").glob("*/*/attempt_0"))
+    if what == "exception" and rank == 1:
+        assert cause.endswith(f"was in {folder.parent.parent}, which was deleted meanwhile")
+        return
+    assert cause.endswith(f"is in {folder.parent.parent}")
+    if what == "exception":
+        assert json.loads((folder / str(rank) / "error.json").read_text())["message"]["errorCode"] == 1
+        assert "ZeroDivisionError" in (folder / str(rank) / "stderr.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "changes", "told"), [
+    (3, {"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), (5, {"PRETRAIN_CHECKPOINT": "nowhere"}, "nowhere"),
+    (2, {"DEVICE": "cuda"}, "DEVICE=cuda"), (4, {"LEARNING_RATE": 1e15, "MAX_GRAD_NORM": 0}, "was not finite on rank")])
+def test_the_exit_code_says_what_it_was(code, changes, told, tiny_run):
+    with launch(tiny_run(), **changes) as command:
+        assert command.wait() == code, command.text()
+    assert told in command.last_line() and command.text().count(command.last_line().split(". What each")[0][-60:]) == 1
+    assert "Traceback" not in command.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
+    run, timeout = tiny_run(), 5
+    with planted(run, "SIGSTOP", "HellaSwag", rank, DISTRIBUTED_TIMEOUT=timeout) as command:
+        assert command.wait() == 6, command.text()
+    assert told_seconds(run) < timeout + 35
+    told = command.last_line()
+    assert told.startswith(f"error: hang: rank {rank} is in HellaSwag (step 3) and does not answer, rank {1 - rank} waits in ")
+    assert f"rank {rank}: HellaSwag, step 3, does not answer; " in command.text() and "Traceback" not in command.text()
+    assert "in hellaswag" in (run.folder / "log" / f"stacks-rank-{1 - rank}.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def endless(prepared, tmp_path_factory):
+    """A job that goes on until the second of the two tests below."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("endless"), **ENDLESS | {"DISTRIBUTED_TIMEOUT": 10})
+    with launch(run) as command:
+        command.wait_for_step(2)
+        yield run, command
+
+
+def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
+    run, command = endless
+    pids = command.alive()
+    places = {pid: listening(pid) for pid in pids}
+    assert len(pids) == 1 + WORLD and all(address.is_loopback for place in places.values() for address, _ in place), places
+    [(address, port)] = places[command.pid]
+
+    token = re.search(rb"%s=(\w*)" % JOB_TOKEN.encode(), Path(f"/proc/{max(pids)}/environ").read_bytes())[1].decode()
+    shown = [Path(f"/proc/{pid}/cmdline") for pid in pids] + [path for path in run.output_dir.rglob("*") if path.is_file()]
+    assert len(token) == 64 and not any(token.encode() in path.read_bytes() for path in shown)
+
+    store, bomb = dist.TCPStore(str(address), port, is_master=False), base64.b64encode(pickle.dumps(Bomb(tmp_path / "pwned")))
+    board, spoken = Board(store, token, WORLD), {}
+    assert store.check(board.keys), "else nothing is said of them below"
+    for key in (*board.keys, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
+        store.set(key, bomb)
+    with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
+        loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # since then
+        time.sleep(2)  # and listened
+    assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
+
+
+def test_when_the_launcher_is_killed_its_ranks_save_and_leave(endless):
+    run, command = endless
+    command.process.kill()
+    killed_at = time.monotonic()
+    assert command.wait() == -signal.SIGKILL
+    seconds = time.monotonic() - killed_at
+    print(f"gone after {seconds:.1f} s")
+    assert seconds < 5 * busy()
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
+    """The process id that it left is not that of the parent."""
+    with Command(tiny_run(), "train.py", *tiny_run().argv(), env={LAUNCHER_PID: "1", "RANK": "0", "WORLD_SIZE": "1"}) as command:
+        assert command.wait() == 143 or command.process.returncode == -signal.SIGTERM
+    assert "Model:" not in command.text()
+
+
+# --------------------------------------------------------------------------------------------------------- folders and endings
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """scripts/launch.py as a module."""
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "scripts" / "launch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "20261121-000000")
+    with ExitStack() as held:
+        def begin(node_rank: int = 0) -> Path:
+            logs = launcher.open_logs(Config(output_dir=str(tmp_path)), node_rank)
+            held.enter_context(logs.lock)
+            return logs.folder
+
+        live = [begin() for _ in range(launcher.KEPT + 3)]
+        assert len({*live}) == len(live) and all(folder.is_dir() for folder in live)
+        held.close()
+        newest, other = begin(), begin(1)
+        left = {*(tmp_path / "launch").iterdir()}
+        assert len(left) == launcher.KEPT + 1 and other in left and newest in left
+        shutil.rmtree(tmp_path / "launch")
+        (tmp_path / "launch").symlink_to("nowhere")
+        with pytest.raises(CheckpointError, match="launch cannot be written: File exists"):
+            begin()
+
+
+@pytest.mark.parametrize(("nnodes", "found", "told"), [
+    (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
+    (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which no other can reach"), (2, ("192.0.2.7", 9), "")])
+def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nnodes, found, told, launcher, monkeypatch):
+    def listen_at(hosts, port):
+        if isinstance(found, OSError):
+            raise found
+        return SimpleNamespace(getsockname=lambda: found)
+
+    monkeypatch.setattr(launcher, "listen_at", listen_at)
+    args = Namespace(nnodes=nnodes, node_rank=0, master_addr="192.0.2.7", master_port=9)
+    with pytest.raises(SettingsError, match=re.escape(told)) if told else nullcontext():
+        assert launcher.meeting_point(args)[:2] == found
+
+
+def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
+    told = launcher.ending(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
+    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was shortened while it was read?")
+    assert launcher.ending(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
+    assert launcher.ending(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
+
+
+# ------------------------------------------------------------------------------------------------------------------- signals
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """Two ranks that nothing has interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.start(WORLD).wait() == [0, 0]
+    return run
+
+
+SIGNALLED = [("launcher SIGTERM", moment) for moment in ("import", *MOMENTS)]
+SIGNALLED += [(f"launcher {name}", "step") for name in ("SIGINT", "SIGUSR1", "SIGHUP")]
+SIGNALLED += [("rank SIGTERM", moment) for moment in MOMENTS] + [(f"rank {name}", "step") for name in ("SIGINT", "SIGUSR1")]
+
+
+@pytest.mark.parametrize(("what", "moment"), [
+    pytest.param(*case, marks=() if case == ("launcher SIGTERM", "step") else pytest.mark.slow) for case in SIGNALLED])
+def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole, tiny_run):
+    run = tiny_run()
+    with planted(run, what, moment) as command:
+        assert command.wait() == 143, command.text()
+    assert "Traceback" not in command.text() and "error" not in command.text()
+    if moment in ("import", "start-up"):
+        assert not run.steps_saved(), "before the first step there is nothing to save"
+    else:
+        assert run.steps_saved()[-1] == MOMENTS[moment][3] and "steps are saved" in command.text()
+    with launch(run, "--") as command:
+        assert command.wait() == 0, command.text()
+    older_torch = "warning: this torch kills ranks"
+    assert all(line.startswith(("[CPU0] ", older_torch)) for line in command.text().splitlines()), "a line that is no rank's"
+    assert {path.name for path in (run.output_dir / "launch").rglob("*.*")} == {"stdout.log", "stderr.log", "error.json"}
+    assert run.hashes(6) == whole.hashes(6)
+    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+
+
+def test_the_launcher_stops_its_ranks_twice_and_no_more(launcher, monkeypatch):
+    """Not at one that comes within a moment, nor at a third."""
+    now, heard = 0.0, []
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    monkeypatch.setattr(launcher.time, "monotonic", lambda: now)
+    launcher.stop_twice(ValueError)
+    try:
+        for now in (0.0, 0.5, 0.9, 2.0, 2.1, 9.0):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                try:
+                    os.kill(os.getpid(), number)
+                except ValueError as error:
+                    heard.append((now, error.args[1]))
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == [(0.0, signal.SIGTERM), (2.0, signal.SIGTERM)]
+
+
+@pytest.mark.slow
+def test_a_second_signal_quits_at_once_and_is_told(tiny_run):
+    run = tiny_run(**ENDLESS)
+    with launch(run, plant="test_launch:stall") as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        time.sleep(2)
+        assert command.process.poll() is None, "the first one is remembered, and no more"
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 1
+    assert "left at a second SIGTERM, without saving" in command.last_line()
+
+
+def stall() -> None:
+    do_in_step(3, lambda: time.sleep(60), optim)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_save_in_time_is_killed_and_told(tiny_run):
+    with launch(tiny_run(**ENDLESS), "--shutdown-timeout=2", plant="test_launch:stall") as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 1
+    assert "was killed before it had saved" in command.last_line()
+
+
+# ------------------------------------------------------------------------------------------------------------------ torchrun
+
+
+@pytest.mark.slow
+def test_torchrun_hands_the_signal_on_and_every_rank_leaves(tiny_run):
+    run = tiny_run(**ENDLESS)
+    with torchrun(run) as command:
+        command.wait_for_step(2)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait() == 1, "torchrun knows no other code"
+    assert "steps are saved" in command.text()
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)),
+                                               (signal.SIGUSR1, ()), (signal.SIGHUP, ()), (signal.SIGKILL, ())])
+def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_run):
+    """Without its launcher a rank gets a TERM from the system."""
+    run = tiny_run(**ENDLESS)
+    with torchrun(run, *flags) as command:
+        command.wait_for_step(2)
+        command.process.send_signal(number)
+        command.wait()
+    assert run.steps_saved() == [run.metrics()[-1]["step"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "shown"), [("die", "Signal 9 (SIGKILL) received"),
+                                              ("fail", "ZeroDivisionError: division by zero")])
+def test_torchrun_ends_the_job_when_one_rank_fails(fault, shown, tiny_run):
+    with torchrun(tiny_run(), plant=f"test_launch:{fault}") as command:
+        assert command.wait() == 1
+    assert shown in command.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [{"LERNING_RATE": 3}, {"PRETRAIN_DATA_PATH": "nowhere"}])
+def test_under_torchrun_a_mistake_is_told_once_however_slow_rank_0_is(mistake, tiny_run):
+    run = tiny_run()
+    with Command(run, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ROOT / "train.py",
+                 *run.argv(**mistake), plant="test_launch:dawdle", planted_in=0) as command:
+        assert command.wait() == 1
+    assert len(re.findall("did you mean --learning-rate|^error: .*nowhere", command.text(), re.MULTILINE)) == 1
+
+
+def dawdle() -> None:
+    """Be the last to say what is wrong."""
+    from common import errors
+
+    original = errors.tell
+
+    def tell(*arguments):
+        time.sleep(3)
+        return original(*arguments)
+
+    errors.tell = tell
+
+
+def die() -> None:
+    do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGKILL), optim)
+
+
+def fail() -> None:
+    do_in_step(3, lambda: 1 / 0, optim)
+
+
+# ----------------------------------------------------------------------------------------------------------------- two nodes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_launchers_are_one_job(killed, tiny_run):
+    """As on two machines, but for the network; the folder is shared."""
+    run, port = tiny_run(), free_port()
+    commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
+                        "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(),
+                        plant="test_launch:die" if killed else "", planted_in=1) for node in (0, 1)]
+    codes = [command.wait() for command in commands]
+    if killed:
+        assert codes == [1, 1]
+        assert "rank 1 was killed by SIGKILL" in commands[1].last_line()
+        assert "rank 0 stops, because another has ended" in commands[0].last_line()
+    else:
+        assert codes == [0, 0] and run.steps_saved()[-1] == 6

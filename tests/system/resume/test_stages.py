@@ -1,0 +1,480 @@
+"""Every stage in the whole loop: exact steps, runs that stop and go on, what they are held against, and what is refused."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from factories import (
+    MODES,
+    STAGE,
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    a_step,
+    furthest,
+    prepare_stages,
+    run_ranks,
+    stop_at,
+    without_clocks,
+)
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import lora
+import train
+from common import cache
+from config import Config
+from data_pipeline.packed_rows import ExampleRows, open_example_set
+from dataloaders import Batch
+from model import Transformer
+from objectives import reference
+from objectives.base import DPO, NextToken, stored_reference
+from parallel.collectives import start_ranks, stop_ranks
+
+ROW_TOKENS = 192  # of the single steps; several pairs fit
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def finished(stages, tmp_path_factory):
+    """A run of each mode that nothing has interrupted, made when it is first asked for."""
+    runs: dict[str, TinyRun] = {}
+
+    def run_of(mode: str) -> TinyRun:
+        if mode not in runs:
+            runs[mode] = stages.run(mode, tmp_path_factory.mktemp(mode))
+            assert runs[mode].train() == 0
+        return runs[mode]
+
+    return run_of
+
+
+@pytest.fixture
+def run(stages, tmp_path):
+    """Make a run of a mode with some settings changed."""
+    return lambda mode, **changes: stages.run(mode, tmp_path / "runs", **changes)
+
+
+# ------------------------------------------------------------------------------------------------------------- the exact step
+
+
+def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
+    """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
+    rows = ExampleRows(open_example_set(path, "train", kind, vocab_size=512), ROW_TOKENS)
+    if kind == "pairs":
+        generator = torch.Generator().manual_seed(0)
+        rows = reference.ReferencedRows(rows, -20 * torch.rand(len(rows.example_set), 2, generator=generator))
+    return [rows(np.arange(first, first + rows_per_micro_batch)) for first in range(0, 8, rows_per_micro_batch)]
+
+
+CHOOSE = {"chats": lambda config: NextToken(), "pairs": lambda config: DPO(config, stored_reference)}
+
+
+def step_on(kind: str, batches: list[Batch], **options):
+    return a_step(batches, choose=CHOOSE[kind], MAX_SEQ_LEN=ROW_TOKENS, MAX_GRAD_NORM=0, **options)
+
+
+def check_alike(result, expected, gradients, others) -> None:
+    assert result.count == expected.count and result.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert result.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-6)
+    assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and furthest(others, gradients) < 2e-6
+
+
+@pytest.mark.parametrize("kind", ["chats", "pairs"])
+def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, stages):
+    path = getattr(stages, kind)
+    counts = [int(CHOOSE[kind](Config()).count(batch)) for batch in rows_of(kind, path, 1)]
+    assert len(set(counts)) > 1, "the rows are to be uneven"
+    whole, expected, _ = step_on(kind, rows_of(kind, path, 8))
+    assert whole.count == sum(counts)
+    # The mean over all that is counted in the whole batch, by a single backward.
+    config = Config(**{name.lower(): value for name, value in STAGE.items()} | {"max_seq_len": ROW_TOKENS})
+    model = Transformer(config, 512)
+    model.init_weights(torch.Generator().manual_seed(1))
+    (batch,) = rows_of(kind, path, 8)
+    (CHOOSE[kind](config).loss_sum(model, batch).total / sum(counts)).backward()
+    assert furthest({name: parameter.grad for name, parameter in model.named_parameters()}, expected) < 1e-6
+    for rows in (1, 2, 4):
+        result, gradients, _ = step_on(kind, rows_of(kind, path, rows))
+        check_alike(result, whole, gradients, expected)
+
+
+def check_ranks(chats: Path, pairs: Path) -> None:
+    wholes = {kind: step_on(kind, rows_of(kind, path, 8)) for kind, path in (("chats", chats), ("pairs", pairs))}
+    ranks = start_ranks("cpu", 60)
+    for kind, path in (("chats", chats), ("pairs", pairs)):
+        for rows in (1, 4):
+            own = rows_of(kind, path, rows)[ranks.rank * 4 // rows:(ranks.rank + 1) * 4 // rows]
+            result, gradients, _ = step_on(kind, own, ranks=ranks)
+            check_alike(result, wholes[kind][0], gradients, wholes[kind][1])
+    stop_ranks()
+
+
+def test_two_ranks_give_the_gradient_of_one(stages, tmp_path):
+    run_ranks(check_ranks, stages.chats, stages.pairs, world_size=2, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------ stop and resume
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
+    """Validation and samples come between the second step and the third, in which the signal does."""
+    whole, stopped = finished(mode), run(mode)
+    with stop_at(3):
+        assert stopped.train() == train.EXIT_PREEMPTED
+    assert stopped.steps_saved()[-1] == 3 and list(stopped.column("train_loss")) == [1, 2, 3]
+    assert stopped.train() == 0
+    assert list(stopped.column("val_loss")) == [0, 2, 4] and stopped.column("hellaswag_n") == {4: 10}
+    assert stopped.hashes(4) == whole.hashes(4)
+    assert without_clocks(stopped.metrics()) == without_clocks(whole.metrics())
+    assert (stopped.folder / "samples.jsonl").read_text() == (whole.folder / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo", "distilled"])
+def test_what_is_measured_on_the_way_changes_nothing(mode, run):
+    """No random number and no dropout: validation, HellaSwag and samples leave the model as it was."""
+    measured = run(mode, RUN_NAME="measured", VALIDATE_EVERY=1, HELLASWAG_EVERY=1, SAMPLE_EVERY=1, LORA_DROPOUT=0.1)
+    unmeasured = run(mode, RUN_NAME="unmeasured", **UNMEASURED, LORA_DROPOUT=0.1)
+    assert measured.train() == unmeasured.train() == 0
+    assert measured.hashes(4) == unmeasured.hashes(4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished, run, capsys):
+    fresh = run(mode)
+    assert train.main([*fresh.argv(), "--check"]) == 0, capsys.readouterr()
+    assert not fresh.folder.exists()
+    assert train.main([*finished(mode).argv(MAX_STEPS=6), "--check"]) == 0, capsys.readouterr()
+    assert "2 of 6 steps are left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_stage_learns(mode, run):
+    steps = 32 if "lora" in mode else 8  # adapters begin at nothing
+    learned = run(mode, MAX_STEPS=steps, VALIDATE_EVERY=steps, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, LEARNING_RATE=0.02)
+    assert learned.train() == 0
+    losses = learned.column("train_loss")
+    assert losses[steps] < losses[1] and learned.column("val_loss")[steps] < learned.column("val_loss")[0]
+
+
+def test_early_stopping_works_in_every_stage(run, capsys):
+    stopped = run("sft", MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, LEARNING_RATE=1e-12, HELLASWAG_EVERY=0)
+    assert stopped.train() == 0
+    assert "Early stopping" in capsys.readouterr().out and stopped.steps_saved()[-1] < 20
+
+
+# ---------------------------------------------------------------------------------------------------------------- several ranks
+
+
+def bare(path: Path, folder: Path) -> Path:
+    """A copy of prepared data, beside which nothing is stored yet."""
+    return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*", "teacher-*")))
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-dpo"])
+def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, tmp_path):
+    """What is stored beside the data they compute together."""
+    both = run(mode, DPO_DATA_PATH=bare(stages.pairs, tmp_path / "pairs"),
+               PRETRAIN_DATA_PATH=bare(stages.prepared.shards, tmp_path / "shards"))
+    job = both.start(2)
+    assert job.wait() == [0, 0], job.text()
+    for mine, other in zip(without_clocks(both.metrics()), without_clocks(finished(mode).metrics()), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+def signal_rank_1_in_the_reference() -> None:
+    original = reference.pair_logprobs
+
+    def pair_logprobs(*arguments):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    reference.pair_logprobs = pair_logprobs
+
+
+def test_ranks_leave_together_while_the_reference_is_computed(run, bare_pairs):
+    job = run("dpo-stored", DPO_DATA_PATH=bare_pairs).start(2, signal_rank_1_in_the_reference)
+    assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
+    assert not [*bare_pairs.glob("*reference-*.safetensors")] and "Traceback" not in job.text()
+
+
+# ------------------------------------------------------------------------------------------------------------------ references
+
+
+@pytest.fixture
+def bare_pairs(stages, tmp_path) -> Path:
+    return bare(stages.pairs, tmp_path / "bare")
+
+
+DPO_MODES = ("dpo-stored", "dpo-live", "lora-dpo")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", DPO_MODES)
+def test_at_birth_preferences_are_undecided(mode, precision, run, bare_pairs):
+    """Policy and reference are one model: no margin, and a loss of log 2, however the reference is computed."""
+    born = run(mode, DPO_DATA_PATH=bare_pairs, MAX_STEPS=1, PRECISION=precision, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert born.train() == 0
+    close = 1e-6 if precision == "fp32" else 1e-3
+    assert born.column("val_loss")[0] == pytest.approx(math.log(2), abs=close)
+    assert born.column("train_loss")[1] == pytest.approx(math.log(2), abs=close)
+    assert born.column("val_reward_margin")[0] == pytest.approx(0, abs=close)
+
+
+def test_stored_and_live_references_and_the_base_under_adapters_are_one(finished, run):
+    stored, live, adapters = (finished(mode) for mode in DPO_MODES)
+    adapters_stored = run("lora-dpo", DPO_REFERENCE="stored")
+    assert adapters_stored.train() == 0
+    for one, other in ((stored, live), (adapters, adapters_stored)):
+        for name in ("train_loss", "val_loss", "reward_margin", "val_reward_margin", "val_logprob_chosen"):
+            assert one.column(name) == pytest.approx(other.column(name), rel=1e-5, abs=1e-6), name
+        assert one.column("val_loss")[4] != pytest.approx(math.log(2), abs=1e-4), "nothing was learned that could differ"
+    for name in ("val_logprob_chosen", "val_logprob_rejected"):
+        assert adapters.column(name)[0] == pytest.approx(stored.column(name)[0], rel=1e-5)
+
+
+@pytest.fixture
+def own_pairs(stages, finished, tmp_path) -> Path:
+    """A copy of the pairs, with the reference that was stored beside them."""
+    finished("dpo-stored")
+    shutil.copytree(stages.pairs, tmp_path / "pairs")
+    return tmp_path / "pairs"
+
+
+def the_reference(pairs: Path) -> Path:
+    (file,) = pairs.glob("reference-*-train-96-*.safetensors")
+    return file
+
+
+@pytest.mark.parametrize("harm, told", [
+    *((fact, f"is stale: its {fact} was another") for fact in ("weights_sha256", "compute_dtype", "data", "max_seq_len")),
+    ("cut", "cannot be read"), ("changed", "is damaged")])
+def test_a_reference_that_is_stale_or_damaged_is_computed_again_and_told(harm, told, own_pairs, run, capsys):
+    file = the_reference(own_pairs)
+    content = bytearray(file.read_bytes())
+    if harm in ("cut", "changed"):
+        content[-5] ^= 1
+        file.write_bytes(content if harm == "changed" else content[:-8])
+    else:
+        with safe_open(file, framework="pt") as opened:
+            facts = opened.metadata()
+        save_file(load_file(file), file, metadata=facts | {harm: "another"})
+    again = run("dpo-stored", DPO_DATA_PATH=own_pairs, MAX_STEPS=0)
+    assert again.train() == 0
+    assert f"{file} {told}" in capsys.readouterr().out
+    assert again.train() == 0
+    assert "computed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["dpo-stored", "distilled-stored"])
+def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the_user_says(mode, run, stages, tmp_path, capsys,
+                                                                                        monkeypatch):
+    data = bare(stages.pairs if mode == "dpo-stored" else stages.prepared.shards, tmp_path / "data")
+    shutil.rmtree(data / ".verified.json", ignore_errors=True)
+    (data / ".verified.json").unlink(missing_ok=True)
+    (data / ".verified.json").mkdir()  # as in a folder that cannot be written, which root can
+    original, refused = cache.why_not_writable, PermissionError(13, "Permission denied")
+    monkeypatch.setattr(cache, "why_not_writable",
+                        lambda folder: refused if folder.is_relative_to(data) else original(folder))
+    settings = {"DPO_DATA_PATH" if mode == "dpo-stored" else "PRETRAIN_DATA_PATH": data, "MAX_STEPS": 1, **UNMEASURED}
+    before = sorted(path.name for path in data.iterdir())
+    for place, more in ((tmp_path / "runs" / ".cache", {}), (tmp_path / "chosen", {"CACHE_DIR": tmp_path / "chosen"})):
+        here = run(mode, **settings, **more, OUTPUT_DIR=tmp_path / "runs", RUN_NAME=place.name.strip("."))
+        assert train.main([*here.argv(), "--check"]) == 0
+        assert f"kept in {place}/data-" in capsys.readouterr().out
+        assert here.train() == 0
+        told = capsys.readouterr().out
+        assert "are computed once" in told
+        assert told.count(f"Permission denied; what is computed once goes to {place} (") == (not more)
+        assert here.train(RESUME="never") == 0
+        assert "are computed once" not in capsys.readouterr().out
+        assert list(place.rglob("reference-*" if mode == "dpo-stored" else "teacher-*")) and list(place.rglob(".verified.json"))
+    assert sorted(path.name for path in data.iterdir()) == before
+    (tmp_path / "file").touch()
+    assert here.train(CACHE_DIR=tmp_path / "file") == 2
+    assert f"CACHE_DIR={tmp_path / 'file'} cannot be written" in capsys.readouterr().err
+
+
+def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
+    before = the_reference(own_pairs)
+    assert run("dpo-stored", DPO_DATA_PATH=own_pairs, PRETRAIN_CHECKPOINT=stages.teacher, MAX_STEPS=1).train() == 0
+    assert len([*own_pairs.glob("reference-*-train-96-*.safetensors")]) == 2 and before.exists()
+
+
+def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, monkeypatch, finished):
+    stopped, original = run("dpo-stored", DPO_DATA_PATH=bare_pairs), reference.pair_logprobs
+
+    def pair_logprobs(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    monkeypatch.setattr(reference, "pair_logprobs", pair_logprobs)
+    assert stopped.train() == train.EXIT_PREEMPTED
+    assert not [*bare_pairs.glob("*reference-*.safetensors")] and not stopped.steps_saved()
+    monkeypatch.undo()
+    assert stopped.train() == 0
+    assert stopped.hashes(4) == finished("dpo-stored").hashes(4)
+
+
+# -------------------------------------------------------------------------------------------------------------------- adapters
+
+
+def test_adapters_are_all_that_is_saved_and_the_base_stays(finished, stages):
+    before = (stages.base / "model.safetensors").read_bytes()
+    folder = finished("lora-sft").checkpoint(4)
+    assert (folder / "adapter_model.safetensors").is_file() and not (folder / "model.safetensors").exists()
+    names = [name.split(".") for name in load_file(folder / "adapter_model.safetensors")]
+    assert all({"lora_A", "lora_B", "trainable_tokens_delta"} & {*name} for name in names)
+    assert (stages.base / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo"])
+def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, capsys):
+    base = shutil.copytree(stages.base, tmp_path / "base")
+    adapted = run(mode, PRETRAIN_CHECKPOINT=base)
+    with stop_at(2):
+        assert adapted.train() == train.EXIT_PREEMPTED
+    shutil.rmtree(base)
+    assert adapted.train() == 5
+    assert str(base) in capsys.readouterr().err
+    shutil.copytree(stages.teacher, base)
+    assert adapted.train() == 5
+    assert "is another base" in capsys.readouterr().err and adapted.steps_saved() == [2]
+    shutil.rmtree(base)
+    shutil.copytree(stages.base, base)
+    assert adapted.train() == 0
+
+
+def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkeypatch, capsys):
+    """And a checkpoint from before there was LORA_TRAIN_TOKENS goes on without such rows."""
+    adapted = run("lora-sft", MAX_STEPS=2, **UNMEASURED)
+    assert adapted.train() == 0
+    assert "tokens among them: <|eot_id|> <|end_header_id|> <|start_header_id|> " in capsys.readouterr().out
+    rows = load_file(adapted.checkpoint(2) / "adapter_model.safetensors")[
+        "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
+    ids = json.loads((adapted.checkpoint(2) / "adapter_config.json").read_text())["trainable_token_indices"]
+    base = load_file(stages.base / "model.safetensors")["model.embed_tokens.weight"][ids]
+    assert rows.shape == (len(ids), 32) and (rows != base).any(dim=1).all()
+
+    older = run("lora-sft", RUN_NAME="older", **UNMEASURED)
+    with monkeypatch.context() as before, stop_at(2):
+        before.setattr(lora, "tokens_to_train", lambda *_: [])
+        assert older.train() == train.EXIT_PREEMPTED
+    assert older.train() == 0
+    assert not any("token" in name for name in load_file(older.checkpoint(4) / "adapter_model.safetensors"))
+    assert run("lora-sft", RUN_NAME="typo", LORA_TRAIN_TOKENS="<|eot|>").train() == 2
+    assert "LORA_TRAIN_TOKENS=<|eot|>" in capsys.readouterr().err
+
+
+def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, monkeypatch, capsys):
+    """Merged, they train on as a whole model, from where they stopped."""
+    monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
+    import merge_lora
+
+    adapted = finished("lora-sft")
+    for mode in ("sft", "lora-sft", "dpo-stored"):
+        refused = run(mode, PRETRAIN_CHECKPOINT=adapted.checkpoint(4))
+        assert refused.train() == train.main([*refused.argv(), "--check"]) == 5
+        assert capsys.readouterr().err.count("scripts/merge_lora.py") >= 1 and not refused.steps_saved()
+    merged = run("sft").output_dir / "merged"
+    merged.parent.mkdir(exist_ok=True)
+    merge_lora.merge(adapted.checkpoint(4), merged)
+    after = run("sft", PRETRAIN_CHECKPOINT=merged, MAX_STEPS=1, HELLASWAG_EVERY=0)
+    assert after.train() == 0
+    assert after.column("val_loss")[0] == pytest.approx(adapted.column("val_loss")[4], rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(("mode", "setting", "data"), [
+    ("sft", "SFT_DATA_PATH", "shards"), ("sft", "SFT_DATA_PATH", "pairs"), ("dpo-live", "DPO_DATA_PATH", "chats"),
+    ("orpo", "DPO_DATA_PATH", "shards"), ("distilled", "PRETRAIN_DATA_PATH", "chats")])
+def test_data_of_another_kind_is_refused(mode, setting, data, stages, run, capsys):
+    path = stages.prepared.shards if data == "shards" else getattr(stages, data)
+    refused = run(mode, **{setting: path})
+    assert refused.train() == train.main([*refused.argv(), "--check"]) == 3
+    error = capsys.readouterr().err
+    assert str(path) in error and "prepare them with scripts/load_" in error
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo-live", "lora-sft"])
+def test_too_few_rows_for_a_step_are_refused_with_the_number_to_set(mode, run, capsys):
+    refused = run(mode, TOTAL_BATCH_SIZE=96 * 1000)
+    assert refused.train() == 3
+    error = capsys.readouterr().err
+    assert "a step reads 1,000" in error and "lower TOTAL_BATCH_SIZE to" in error
+    largest = int(error.split("lower TOTAL_BATCH_SIZE to ")[1].split()[0])
+    assert run(mode, TOTAL_BATCH_SIZE=largest, MAX_STEPS=0, **UNMEASURED).train() == 0
+
+
+@pytest.mark.parametrize(("mode", "changes", "words"), [
+    ("distilled", {"TEACHER_MODEL": ""}, "needs TEACHER_MODEL"), ("sft", {"SFT_DATA_PATH": ""}, "SFT_DATA_PATH is not set"),
+    ("dpo-live", {"PRETRAIN_CHECKPOINT": ""}, "set INSTRUCT_CHECKPOINT"),
+    ("lora-sft", {"PRETRAIN_CHECKPOINT": ""}, "needs a base"),
+    ("dpo-live", {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "x"}, "not with dpo"),
+    ("lora-sft", {"LORA_TARGET_MODULES": "wq,w9"}, "w9"),
+    ("distilled-stored", {"DISTILLATION_TOP_K": 100_000}, "exceeds the vocabulary")])
+def test_impossible_settings_are_refused_with_code_2(mode, changes, words, run, capsys):
+    refused = run(mode, **changes)
+    refused.settings = {name: value for name, value in refused.settings.items() if value != ""}
+    assert refused.train() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(stages, run, tmp_path, capsys):
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(stages.teacher / name, teacher)
+    described = json.loads((teacher / "config.json").read_text())
+    (teacher / "config.json").write_text(json.dumps(described | {"vocab_size": 500}))
+    for mode in ("distilled", "distilled-stored", "distilled-sft"):
+        refused = run(mode, TEACHER_MODEL=teacher)
+        assert train.main([*refused.argv(), "--check"]) == refused.train() == 2
+        assert "another vocabulary" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------ from one to another
+
+
+def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(stages, finished, run, capsys):
+    """From a pretraining checkpoint at step 2 to chats, and from chats at step 4 to preferences."""
+    assert list(finished("sft").column("train_loss")) == [1, 2, 3, 4]
+    learned = run("dpo-stored", INSTRUCT_CHECKPOINT=finished("sft").folder, RUN_NAME="preferences")
+    del learned.settings["PRETRAIN_CHECKPOINT"]
+    assert learned.train() == 0
+    assert "begin anew" in capsys.readouterr().out
+    assert list(learned.column("train_loss")) == [1, 2, 3, 4] and learned.column("learning_rate")[1] == 0.01
+    assert learned.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["dpo-stored", "dpo-live", "lora-sft", "lora-dpo"])
+def test_resume_may_name_a_checkpoint_of_another_stage(mode, stages, run, finished):
+    by_path = run(mode, RESUME=stages.base)
+    del by_path.settings["PRETRAIN_CHECKPOINT"]
+    with stop_at(2):
+        assert by_path.train() == train.EXIT_PREEMPTED
+    assert by_path.train() == 0
+    assert by_path.hashes(4) == finished(mode).hashes(4)
+
+
+@pytest.mark.parametrize("mode", ["sft", "dpo-live", "lora-sft"])
+def test_a_stage_does_not_write_over_what_it_stands_on(mode, stages, run, capsys):
+    """In the folder of the run that made its base."""
+    inside = run(mode, RUN_NAME="base", PRETRAIN_CHECKPOINT="step-00000002")
+    shutil.copytree(stages.base.parent.parent, inside.folder)
+    assert inside.train() == train.main([*inside.argv(), "--check"]) == 5
+    assert "another RUN_NAME" in capsys.readouterr().err and inside.steps_saved() == [2]

@@ -1,0 +1,360 @@
+"""Prepared shards are a pure function of text, tokenizer and settings, whatever stops or hurries their making."""
+
+import base64
+import hashlib
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.errors import DataError, PaddockError, SettingsError
+from data_pipeline import prepare as preparation
+from data_pipeline.mixes import Mix
+from data_pipeline.prepare import describe_prepared, prepare_pretrain, split_of
+from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, open_token_set
+from data_pipeline.sources import Source
+from tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory):
+    """The smallest tokenizer in tiktoken's format: the 256 bytes."""
+    path = tmp_path_factory.mktemp("tokenizer") / "bytes.model"
+    path.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
+    return str(path)
+
+
+def stories(count, seed=0):
+    draw = random.Random(seed)
+    return [f"Story {number}: " + " ".join(draw.choice(["cat", "naïve", "the", "🦙", "<|eot_id|>"]) for _ in range(40))
+            for number in range(count)]
+
+
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def prepare(source, tokenizer_path, output, **options):
+    return prepare_pretrain(source, tokenizer_path, "tiktoken", output,
+                            **{"shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options)
+
+
+def shards_of(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
+
+
+def tokens_of(folder, split, tokenizer):
+    token_set = open_token_set(folder, split, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
+    return token_set.read(0, token_set.tokens).tolist()
+
+
+def test_shards_hold_every_document_of_their_split_in_order(tmp_path, tokenizer_path):
+    texts = stories(200)
+    folder = prepare(write_jsonl(tmp_path / "x.jsonl", texts), tokenizer_path, tmp_path / "out")
+    tokenizer, manifest = load_tokenizer(tokenizer_path, "tiktoken"), json.loads((folder / MANIFEST).read_text())
+    for split in ("train", "validation"):
+        kept = [text for text in texts if split_of(text, 0.1) == split]
+        assert tokens_of(folder, split, tokenizer) == [i for text in kept for i in tokenizer.encode_document(text)]
+        assert manifest["splits"][split]["documents"] == len(kept) > 5
+    train = manifest["splits"]["train"]["shards"]
+    assert len(train) > 3 and {shard["tokens"] for shard in train[:-1]} == {5000} and 0 < train[-1]["tokens"] <= 5000
+    for shard in train:
+        content = (folder / shard["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == shard["sha256"]
+        assert np.frombuffer(content[:12], "<i4").tolist() == [20240520, 1, shard["tokens"]]
+        assert len(content) == HEADER_BYTES + 2 * shard["tokens"]
+    assert len(manifest["examples"]) == 3 and "Story 0: " in manifest["examples"][0]
+    assert {path.name for path in folder.glob("[!.]*")} == {MANIFEST, *shards_of(folder)}
+
+
+def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path, tokenizer_path):
+    texts = ["👩‍👩‍👧‍👦 \u200d", "e\u0301 is no \u00e9", "<|eot_id|><|begin_of_text|>", "\u200b", "a\r\nb\x85 \ufeff",
+             "日本語\U0010ffff"]
+    folder = prepare(write_jsonl(tmp_path / "x.jsonl", [*texts, "", " \n"]), tokenizer_path, tmp_path / "out",
+                     validation_fraction=0)
+    tokenizer = load_tokenizer(tokenizer_path, "tiktoken")
+    ids = np.array(tokens_of(folder, "train", tokenizer))
+    documents = np.split(ids, np.flatnonzero(ids == tokenizer.bos_id)[1:])
+    assert [tokenizer.decode(document[1:-1]) for document in documents] == texts
+    assert np.isin(ids, list(tokenizer.special_ids.values())).sum() == 2 * len(texts)
+    assert json.loads((folder / MANIFEST).read_text())["skipped"]["empty"] == 2
+
+
+def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
+    source = write_jsonl(tmp_path / "x.jsonl", stories(300))
+    alone, together = (prepare(source, tokenizer_path, tmp_path / str(workers), workers=workers) for workers in (1, 3))
+    assert alone.name == together.name and shards_of(alone) == shards_of(together)
+    assert json.loads((alone / MANIFEST).read_text()) == json.loads((together / MANIFEST).read_text())
+
+
+def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
+    source = write_jsonl(tmp_path / "x.jsonl", stories(50))
+    folder = prepare(source, tokenizer_path, tmp_path / "out")
+    monkeypatch.setattr(preparation, "write_shards", None)
+    monkeypatch.setattr("data_pipeline.sources.hashlib", None)
+    assert prepare(source, tokenizer_path, tmp_path / "out") == folder
+
+
+def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, monkeypatch):
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "body": text}) + "\n" for text in stories(60)))
+    other_tokenizer = tmp_path / "other.model"
+    lines = Path(tokenizer_path).read_bytes().splitlines()
+    other_tokenizer.write_bytes(b"\n".join([lines[1].split()[0] + b" 0", lines[0].split()[0] + b" 1", *lines[2:]]) + b"\n")
+    one = Source(path=str(path))
+
+    def name(source=one, tokenizer=tokenizer_path, **options):
+        return prepare(source, tokenizer, tmp_path / "out", **options).name
+
+    names = [name(), name(Source(path=str(path), column="body")), name(Source(path=str(path), documents="line")),
+             name(tokenizer=str(other_tokenizer)), name(shard_tokens=6000), name(validation_fraction=0.2), name(max_documents=50),
+             name(Mix((one, one))), name(Mix((one, one), seed=1)), name(Mix((one, one), stop="all_exhausted"))]
+    path.write_text(path.read_text().replace("Story 7", "Story 8"))
+    names.append(name())
+    monkeypatch.setattr(preparation, "CODE_VERSION", preparation.CODE_VERSION + 1)
+    names.append(name())
+    assert len(set(names)) == len(names)
+
+
+def test_a_document_falls_on_the_same_side_wherever_it_comes_from():
+    texts = stories(4000)
+    held_out = {text for text in texts if split_of(text, 0.05) == "validation"}
+    assert 120 < len(held_out) < 280
+    assert held_out < {text for text in texts if split_of(text, 0.1) == "validation"}
+    assert not any(split_of(text, 0.0) == "validation" for text in texts)
+
+
+KILLED = """
+import sys
+from data_pipeline import prepare as preparation
+preparation.CHUNK_CHARACTERS = 4000
+preparation.prepare_pretrain(sys.argv[1], sys.argv[2], "tiktoken", sys.argv[3], shard_tokens=50_000, validation_fraction=0.1,
+                             workers=2, journal_seconds=0.0)
+"""
+
+
+def prepare_under_fire(source, tokenizer_path, output, kills, draw):
+    """Prepare in a process that is killed as often at random moments after its first new journal, or until one ends by itself."""
+    for _ in range(kills):
+        before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
+        process = start_preparation(source, tokenizer_path, output)
+        while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 0.15))
+        process.kill()
+        _, error = process.communicate()
+        assert process.returncode in (0, -signal.SIGKILL), error
+    _, error = (process := start_preparation(source, tokenizer_path, output)).communicate()
+    assert process.returncode == 0, error
+
+
+def start_preparation(*arguments):
+    return subprocess.Popen([sys.executable, "-c", KILLED, *map(str, arguments)], cwd=ROOT, text=True,
+                            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.soak)])
+def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenizer_path, kills):
+    source = write_jsonl(tmp_path / "x.jsonl", stories(1000 * kills))
+    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
+    prepare_under_fire(source, tokenizer_path, tmp_path / "out", kills, random.Random())
+    folder = tmp_path / "out" / undisturbed.name
+    assert shards_of(folder) == shards_of(undisturbed) and len(shards_of(folder)) > 4
+    assert json.loads((folder / MANIFEST).read_text()) == json.loads((undisturbed / MANIFEST).read_text())
+    assert not list((tmp_path / "out").glob("tmp-*"))
+
+
+def test_going_on_tokenizes_nothing_twice(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
+    source, seen = write_jsonl(tmp_path / "x.jsonl", stories(300)), []
+    original = preparation.tokenize_chunk
+
+    def failing(encoding, texts):
+        if len(seen) == 10:
+            raise DataError("planted")
+        seen.append(texts[0])
+        return original(encoding, texts)
+
+    monkeypatch.setattr(preparation, "tokenize_chunk", failing)
+    with pytest.raises(DataError, match="planted"):
+        prepare(source, tokenizer_path, tmp_path / "out", journal_seconds=0.0)
+    monkeypatch.setattr(preparation, "tokenize_chunk", lambda encoding, texts: seen.append(texts[0]) or original(encoding, texts))
+    folder = prepare(source, tokenizer_path, tmp_path / "out")
+    assert len(seen) == len(set(seen)) > 20
+    assert shards_of(folder) == shards_of(prepare(source, tokenizer_path, tmp_path / "calm"))
+
+
+def test_a_bad_record_stops_it_with_file_and_line_and_is_listed_when_skipped(tmp_path, tokenizer_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "good one"}\n{"text": 5}\n{"text": ""}\n{"text": "good two"}\n')
+    for workers in (1, 2):
+        with pytest.raises(DataError, match=rf"{path}:2: column 'text' is int.*--on-bad-record skip"):
+            prepare(str(path), tokenizer_path, tmp_path / "out", validation_fraction=0, workers=workers)
+    folder = prepare(str(path), tokenizer_path, tmp_path / "out", validation_fraction=0, on_bad_record="skip")
+    skipped = json.loads((folder / MANIFEST).read_text())["skipped"]
+    assert (skipped["empty"], skipped["bad"]) == (1, 1) and f"{path}:2" in skipped["bad_records"][0]
+    assert "1 empty documents, 1 bad records" in describe_prepared(folder) and f"{path}:2" in describe_prepared(folder)
+    with pytest.raises(DataError, match=f"{path}:2"):
+        prepare(str(path), tokenizer_path, tmp_path / "out", validation_fraction=0)
+
+
+def test_nothing_to_train_on_is_an_error_and_no_validation_a_warning(tmp_path, tokenizer_path):
+    with pytest.raises(DataError, match="no document is left to train on"):
+        prepare(write_jsonl(tmp_path / "x.jsonl", ["", " "]), tokenizer_path, tmp_path / "out")
+    (tmp_path / "one.txt").write_text("a whole play")
+    assert "no document fell into validation" in describe_prepared(
+        prepare(str(tmp_path / "one.txt"), tokenizer_path, tmp_path / "out", validation_fraction=1e-9))
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"shard_tokens": 0}, "SHARD_TOKENS=0"), ({"shard_tokens": 2**31}, "SHARD_TOKENS"),
+    ({"validation_fraction": 1}, "VALIDATION_FRACTION=1"), ({"on_bad_record": "ignore"}, "--on-bad-record ignore"),
+])
+def test_impossible_settings_are_refused(tmp_path, tokenizer_path, options, reason):
+    with pytest.raises(SettingsError, match=reason):
+        prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", **options)
+
+
+def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
+    write_jsonl(tmp_path / "x.jsonl", ["a"])
+    for output in (tmp_path, tmp_path / "deep" / "out"):
+        with pytest.raises(SettingsError, match="lies within the source"):
+            prepare(str(tmp_path), tokenizer_path, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
+    source, original = write_jsonl(tmp_path / "x.jsonl", stories(20)), preparation.tokenize_chunk
+
+    def meddling(encoding, texts):
+        write_jsonl(tmp_path / "x.jsonl", stories(21))
+        return original(encoding, texts)
+
+    monkeypatch.setattr(preparation, "tokenize_chunk", meddling)
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(source, tokenizer_path, tmp_path / "out")
+
+
+def test_a_disk_that_refuses_is_named(tmp_path, tokenizer_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file.*cannot be written.*bytes are free"):
+        prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "file" / "out")
+
+
+def run_script(name, *flags, **options):
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("TOKENIZER", "SHARD", "VALIDATION"))}
+    return subprocess.Popen([sys.executable, str(ROOT / "scripts" / name), *flags], env=environment, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                            # A shell's background jobs, such as a test run in one, are born with Ctrl-C ignored.
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
+
+
+def test_the_script_ends_with_the_line_for_env(tmp_path, tokenizer_path):
+    write_jsonl(tmp_path / "x.jsonl", stories(80))
+    process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
+                         "--validation-fraction", "0.1", "--preparation-workers", "2", cwd=tmp_path)
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    setting, path = output.splitlines()[-1].split("=")
+    assert setting == "PRETRAIN_DATA_PATH" and (tmp_path / path / MANIFEST).is_file()
+    assert output.count("Example ") == 3
+
+
+@pytest.mark.parametrize("flags, code, reason", [
+    (["--source", "none.jsonl"], 3, "none.jsonl: no such file"),
+    (["--sauce", "x"], 2, "unknown flag --sauce"),
+    (["--mix", "m.json", "--column", "x"], 2, "--mix describes"),
+    (["--max-documents", "-1"], 2, "--max-documents"),
+])
+def test_the_script_refuses_in_one_line_with_the_errors_exit_code(tmp_path, tokenizer_path, flags, code, reason):
+    process = run_script("load_pretrain_dataset.py", *flags, "--tokenizer-path", tokenizer_path, cwd=tmp_path)
+    _, error = process.communicate()
+    assert process.returncode == code and reason in error.splitlines()[-1] and "Traceback" not in error
+
+
+def start_long_preparation(tmp_path, tokenizer_path):
+    write_jsonl(tmp_path / "x.jsonl", stories(100) * 500)
+    process = run_script("load_pretrain_dataset.py", "--source", "x.jsonl", "--tokenizer-path", tokenizer_path, "--output", "out",
+                         "--preparation-workers", "2", cwd=tmp_path)
+    while process.poll() is None and not list(tmp_path.glob("out/tmp-*/train-*.bin")):
+        time.sleep(0.02)
+    return process
+
+
+def assert_no_process_left(group):
+    deadline = time.monotonic() + 10
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+
+
+def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path):
+    process = start_long_preparation(tmp_path, tokenizer_path)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130 and "Traceback" not in error
+    assert error.splitlines()[-1] == "Stopped. The same command goes on where it was."
+    assert_no_process_left(process.pid)
+
+
+def test_kill_9_leaves_no_process(tmp_path, tokenizer_path):
+    process = start_long_preparation(tmp_path, tokenizer_path)
+    process.kill()
+    process.communicate(timeout=30)
+    assert_no_process_left(process.pid)
+
+
+def die(encoding, texts):
+    os._exit(9)
+
+
+def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
+    monkeypatch.setattr(preparation, "tokenize_chunk", die)
+    with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
+        prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
+
+
+def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
+    source, output = write_jsonl(tmp_path / "x.jsonl", stories(1000)), tmp_path / "out"
+    both = [start_preparation(source, tokenizer_path, output) for _ in range(2)]
+    for process in both:
+        _, error = process.communicate()
+        assert process.returncode == 0, error
+    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
+    assert shards_of(output / undisturbed.name) == shards_of(undisturbed)
+    assert [path.name for path in output.glob("[!.]*")] == [undisturbed.name]
+
+
+def test_workers_need_no_torch():
+    code = "import sys, data_preparation_utils; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_hellaswag_items_are_checked_one_by_one_and_written_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(ROOT / "scripts" / "load_hellaswag_dataset.py"))
+    item = {"ind": 1, "activity_label": "A", "ctx": "b", "endings": ["c", "d", "e", "f"], "label": "2"}
+    Path("items.jsonl").write_text((json.dumps(item) + "\n") * 5)
+    script["main"](["--source", "items.jsonl", "--output", "deep/out.jsonl"])
+    assert capsys.readouterr().out.splitlines()[-1] == "HELLASWAG_PATH=deep/out.jsonl"
+    assert [json.loads(line) for line in Path("deep/out.jsonl").read_text().splitlines()] == [item] * 5
+    Path("items.jsonl").write_text(json.dumps(item) + "\n" + json.dumps(item | {"label": 4}) + "\n")
+    with pytest.raises(DataError, match="items.jsonl:2: 'label' must be 0 to 3"):
+        script["main"](["--source", "items.jsonl", "--output", "bad.jsonl"])
+    Path("items.jsonl").write_text("")
+    with pytest.raises(DataError, match="items.jsonl: holds no items"):
+        script["main"](["--source", "items.jsonl", "--output", "bad.jsonl"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "items.jsonl"]

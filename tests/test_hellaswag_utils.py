@@ -1,0 +1,287 @@
+"""HellaSwag: the same answers as lm-evaluation-harness, item by item, and the same counts on any number of ranks."""
+
+import gzip
+import json
+import random
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from checkpoint.hf_format import save_model_folder
+from common.errors import DataError
+from config import ModelConfig
+from hellaswag_utils import (
+    Counts,
+    batches_of,
+    ending_logprobs,
+    evaluate,
+    evaluate_batches,
+    prepare_task,
+    prepare_tasks,
+    read_items,
+)
+from model import Transformer
+from tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+MAX_SEQ_LEN = 512
+WORDS = ("a", "man", "woman", "sits", "on", "the", "roof", "boat", "and", "then", "slowly", "runs", "away", "café", "[title]",
+         "[step]", "don't", "it's", "12", "skis.")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes and a few merges, some of which a careless cut between context and ending would break."""
+    pieces = [bytes([i]) for i in range(256)]
+    pieces += [b" a", b" t", b" th", b" the", b"an", b" s", b"in", b"er", b": ", b"at", b" m", b" man", b" w", b". ", b"  "]
+    return Tokenizer({piece: rank for rank, piece in enumerate(pieces)})
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer) -> Transformer:
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)
+    return model
+
+
+def made_records(count: int, seed: int = 0) -> list[dict]:
+    """Random items in HellaSwag's schema, with ctx_a and ctx_b, bracketed marks, accents, and endings of unequal length."""
+    dice = random.Random(seed)
+
+    def text(least: int, most: int) -> str:
+        return " ".join(dice.choice(WORDS) for _ in range(dice.randint(least, most)))
+
+    return [{"ind": i, "activity_label": text(1, 3), "ctx_a": text(4, 30), "ctx_b": text(0, 3),
+             "endings": [dice.choice(string.ascii_lowercase) + text(1, 12) for _ in range(4)], "label": dice.randrange(4)}
+            for i in range(count)]
+
+
+def write(path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def records() -> list[dict]:
+    return made_records(50)
+
+
+@pytest.fixture(scope="module")
+def items(records, tmp_path_factory):
+    return read_items(write(tmp_path_factory.mktemp("items") / "made.jsonl", records))
+
+
+# ------------------------------------------------------------------------------------------------------------------ reading
+
+
+def test_files_are_read_plain_and_compressed(tmp_path):
+    record = {"ind": 4, "activity_label": "Canoeing", "ctx": "A man paddles. he", "label": 3,
+              "endings": ["falls.", "sings [laughs] loudly.", " swims. ", "rests."]}
+    plain = tmp_path / "a.jsonl"
+    write(plain, [record, record])
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n\n"))
+    for path in (plain, packed):
+        first, second = read_items(path)
+        assert first.context == "Canoeing: A man paddles. he", "a ctx is taken as it stands"
+        assert first.endings == ["falls.", "sings loudly.", "swims.", "rests."]
+        assert (first.label, first.where) == (3, f"{path}:1") and second.where.startswith(f"{path}:")
+
+
+def test_two_part_contexts_and_string_labels_are_read_as_the_hub_has_them(tmp_path):
+    record = {"activity_label": "Sailing", "ctx_a": "Step one. [title] Go.", "ctx_b": "the Man", "ctx": "unused", "label": "0",
+              "endings": ["a", "b", "c", "d"]}
+    (item,) = read_items(write(tmp_path / "a.jsonl", [record]))
+    assert item.context == "Sailing: Step one.. Go. The man" and item.label == 0
+
+
+GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
+
+
+@pytest.mark.parametrize("line, word", [
+    ("{not json", "not a line of JSON"),
+    (b"\xff\xfe{}", "not a line of JSON"),
+    ("[1, 2]", "expected an object"),
+    ({**GOOD, "label": 4}, "'label' must be 0 to 3, got 4"),
+    ({**GOOD, "label": ""}, "'label' must be 0 to 3"),
+    ({**GOOD, "label": True}, "'label' must be 0 to 3"),
+    ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
+    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
+    ({**GOOD, "endings": ["a", "b", "c", None]}, "'endings' must be 4 texts"),
+    ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
+    ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
+    ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' is null, expected text"),
+])
+def test_a_bad_line_is_named(tmp_path, line, word):
+    path = tmp_path / "bad.jsonl"
+    line = json.dumps(line) if isinstance(line, dict) else line
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    with pytest.raises(DataError) as error:
+        read_items(path)
+    assert f"{path}:2: " in str(error.value) and word in str(error.value)
+
+
+def test_a_file_that_unpacks_to_far_more_than_hellaswag_is_refused_by_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("hellaswag_utils.FILE_BYTES", 1 << 16)
+    for name, content, words in (("line", b"\0" * (2 << 20), "bomb-line.jsonl.gz:1: .* a line of more than 1 MiB"),
+                                 ("lines", b"\n" * (1 << 17), "bomb-lines.jsonl.gz:65537: .* more than 1 GiB")):
+        path = tmp_path / f"bomb-{name}.jsonl.gz"
+        path.write_bytes(gzip.compress(content))
+        with pytest.raises(DataError, match=words):
+            read_items(path)
+
+
+def test_files_without_items_are_refused(tmp_path):
+    for name, content in (("empty.jsonl", b""), ("blank.jsonl", b"\n \n"), ("none.jsonl.gz", gzip.compress(b""))):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=f"{name} holds no items"):
+            read_items(tmp_path / name)
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode() * 100)[:-20])
+    (tmp_path / "plain.jsonl.gz").write_bytes(json.dumps(GOOD).encode())
+    for name in ("cut.jsonl.gz", "plain.jsonl.gz", "missing.jsonl"):
+        with pytest.raises(DataError, match=f"HELLASWAG_PATH=.*{name} cannot be read"):
+            read_items(tmp_path / name)
+
+
+# ------------------------------------------------------------------------------------------------------------------ scoring
+
+
+def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len: int) -> float:
+    """The ending's log-probability in a row of its own, from plain logits."""
+    row = (context + ending)[-(max_seq_len + 1):]
+    with torch.no_grad():
+        logprobs = model.logits(torch.tensor([row[:-1]]))[0].log_softmax(-1)
+    return float(logprobs[-len(ending):].gather(1, torch.tensor(ending)[:, None]).double().sum())
+
+
+@pytest.mark.parametrize("max_seq_len", [MAX_SEQ_LEN, 64, 48])
+def test_endings_score_as_if_each_stood_alone(model, tokenizer, items, max_seq_len):
+    """With the context whole, and with contexts that lose their beginning in some items or in all."""
+    tasks = prepare_tasks(items[:12], tokenizer, max_seq_len)
+    got = np.concatenate([ending_logprobs(model, batch, CPU) for batch in batches_of(tasks, 2000)])
+    expected = {}
+    for item, task in zip(items, tasks):
+        whole = [tokenizer.encode(f"{item.context} {ending}") for ending in item.endings]
+        context = tokenizer.encode(item.context.rstrip())
+        expected[id(task)] = [alone(model, [tokenizer.bos_id, *context], ids[len(context):], max_seq_len) for ids in whole]
+    order = [id(task) for batch in batches_of(tasks, 2000) for task in batch]
+    np.testing.assert_allclose(got, [expected[key] for key in order], atol=2e-4)
+
+
+def test_the_context_is_run_once(tokenizer, items):
+    task = prepare_task(items[0], tokenizer, MAX_SEQ_LEN)
+    context = len(tokenizer.encode(items[0].context)) + 1
+    assert len(task.tokens_T) == context - 1 + sum(task.ending_tokens)
+    assert int((task.targets_T >= 0).sum()) == sum(task.ending_tokens)
+
+
+def test_an_ending_that_does_not_fit_is_named(tokenizer, items):
+    longest = max(prepare_task(items[3], tokenizer, MAX_SEQ_LEN).ending_tokens)
+    prepare_task(items[3], tokenizer, longest)
+    expected = rf"made.jsonl:4: an ending of {longest} tokens does not fit into MAX_SEQ_LEN={longest - 1}"
+    with pytest.raises(DataError, match=expected):
+        prepare_task(items[3], tokenizer, longest - 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 40])
+def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, world_size):
+    tasks = prepare_tasks(items[:23], tokenizer, MAX_SEQ_LEN)
+    one = evaluate(model, tasks, device=CPU, batch_tokens=1500)
+    forwards, total = [], Counts()
+    for rank in range(world_size):
+        parts = list(evaluate_batches(model, tasks, rank=rank, world_size=world_size, device=CPU, batch_tokens=1500))
+        forwards.append(len(parts))
+        total += sum(parts, Counts())
+    assert total == one and one.n == 23
+    assert len(set(forwards)) == 1
+
+
+def test_batches_keep_the_budget_and_lose_nothing(tokenizer, items):
+    tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
+    for budget in (64, 700, 5000):
+        batches = batches_of(tasks, budget)
+        assert sorted(id(task) for batch in batches for task in batch) == sorted(map(id, tasks))
+        assert all(len(batch) == 1 or max(len(task.tokens_T) for task in batch) * len(batch) <= budget for batch in batches)
+
+
+def test_the_caller_can_stop_between_batches(model, tokenizer, items):
+    model.train()
+    batches = evaluate_batches(model, prepare_tasks(items[:8], tokenizer, MAX_SEQ_LEN), device=CPU, batch_tokens=400)
+    assert next(batches).n > 0 and not model.training
+    assert torch.is_grad_enabled()
+    batches.close()
+    assert model.training
+
+
+def test_counts_give_accuracy_and_its_error():
+    counts = Counts(3, 2, 6) + Counts(1, 3, 4)
+    assert counts == Counts(4, 5, 10) and (counts.accuracy, counts.accuracy_norm) == (0.4, 0.5)
+    assert counts.standard_error == pytest.approx(np.std([1] * 4 + [0] * 6, ddof=1) / np.sqrt(10))
+
+
+# ---------------------------------------------------------------------------------------------------- lm-evaluation-harness
+
+
+@pytest.fixture(scope="module")
+def harness(model, tokenizer, tmp_path_factory):
+    """The harness's own hellaswag task and model on given records: (acc, acc_norm, log-probabilities) of each."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (requirements-dev.txt)")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder = tmp_path_factory.mktemp("exported")
+    save_model_folder(folder, model.state_dict(), model.config, tokenizer, MAX_SEQ_LEN)
+    lm = HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=16, max_length=MAX_SEQ_LEN)
+
+    theirs = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
+
+    def judge(records: list[dict]) -> list[tuple[float, float, list[float]]]:
+        file = write(folder / "records.jsonl", records)
+        own_data = {"include": str(theirs), "task": "on_our_records", "dataset_path": "json", "training_split": None,
+                    "dataset_kwargs": {"data_files": {"validation": file}, "cache_dir": str(folder / "cache")}}
+        (folder / "task.yaml").write_text(json.dumps(own_data))
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        results = lm_eval.simple_evaluate(lm, tasks=["on_our_records"], task_manager=manager, log_samples=True, bootstrap_iters=0)
+        samples = sorted(results["samples"]["on_our_records"], key=lambda sample: sample["doc_id"])
+        return [(sample["acc"], sample["acc_norm"], [float(logprob) for logprob, _ in sample["filtered_resps"]])
+                for sample in samples]
+
+    return judge
+
+
+def assert_equal_judgement(judged, model, tokenizer, items) -> None:
+    tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
+    for (acc, acc_norm, logprobs), task in zip(judged, tasks, strict=True):
+        np.testing.assert_allclose(ending_logprobs(model, [task], CPU)[0], logprobs, atol=1e-3)
+        assert evaluate(model, [task], device=CPU, batch_tokens=1) == (acc, acc_norm, 1)
+    total = evaluate(model, tasks, device=CPU, batch_tokens=4000)
+    assert total == (sum(acc for acc, _, _ in judged), sum(acc_norm for _, acc_norm, _ in judged), len(items))
+    assert total.correct != total.correct_norm, "else a confusion of the two would not show"
+
+
+@pytest.mark.filterwarnings("default")  # the harness warns of its own ways
+def test_made_items_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, records, items):
+    assert_equal_judgement(harness(records), model, tokenizer, items)
+
+
+@pytest.mark.filterwarnings("default")
+def test_real_items_are_judged_as_lm_evaluation_harness_does(harness, model, tokenizer, real_data):
+    """Their contexts come without the split in two; with byte-like tokens the long ones, which are the last, do not fit."""
+    path = real_data / "hellaswag_val.jsonl.gz"
+    if not path.is_file():
+        pytest.skip(f"no {path.name} among the real data")
+    items = read_items(path)
+    assert len(items) == 10042
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    records, items = records[:42] + records[-8:], items[:42] + items[-8:]
+    records = [{**record, "ctx_a": record["ctx"], "ctx_b": ""} for record in records]
+    assert_equal_judgement(harness(records), model, tokenizer, items)

@@ -1,0 +1,261 @@
+"""What a step leaves to the device: the clipping, and whether the update is made at all; and that it is waited for once."""
+
+import math
+
+import pytest
+import torch
+from factories import TINY, a_step, furthest, run_ranks, uneven_batches
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from config import Config, OptimConfig
+from dataloaders import Batch
+from fused.chunked_head import IGNORE_INDEX
+from model import Transformer
+from model_utils import clip_scale, gradient_norm
+from objectives.base import DPO, NextToken
+from parallel.collectives import start_ranks, stop_ranks
+from training import diagnostics
+from training.optim import Optimizer, orthogonalised
+
+# ------------------------------------------------------------------------------------------------------ waiting for the device
+
+
+class Functions(TorchFunctionMode):
+    """Notes in Python what reads a tensor without an operation, and the updates."""
+
+    def __init__(self, log: list[str]):
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            self.log.append("read")
+        if func is torch._fused_adamw_:
+            self.log.append("update")
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Notes each number that is taken out of a tensor, by whomever; but for those of int32, the documents, which stay on the
+    CPU."""
+
+    def __init__(self, log: list[str]):
+        super().__init__()
+        self.log = log
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype != torch.int32:
+            self.log.append("read")
+        return func(*args, **(kwargs or {}))
+
+
+def pairs(rows_per_micro_batch: int) -> list[Batch]:
+    """Eight rows of one pair each, whose answers have four tokens."""
+    tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=torch.Generator().manual_seed(0))
+    document_ids_BT = (torch.arange(32).expand(8, 32) // 16 + 1).int()
+    targets_BT[:, torch.arange(32) % 16 < 12] = IGNORE_INDEX
+    wholes = (tokens_BT, targets_BT, document_ids_BT)
+    return [Batch(*parts) for parts in zip(*(whole.split(rows_per_micro_batch) for whole in wholes))]
+
+
+OBJECTIVES = {"next token": (uneven_batches, lambda config: NextToken()),
+              "dpo": (pairs, lambda config: DPO(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2)))}
+
+
+@pytest.fixture
+def log(monkeypatch) -> list[str]:
+    """What the next step of `a_step` reads and updates, in order."""
+    log, step = [], train.train_step
+
+    def logged(*arguments):
+        with Functions(log), Operations(log):
+            return step(*arguments)
+
+    monkeypatch.setattr(train, "train_step", logged)
+    return log
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+@pytest.mark.parametrize("rows", [8, 2])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_step_waits_for_the_device_once_when_its_update_is_enqueued(objective, rows, policy, log):
+    batches_of, choose = OBJECTIVES[objective]
+    result, _, _ = a_step(batches_of(rows), choose=choose, LOSS_SPIKE_POLICY=policy)
+    assert result.updated and log == ["update", "update", "read"], "of what decays, of what does not, and what came of it"
+
+
+@pytest.mark.parametrize(("scale", "read"), [(2.0**16, ["read"]), (2.0**127, ["read", "read"])])
+def test_a_loss_scaler_is_read_only_where_something_overflowed(scale, read, log):
+    result, _, _ = a_step(uneven_batches(2), torch.amp.GradScaler("cpu", init_scale=scale))
+    assert result.finite and result.updated == (len(read) == 1) and log == ["update", "update", *read]
+
+
+# ----------------------------------------------------------------------------------------------------------- the same as before
+
+
+def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: float, momentum: float = 0.95) -> None:
+    for parameter, gradient, buffer in zip(parameters, gradients, buffers):
+        buffer.lerp_(gradient, 1 - momentum)
+        update = orthogonalised(gradient.lerp(buffer, momentum)[None])[0]
+        parameter.mul_(1 - rate * decay).add_(update, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_norm", [0.0, 0.05, 1e9])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
+    """Against scaling the gradients first, and an update that knows of no scale."""
+    config = Config(**{name.lower(): value for name, value in TINY.items()}, optimizer=kind)
+    models = [Transformer(config, 512) for _ in range(2)]
+    for model in models:
+        model.init_weights(torch.Generator().manual_seed(1))
+    mine, theirs = models
+    optimizer = Optimizer(mine, config)
+    others = {name: p for name, p in theirs.named_parameters() if kind == "muon" and name.startswith("layers.") and p.ndim == 2}
+    buffers = [torch.zeros_like(p) for p in others.values()]
+    rest = [p for name, p in theirs.named_parameters() if name not in others]
+    adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim == decays + 1], "weight_decay": config.weight_decay * decays}
+                               for decays in (1, 0)], betas=(config.adam_beta1, config.adam_beta2), lr=0.01, fused=True)
+    dice = torch.Generator().manual_seed(2)
+    for _ in range(3):
+        for p, q in zip(mine.parameters(), theirs.parameters()):
+            p.grad = torch.randn(p.shape, generator=dice)
+            q.grad = p.grad.clone()
+        norm = gradient_norm(mine)
+        optimizer.step(0.01, clip_scale(norm, max_norm), torch.zeros(()))
+        if max_norm:
+            torch.nn.utils.clip_grads_with_norm_(theirs.parameters(), max_norm, norm)
+        muon_in_plain_words(others.values(), [p.grad for p in others.values()], buffers, 0.01, config.weight_decay)
+        adamw.step()
+        for p, q in zip(mine.parameters(), theirs.parameters()):
+            assert float((p.grad - q.grad).abs().max() / q.grad.abs().max()) <= 1.2e-7
+    for (name, p), q in zip(mine.named_parameters(), theirs.parameters()):
+        assert float((p - q).abs().max() / q.abs().max()) <= 6e-7, name
+
+
+def test_gradients_that_are_not_finite_are_not_scaled():
+    for norm in (math.nan, math.inf):
+        assert clip_scale(torch.tensor(norm), 1.0) == 1
+    assert clip_scale(torch.tensor(4.0), 0.0) is None and clip_scale(torch.tensor(0.5), 1.0) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- an update left out
+
+
+def bits(tensors) -> list[torch.Tensor]:
+    return [tensor.detach().clone().view(torch.int32) for tensor in tensors]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_an_update_that_is_left_out_changes_no_bit(kind, bad):
+    """Also of zeros below zero, of what is no number, and of the counters of steps."""
+    config = OptimConfig(optimizer=kind)
+    model = Transformer(Config(**{name.lower(): value for name, value in TINY.items()}), 512)
+    model.init_weights(torch.Generator().manual_seed(1))
+    optimizer = Optimizer(model, config)
+
+    def step(value: float, found_inf: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+            parameter.grad.view(-1)[3] *= value
+        optimizer.step(0.01, clip_scale(gradient_norm(model), 1.0), torch.tensor(found_inf))
+
+    step(1.0, 0.0)
+    for tensor in (*model.parameters(), *optimizer.state_tensors().values()):
+        if tensor.ndim:
+            tensor.data.view(-1)[:3] = torch.tensor([-0.0, 0.0, math.nan])
+    everything = [*model.parameters(), *optimizer.state_tensors().values()]
+    before = bits(everything)
+    step(bad, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, bits(everything)))
+    step(1.0, 0.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, bits(everything)))
+
+
+@pytest.mark.parametrize(("policy", "above", "updated"), [("warn", -1e-12, True), ("skip", -1e-12, False), ("skip", 1e-12, True),
+                                                          ("stop", -1e-12, False)])
+def test_the_device_and_the_host_agree_on_a_spike_to_the_last_digit(policy, above, updated):
+    """The limit is laid beside the loss that the step will have, as near as the recent losses can bring it there."""
+    loss = a_step(uneven_batches(2))[0].loss
+    recent = [(loss + above) / 1.5] * 16  # flat: a deviation of 1 % of the median
+    result, _, model = a_step(uneven_batches(2), recent_losses=recent, LOSS_SPIKE_POLICY=policy, LOSS_SPIKE_THRESHOLD=50,
+                              LOSS_SPIKE_WINDOW=16)
+    fresh = Transformer(model.config, 512)
+    fresh.init_weights(torch.Generator().manual_seed(1))
+    assert result.updated == updated != all(map(torch.equal, model.parameters(), fresh.parameters()))
+    assert (result.spike > 0) == (above < 0) and result.finite
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=8, max_size=64), st.floats(0.5, 20), st.floats(-1e-3, 1e-3))
+def test_the_limit_is_where_the_height_is_the_threshold(recent, threshold, beside):
+    limit = diagnostics.spike_limit(recent, 16, threshold)
+    middle, deviation = diagnostics.median_and_deviation(recent)
+    assert diagnostics.robust_z_score(limit, recent, 16) == pytest.approx(threshold)
+    if abs(beside) > 1e-9:
+        assert (diagnostics.robust_z_score(limit + beside * deviation, recent, 16) > threshold) == (beside > 0)
+    assert diagnostics.spike_limit(recent, 2 * len(recent) + 1, threshold) == math.inf
+
+
+# ---------------------------------------------------------------------------------------------------- what the ranks exchange
+
+
+class Placed(NextToken):
+    """Notes where the gradients are before each micro-batch."""
+
+    def __init__(self):
+        self.places = []
+
+    def loss_sum(self, model, batch):
+        self.places.append([parameter.grad is not None and parameter.grad.data_ptr() for parameter in model.parameters()])
+        return super().loss_sum(model, batch)
+
+
+def check_buckets() -> None:
+    ranks, objective, step = start_ranks("cpu", 60), Placed(), train.train_step
+
+    def thrice(*arguments):
+        return [step(*arguments) for _ in range(3)][-1]
+
+    train.train_step = thrice
+    a_step(uneven_batches(2)[ranks.rank * 2:ranks.rank * 2 + 2], ranks=ranks, choose=lambda config: objective)
+    first, second = objective.places[-2:]
+    assert first == second and all(first), "of the third step: DDP orders its buckets anew in the second"
+    stop_ranks()
+
+
+def test_the_gradients_of_several_ranks_stay_in_the_buckets_of_their_exchange(tmp_path):
+    run_ranks(check_buckets, world_size=2, folder=tmp_path)
+
+
+def check_bf16() -> None:
+    """Both round what they exchange, and sum it rounded."""
+    ranks = start_ranks("cpu", 60)
+    own = uneven_batches(2)[ranks.rank * 2:ranks.rank * 2 + 2]
+    whole, gradients, _ = a_step(own, ranks=ranks, MAX_GRAD_NORM=0)
+    result, rounded, model = a_step(own, ranks=ranks, MAX_GRAD_NORM=0, GRADIENT_DTYPE="bf16")
+    assert result.loss == whole.loss and result.updated
+    assert result.grad_norm == pytest.approx(whole.grad_norm, rel=2**-8)
+    assert 0 < furthest(gradients, rounded) < 2**-7
+    assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in rounded.values())
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert len(set(ranks.all_gather_json(weights.numpy().tobytes().hex()))) == 1, "the replicas drift apart"
+    stop_ranks()
+
+
+def test_two_ranks_exchange_gradients_in_bf16(tmp_path):
+    run_ranks(check_bf16, world_size=2, folder=tmp_path)
+
+
+def test_two_ranks_train_in_bf16_as_in_fp32_but_for_rounding(tiny_run):
+    runs = [tiny_run(RUN_NAME=dtype, GRADIENT_DTYPE=dtype, HELLASWAG_EVERY=0) for dtype in ("fp32", "bf16")]
+    for run in runs:
+        job = run.start(2)
+        assert job.wait() == [0, 0], job.text()
+    losses, rounded = (run.column("train_loss") for run in runs)
+    assert losses[1] == rounded[1] and losses != rounded
+    assert rounded == pytest.approx(losses, rel=2e-3)

@@ -1,0 +1,224 @@
+"""The ledger, loss spikes and replica drift: what goes wrong quietly is told, with what is needed to find its cause."""
+
+import json
+import math
+import os
+import statistics
+import zlib
+
+import pytest
+import torch
+from factories import TinyRun, stop_at, without_clocks
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from checkpoint import store
+from data_pipeline.shard_reader import open_token_set
+from dataloaders import rows_of_step
+from objectives import base
+from tokenizer import load_tokenizer
+from training import diagnostics
+
+UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "SAVE_EVERY": 10}
+
+
+def ledger(run: TinyRun) -> list[dict]:
+    return [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """A run that nothing has interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.train() == 0
+    return run
+
+
+# -------------------------------------------------------------------------------------------------------------------- ledger
+
+
+def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
+    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+    tokens = open_token_set(str(prepared.shards), "train", vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
+                            document_start_id=tokenizer.document_start_id, minimum_tokens=1, verify="never").tokens
+    entries = ledger(whole)
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    for entry in entries:
+        rows = rows_of_step(entry["step"] - 1, 8, (tokens - 1) // 32, seed=1337)
+        assert entry["rows_crc32"] == f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
+        assert entry["loss"] == whole.column("train_loss")[entry["step"]] and entry["updated"]
+        assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]
+
+
+@pytest.mark.parametrize("step", [1, 4, 5])
+def test_a_resumed_run_has_each_step_once(step, whole, tiny_run):
+    run = tiny_run()
+    with stop_at(step):
+        run.train()
+    assert run.train() == 0
+    assert ledger(run) == ledger(whole)
+
+
+# --------------------------------------------------------------------------------------------------------------- loss spikes
+
+
+@given(st.lists(st.floats(1, 10), min_size=8, max_size=64), st.floats(0, 100))
+def test_the_height_of_a_spike_is_in_robust_standard_deviations(recent, loss):
+    middle = statistics.median(recent)
+    deviation = max(1.4826 * statistics.median([abs(value - middle) for value in recent]), 0.01 * middle)
+    assert diagnostics.robust_z_score(loss, recent, 16) == pytest.approx((loss - middle) / deviation)
+    assert diagnostics.robust_z_score(loss, recent, 2 * len(recent) + 1) == 0, "too few to judge by"
+
+
+def test_what_came_before_does_not_hide_a_spike():
+    """A mean and a plain standard deviation would be stretched by the first of two spikes."""
+    recent = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 50.0]
+    assert diagnostics.robust_z_score(9.0, recent, 16) > 12 > 3 > abs(diagnostics.robust_z_score(3.1, recent, 16))
+
+
+def poison(monkeypatch, *steps: int) -> None:
+    """Make the loss of some steps much larger, with the same gradient."""
+    step_now, loss_sum, seed_step = [], base.NextToken.loss_sum, train.seed_step
+
+    def seeded(seed, finished, rank):
+        step_now[:] = [finished + 1]
+        seed_step(seed, finished, rank)
+
+    def poisoned(self, model, batch):
+        total, metrics = loss_sum(self, model, batch)
+        return (total + 20.0 * self.count(batch) if step_now[0] in steps else total), metrics
+
+    monkeypatch.setattr(train, "seed_step", seeded)
+    monkeypatch.setattr(base.NextToken, "loss_sum", poisoned)
+
+
+@pytest.fixture
+def long_run(tiny_run):
+    """Steps enough for a window to fill."""
+    return lambda **settings: tiny_run(**{**UNMEASURED, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
+
+
+def test_an_ordinary_run_raises_no_alarm(long_run, capsys):
+    run = long_run(MAX_STEPS=60)
+    assert run.train() == 0
+    assert "spike" not in capsys.readouterr().err and not [entry for entry in ledger(run) if "spike" in entry]
+
+
+def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):
+    calm, run = long_run(RUN_NAME="calm"), long_run()
+    assert calm.train() == 0
+    poison(monkeypatch, 15)
+    assert run.train() == 0
+    error = capsys.readouterr().err
+    entry = ledger(run)[14]
+    assert error.count("warning: loss spike in step 15") == 1 and f"rows {entry['rows']}" in error
+    assert f"replay_step.py {run.folder} --step 15" in error
+    assert len(entry["rows"]) == 8 and entry["spike"] > 12 and entry["updated"]
+    assert [one["step"] for one in ledger(run) if "spike" in one] == [15]
+    assert run.hashes(20) == calm.hashes(20)
+
+
+def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
+    run = long_run(LOSS_SPIKE_POLICY="skip", SAVE_EVERY=1)
+    poison(monkeypatch, 15)
+    assert run.train() == 0
+    assert "its update is left out" in capsys.readouterr().err and not ledger(run)[14]["updated"]
+    assert run.hashes(15) == run.hashes(14) != run.hashes(16)
+    assert store.read_state(run.checkpoint(20))["progress"]["skipped_steps"] == 1
+
+
+def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsys):
+    run, calm = long_run(LOSS_SPIKE_POLICY="stop", SAVE_EVERY=0), long_run(RUN_NAME="calm", SAVE_EVERY=1)
+    assert calm.train() == 0
+    poison(monkeypatch, 15)
+    assert run.train() == 4
+    error = capsys.readouterr().err
+    assert "error: loss spike in step 15" in error and "LOSS_SPIKE_POLICY=skip" in error and error.count("spike in step") == 1
+    assert run.steps_saved() == [14] and run.hashes(14) == calm.hashes(14)
+    report = json.loads((run.folder / "debug" / "step-00000015" / "rank-0.json").read_text())
+    assert [row for rows in report["rows"] for row in rows] == ledger(run)[14]["rows"]
+    # What stopped it stops it again, and the policy is what lets it go on.
+    assert run.train() == 4
+    assert run.train(LOSS_SPIKE_POLICY="skip") == 0
+
+
+@pytest.mark.parametrize("step", [12, 15, 18])
+def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypatch):
+    run, other = long_run(LOSS_SPIKE_POLICY="skip"), long_run(LOSS_SPIKE_POLICY="skip", RUN_NAME="other")
+    poison(monkeypatch, 15)
+    assert run.train() == 0
+    with stop_at(step):
+        assert other.train() == train.EXIT_PREEMPTED
+    assert other.train() == 0
+    assert ledger(other) == ledger(run) and other.hashes(20) == run.hashes(20)
+    assert without_clocks(other.metrics()) == without_clocks(run.metrics())
+
+
+# --------------------------------------------------------------------------------------------------------------------- drift
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.data())
+def test_a_checksum_changes_with_any_bit(values, data):
+    tensor = torch.tensor(values)
+    bits = tensor.clone().view(torch.int32)
+    place = data.draw(st.integers(0, len(values) - 1))
+    bits[place] ^= 1 << data.draw(st.integers(0, 30))
+    before, same, after = diagnostics.checksums([tensor, tensor.clone(), bits.view(torch.float32)]).tolist()
+    assert before == same != after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
+def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
+    monkeypatch.setattr(diagnostics, "CHUNK_WORDS", 4)  # several chunks
+    tensor = torch.arange(37).to(dtype)
+    swapped = tensor.clone()
+    swapped[[3, 30]] = swapped[[30, 3]]
+    one, other = diagnostics.checksums([tensor, swapped]).tolist()
+    assert one != other
+    assert diagnostics.checksums([tensor.reshape(37, 1).T]).tolist() == [one]
+
+
+def nudge(tensor_of, sign: int = 1) -> None:
+    """Change one number of rank 1 by the least that there is, after step 3."""
+    if os.environ["RANK"] != "1":
+        return
+    original = train.append_ledger
+
+    def enter(run, result):
+        if run.progress.step == 2:
+            tensor = tensor_of(run).detach()
+            tensor.view(-1)[5] = torch.nextafter(tensor.view(-1)[5], torch.tensor(math.inf * sign))
+        original(run, result)
+
+    train.append_ledger = enter
+
+
+def nudge_a_weight() -> None:
+    nudge(lambda run: run.model.layers[1].attention.wq.weight)
+
+
+def nudge_a_moment() -> None:
+    nudge(lambda run: run.optimizer.state_tensors()["layers.0.feed_forward.w1.weight.exp_avg_sq"])
+
+
+@pytest.mark.parametrize(("plant", "name"), [(nudge_a_weight, "layers.1.attention.wq.weight"),
+                                             (nudge_a_moment, "layers.0.feed_forward.w1.weight.exp_avg_sq")])
+def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(plant, name, tiny_run):
+    run = tiny_run(**UNMEASURED | {"SAVE_EVERY": 1}, DRIFT_CHECK_EVERY=3)
+    job = run.start(2, plant)
+    assert job.wait() == [1, 1], job.text()
+    text = job.text()
+    assert text.count("error: after step 3 the ranks no longer have the same model") == 1 and "Traceback" not in text
+    assert f": {name} differs between rank 0 and rank 1." in text
+    assert run.steps_saved() == [1, 2], "the drifted state is not saved"
+
+
+def test_without_the_alarm_drift_would_go_on_unseen(tiny_run):
+    run = tiny_run(**UNMEASURED, DRIFT_CHECK_EVERY=0)
+    assert run.start(2, nudge_a_weight).wait() == [0, 0]
+
+
+def test_healthy_replicas_are_equal_after_every_step(tiny_run):
+    job = tiny_run(**UNMEASURED, DRIFT_CHECK_EVERY=1).start(2)
+    assert job.wait() == [0, 0], job.text()

@@ -1,0 +1,1 @@
+"""A run: its set-up, its state, what happens beside the steps."""

@@ -1,0 +1,165 @@
+"""The optimizer: which parameters decay, what they are updated with, and the learning rate of each step."""
+
+import math
+from collections.abc import Iterable
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import CheckpointError
+from common.heartbeat import HEARTBEAT
+from config import OptimConfig
+
+
+def learning_rate(step: int, config: OptimConfig) -> float:
+    """The learning rate of the update that follows `step` finished ones; defined for every step from 0 on.
+
+    Linear warm-up, then cosine decay, or a plateau with a linear decay at the end (wsd), or a plateau.
+    Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
+    """
+    assert step >= 0, f"a schedule that is {-step} updates before its beginning"
+    peak, final = config.learning_rate, config.final_learning_rate
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return peak
+    begin = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        begin = max(begin, config.max_steps - round(config.decay_fraction * config.max_steps))
+    progress = (step - begin) / max(1, config.max_steps - begin)
+    progress = min(1.0, max(0.0, progress))
+    share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+    rate = final + share * (peak - final)
+    assert math.isfinite(rate) and rate >= 0, rate
+    return rate
+
+
+def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
+    """P matrices of R rows and C columns, with all singular values brought near 1 by a Newton-Schulz iteration.
+
+    Source: Jordan et al. 2024, whose coefficients they are.
+    """
+    tall = matrices_PRC.shape[1] > matrices_PRC.shape[2]
+    x = matrices_PRC.mT if tall else matrices_PRC
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised, as large as AdamW's would be, so that one learning rate serves both.
+
+    As torch.optim.Muon, which always iterates in bf16, one matrix at a time: here in float32 on a CPU, and matrices of one shape
+    together. `grad_scale` and `found_inf` mean what they mean to a fused AdamW.
+    Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
+    """
+
+    grad_scale: Optional[Tensor] = None
+    found_inf: Optional[Tensor] = None
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            alike: dict[torch.Size, list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    alike.setdefault(parameter.shape, []).append(parameter)
+            for shape, parameters in alike.items():
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+                gradients = [p.grad for p in parameters]
+                if self.grad_scale is not None:
+                    torch._foreach_div_(gradients, self.grad_scale)
+                self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
+                                       for buffer, gradient in zip(buffers, gradients)))
+                updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+                if updates.device.type == "cuda":
+                    updates = updates.bfloat16()
+                updates = orthogonalised(updates).to(parameters[0].dtype).unbind()
+                decay, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
+                self._assign(parameters, ((parameter * decay).sub_(update, alpha=rate)
+                                          for parameter, update in zip(parameters, updates)))
+
+    def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
+        """Give the tensors new values, unless the update is left out, which the device knows alone."""
+        left_out = None if self.found_inf is None else self.found_inf != 0
+        for tensor, value in zip(tensors, values):
+            tensor.copy_(value) if left_out is None else torch.where(left_out, tensor, value, out=tensor)
+
+
+STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # of each parameter
+
+
+class Optimizer:
+    """AdamW, with Muon for the blocks' matrices when asked; one object whichever it is.
+
+    Trains the parameters that require gradients. Weights of two dimensions decay, norms do not.
+    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig):
+        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        matrices = [p for p in self.names if p.ndim >= 2]
+        vectors = [p for p in self.names if p.ndim < 2]
+        # The factors of adapters are no matrices whose update could be orthogonalised apart: AdamW has them.
+        with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")
+                     and not self.names[p].endswith((".lora_A", ".lora_B"))]
+        muon_ids = set(map(id, with_muon))
+        groups = [{"params": [p for p in matrices if id(p) not in muon_ids], "weight_decay": config.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
+                              betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
+        if with_muon:
+            self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
+
+    def step(self, rate: float, grad_scale: Optional[Tensor] = None, found_inf: Optional[Tensor] = None) -> None:
+        """Update the parameters at this learning rate, without waiting for the device.
+
+        Args:
+            grad_scale: float32 (), what the gradients are divided by first; None = 1.
+            found_inf: float32 (), on the device; where it is 1, parameters and state stay as they are, to the bit.
+        """
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = rate
+            part.grad_scale, part.found_inf = grad_scale, found_inf
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begin a step: drop the gradients, or fill them with zeros where they are."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What resuming needs, as `<parameter>.<state>`; the tensors themselves, not copies."""
+        return {f"{self.names[parameter]}.{key}": value for part in self.parts
+                for parameter, state in part.state.items() for key, value in state.items()}
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Take over the state of a checkpoint; none was saved before the first update.
+
+        Raises:
+            CheckpointError: it is not that of these parameters; torch would read beyond the end of what is too small.
+        """
+        if not tensors:
+            return
+        places = {f"{self.names[parameter]}.{entry}": (part, parameter, entry) for part in self.parts
+                  for group in part.param_groups for parameter in group["params"] for entry in STATE_OF[type(part)]}
+        found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
+        wanted = {key: "torch.float32 ()" if entry == "step" else f"{parameter.dtype} {tuple(parameter.shape)}"
+                  for key, (_, parameter, entry) in places.items()}
+        if found != wanted:
+            key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+            raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is {found.get(key, 'missing')}, "
+                                  f"expected {wanted.get(key, 'nothing')}; take another checkpoint")
+        for key, (part, parameter, entry) in places.items():
+            # A fused AdamW counts its steps on the device.
+            part.state[parameter][entry] = tensors[key].to(parameter.device)
+            HEARTBEAT.move()
