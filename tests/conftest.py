@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# For the processes that the tests start: the modules, the helpers, and the functions that tests plant.
+# Also for the processes that the tests start: the modules, the helpers, and the functions that tests plant.
 FOLDERS = (ROOT, TESTS := ROOT / "tests", *sorted({path.parent for path in TESTS.glob("*/**/*.py")}))
+sys.path[:0] = map(str, FOLDERS)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH"))))
 
 # Nothing that a clock, an earlier run or chance decides: not even whether drawing an example was quick enough.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from factories import TinyRun, argv_of, do_in_step
-from test_downloads import Server, serving
+from test_remote import Server, serving
 
 import train
 from config import Config

@@ -43,7 +43,7 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 MOMENTS = {"start-up": (state, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (evaluation, "validation_loss", 3, 4),
            "HellaSwag": (evaluation, "evaluate_batches", 2, 3), "samples": (evaluation, "generate", 1, 6),
-           "save": (state.convert, "save_model_folder", 1, 3)}
+           "save": (state.hf_format, "save_model_folder", 1, 3)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -252,7 +252,7 @@ def die_in_evaluation_of_rank_1() -> None:
 
 def die_in_the_save_of_rank_0() -> None:
     if is_rank(0):
-        during(state.convert, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+        during(state.hf_format, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
 
 
 @pytest.mark.parametrize(("plant", "codes", "saved"), [

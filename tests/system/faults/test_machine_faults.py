@@ -145,14 +145,14 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
 
 def fill_the_disk_in_the_save_of_step_4() -> None:
     """Between the look at what is free and the last byte."""
-    original, saves = state.convert.save_model_folder, iter(range(9))
+    original, saves = state.hf_format.save_model_folder, iter(range(9))
 
     def save_model_folder(*arguments):
         if next(saves) == 1:
             fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
         return original(*arguments)
 
-    state.convert.save_model_folder = save_model_folder
+    state.hf_format.save_model_folder = save_model_folder
 
 
 @needs_mounts
