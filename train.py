@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from common.heartbeat import HEARTBEAT
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from model_utils import (
     build_model,
     choose_device,

@@ -159,7 +159,7 @@ class RemoteFile(io.RawIOBase):
         """True."""
         return True
 
-    def print_safely(self) -> int:
+    def tell(self) -> int:
         """Bytes from the start."""
         return self.position
 

@@ -15,9 +15,10 @@ import torch
 
 from common.cache import Cache
 from common.errors import DataError
+from data_pipeline.batch import Batch
 from data_pipeline.packing import Packing, pack
+from data_pipeline.row_order import permutation
 from data_pipeline.shard_reader import TokenSet, open_segments, open_token_set
-from dataloaders import Batch, permutation
 from fused.chunked_head import IGNORE_INDEX
 
 # A segment is one uint32: its length, whether it ends its example, whether its tokens are learned from.

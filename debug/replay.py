@@ -21,7 +21,7 @@ from checkpoint import hf_format, store
 from checkpoint.schema import read_entries
 from common.errors import NonFiniteError, SettingsError, printable, show
 from config import Config, rules
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from debug.row_report import RowReport, describe_parameters, describe_row, examine_rows, numbered
 from model import padded
 from model_utils import (

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from common.errors import printable
-from dataloaders import Batch, TokenRows
+from data_pipeline.batch import Batch
+from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from model_utils import gradient_norm, is_vocabulary
 from training.diagnostics import count_bad, describe_tensors

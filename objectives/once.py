@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from common.cache import Cache, FileLock
 from common.errors import DataError
+from common.text import duration
 from parallel.collectives import Ranks, StopSignals, leave_if_stopped
-from training.run_log import duration
 
 T = TypeVar("T")
 PROGRESS_SECONDS = 15

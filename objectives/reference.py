@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from checkpoint.tensor_files import sync, write_tensors
 from common.heartbeat import HEARTBEAT
 from config import Config
+from data_pipeline.batch import Batch
 from data_pipeline.packed_rows import ExampleRows
-from dataloaders import Batch
 from objectives.base import PREFERENCE_OBJECTIVES, pair_logprobs
 from objectives.once import Once
 

@@ -24,7 +24,7 @@ from checkpoint.hf_format import (
 from common.errors import CheckpointError, SettingsError
 from common.remote import HUB_NAME, hub_folder, why_not
 from config import Config, ModelConfig
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from fused.matmul import linear
 from model import Transformer

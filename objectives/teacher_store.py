@@ -22,7 +22,7 @@ from common.errors import DataError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.watched_files import SEALS, WatchedFile, load_seals, save_seals, seal
 from config import Config
-from dataloaders import Batch, ReadRows
+from data_pipeline.batch import Batch, ReadRows
 from fused.chunked_head import IGNORE_INDEX, LOWEST_LOGPROB, chunk_tokens, slices
 from objectives.once import Once
 

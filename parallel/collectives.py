@@ -115,7 +115,7 @@ class Ranks:
             value = make()
         except PaddockError as error:
             failure = [type(error).__name__, str(error)]
-        for rank, failed in enumerate(self.gather(failure)):
+        for rank, failed in enumerate(self.all_gather_json(failure)):
             if failed is not None:
                 name, text = failed
                 error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))

@@ -39,10 +39,12 @@ from checkpoint.hf_format import huggingface_config, to_huggingface
 from common.cache import Cache
 from common.errors import run_script
 from config import Config
+from data_pipeline.batch import Batch
 from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.row_order import rows_of_step
 from data_pipeline.shard_reader import MANIFEST, open_token_set
 from data_pipeline.shard_writer import SplitWriter, Tokens, write_durably
-from dataloaders import Batch, TokenRows, rows_of_step
+from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm

@@ -49,7 +49,7 @@ from tqdm import tqdm
 
 from checkpoint import store
 from common.errors import run_script
-from training.run_log import duration
+from common.text import duration
 
 # Saved and pruned at every step. The long one measures, too.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}

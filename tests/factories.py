@@ -20,9 +20,9 @@ import torch
 
 import train
 from config import Config
+from data_pipeline.batch import Batch
 from data_pipeline.prepare import prepare_pretrain
 from data_pipeline.tokenize_chats import prepare_examples
-from dataloaders import Batch
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from model_utils import wrap_model

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline.batch import Batch
+from data_pipeline.row_order import RowOrder, permutation, rows_of_step
 from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes, open_token_set
-from dataloaders import Batch, RowOrder, StepLoader, TokenRows, number_documents, permutation, rows_of_step, validation_batches
+from dataloaders import StepLoader, TokenRows, number_documents, validation_batches
 from fused.chunked_head import IGNORE_INDEX
 
 CPU = torch.device("cpu")

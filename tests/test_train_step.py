@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from config import Config, OptimConfig
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from model_utils import clip_scale, gradient_norm

@@ -10,7 +10,7 @@ import torch
 
 import lora
 from config import Config
-from dataloaders import rows_of_step
+from data_pipeline.row_order import rows_of_step
 from model import Transformer
 from model_utils import build_model, compile_where_possible, load_weights
 from objectives.base import PREFERENCE_OBJECTIVES, NextToken, Objective, Reference, stored_reference

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from common.heartbeat import HEARTBEAT
+from common.text import duration
 from config import Config
 from data_pipeline.chat_templates import load_chat_format
 from hellaswag_utils import Counts, evaluate_batches
@@ -14,7 +15,6 @@ from model import Transformer
 from objectives.base import Objective
 from parallel.collectives import Ranks, StopSignals, leave_if_stopped
 from training.generate import generate
-from training.run_log import duration
 from training.state import Run
 
 PROGRESS_SECONDS = 30  # between words on an evaluation that takes long

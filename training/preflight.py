@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from common.errors import CheckpointError, PaddockError, SettingsError, print_safely, show
+from common.text import duration
 from config import PREPARED_BY, Config
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
@@ -24,7 +25,6 @@ from settings.load import Loaded
 from tokenizer import load_tokenizer
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.run_folder import has_run
-from training.run_log import duration
 from training.start import find_checkpoint, start_at
 from training.state import Inputs, Run, cache_of, read_inputs
 
@@ -127,7 +127,7 @@ class Report:
     def __init__(self) -> None:
         self.exit_codes: list[int] = []
 
-    def print_safely(self, mark: str, name: str, text: str) -> None:
+    def tell(self, mark: str, name: str, text: str) -> None:
         """One line, or several of one name."""
         for part in text.splitlines():
             show(f"  {mark:<4}  {name}: {part}")

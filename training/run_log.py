@@ -17,18 +17,12 @@ from typing import Any, Optional, TextIO
 from checkpoint.schema import read_lines
 from common.errors import CheckpointError, needing, print_safely, print_traceback, printable
 from common.files import NotAFileError, plain
+from common.text import duration
 from config import Config
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 LEAVE_SECONDS = 10  # that it has where the run ends before its time, and something may be waiting to go on
-
-
-def duration(seconds: float) -> str:
-    """5:30, or 2:05:30 from an hour on."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None:

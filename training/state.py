@@ -22,8 +22,9 @@ from common.errors import CheckpointError, DataError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
 from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.row_order import RowOrder
 from data_pipeline.shard_reader import open_token_set
-from dataloaders import RowOrder, StepLoader, TokenRows, validation_batches
+from dataloaders import StepLoader, TokenRows, validation_batches
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from model_utils import cut_padding, load_weights, restore_padding

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 from common.errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from training import diagnostics
 from training.state import Run, StepResult, follow_folder, save_checkpoint
 

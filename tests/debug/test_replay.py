@@ -17,7 +17,7 @@ from factories import MODES, UNMEASURED, Prepared, Stages, TinyRun, at_step, pre
 import train
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_pipeline.prepare import prepare_pretrain
-from dataloaders import rows_of_step
+from data_pipeline.row_order import rows_of_step
 from debug.replay import read_settings, replay
 from model_utils import build_model
 from settings.load import Layer, read_flags

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from config import Config
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from objectives import distillation

@@ -20,8 +20,9 @@ from checkpoint import hf_format, store
 from common.cache import Cache, FileLock
 from common.errors import CheckpointError, DataError, SettingsError
 from config import Config
+from data_pipeline.batch import Batch
 from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes
-from dataloaders import Batch, TokenRows
+from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from objectives import once, teacher_store

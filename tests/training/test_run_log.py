@@ -14,9 +14,10 @@ import pytest
 from factories import UNMEASURED
 
 from common.errors import DataError, print_traceback, show
+from common.text import duration
 from config import Config
 from training import run_log
-from training.run_log import LineFile, RunLog, console_line, duration, keep_lines_up_to
+from training.run_log import LineFile, RunLog, console_line, keep_lines_up_to
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,

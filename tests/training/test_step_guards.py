@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import train
 from checkpoint import store
+from data_pipeline.row_order import rows_of_step
 from data_pipeline.shard_reader import open_token_set
-from dataloaders import rows_of_step
 from objectives import base
 from tokenizer import load_tokenizer
 from training import diagnostics

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import train
 from common.errors import SettingsError
 from config import Config
-from dataloaders import Batch
+from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
 from model import SHARED_PREFIX, KVCache

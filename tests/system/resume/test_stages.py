@@ -30,8 +30,8 @@ import lora
 import train
 from common import cache
 from config import Config
+from data_pipeline.batch import Batch
 from data_pipeline.packed_rows import ExampleRows, open_example_set
-from dataloaders import Batch
 from model import Transformer
 from objectives import reference
 from objectives.base import DPO, NextToken, stored_reference
