@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Optional, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from common.errors import is_url, without_passwords
+from common.text import is_url, without_passwords
 
 SAMPLE = "data/sample"  # as presets/sample*.env name it; scripts/make_sample.py makes it
 LONGEST_NAME = 200  # bytes, of the 255 that file systems allow

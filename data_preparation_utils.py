@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.errors import SettingsError, local_path, run_script, show
+from common.errors import SettingsError, local_path, run_script
+from common.text import show
 from data_pipeline.mixes import read_mix
 from data_pipeline.prepare import describe_prepared, prepare_pretrain
 from data_pipeline.shard_reader import KINDS

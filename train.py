@@ -9,7 +9,8 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Optional
 
-from common.errors import SettingsError, ending_with_reader, print_safely, printable, write_whole_lines
+from common.errors import SettingsError
+from common.text import ending_with_reader, print_safely, printable, write_whole_lines
 from parallel.exit_report import (
     EXIT_PREEMPTED,
     end_with_launcher,

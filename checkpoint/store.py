@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parsed, read_state_file
-from checkpoint.tensor_files import sync, write_tensors
-from common.errors import CheckpointError, print_safely, printable
-from common.files import leads_outside, plain, read_plain
-from common.heartbeat import HEARTBEAT
+from checkpoint.tensor_files import write_tensors
+from common.errors import CheckpointError
+from common.files import leads_outside, plain, read_plain, sha256, sync, sync_folder
+from common.text import print_safely, printable
 from parallel.collectives import Ranks
 
 PADDOCK_VERSION = "0.1"
@@ -111,13 +111,13 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
         (temporary / MANIFEST).write_bytes(_sealed(manifest))
         _sync_and_hash(temporary / MANIFEST)
         for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-            _sync_folder(inner)
+            sync_folder(inner)
         if os.path.lexists(folder):
             if os.path.lexists(replaced):
                 _remove(replaced, warn)
             os.rename(folder, replaced)
         os.rename(temporary, folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # Rust's tokenizers report a full disk as a bare Exception; everything else is a bug, and stays one.
@@ -182,23 +182,7 @@ def _finite(value: Any) -> Optional[float]:
 def _sync_and_hash(path: Path) -> str:
     sync(path)
     with open(path, "rb") as file:
-        return _sha256(file)
-
-
-def _sha256(file) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-        HEARTBEAT.move()
-    return digest.hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return sha256(file)
 
 
 def _sealed(manifest: Mapping[str, Any]) -> bytes:
@@ -252,7 +236,7 @@ def verify(folder: Path) -> dict[str, Any]:
         try:
             with open(path, "rb", opener=plain) as file:
                 size = os.fstat(file.fileno()).st_size
-                digest = _sha256(file) if size == expected["size"] else None
+                digest = sha256(file) if size == expected["size"] else None
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing; take another checkpoint") from error
         except OSError as error:

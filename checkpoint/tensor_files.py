@@ -1,8 +1,6 @@
 """Large files, written and brought to the disk in blocks, so that a slow disk is seen to move and a dead one is not."""
 
-import ctypes
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Optional
@@ -10,13 +8,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from common.files import BLOCK_BYTES
 from common.heartbeat import HEARTBEAT
 
-BLOCK_BYTES = 1 << 26
 DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
           torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # widest first
-SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
-LIBC = ctypes.CDLL(None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Optional[Mapping[str, str]] = None) -> None:
@@ -39,17 +35,3 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Optional[
             for block in tensor.detach().flatten().view(torch.uint8).split(BLOCK_BYTES):
                 file.write(block.cpu().numpy())
                 HEARTBEAT.move()
-
-
-def sync(path: Path) -> None:
-    """Bring a file to the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with open(path, "rb") as file, open(path, "rb") as ahead:  # each is told by itself of what could not be written
-        if hasattr(LIBC, "sync_file_range"):
-            for start in range(0, os.fstat(ahead.fileno()).st_size, BLOCK_BYTES):
-                LIBC.sync_file_range(ahead.fileno(), ctypes.c_int64(start), ctypes.c_int64(BLOCK_BYTES), SYNC_AND_WAIT)
-                HEARTBEAT.move()
-        os.fsync(file.fileno())

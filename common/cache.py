@@ -1,24 +1,10 @@
 """Where what is computed of data once is kept, and the lock that lets one process at a time write it."""
 
-import fcntl
-import os
-import socket
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from common.errors import DataError, SettingsError
-
-
-def why_not_writable(folder: Path) -> Optional[OSError]:
-    """What stands against writing into a folder, which need not exist yet; None = nothing. Tried, and nothing is left."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            return None
-    except OSError as error:
-        return error
+from common.files import why_not_writable
 
 
 class Cache(NamedTuple):
@@ -56,39 +42,3 @@ class Cache(NamedTuple):
         if self.chosen and (error := why_not_writable(self.chosen)):
             raise SettingsError(f"CACHE_DIR={self.chosen} cannot be written to: {error.strerror}; set it to a folder "
                                 "that can, or leave it away")
-
-
-class FileLock:
-    """A `with` block around a lock that the system takes back when its holder dies; the file says who that is.
-
-    Raises:
-        OSError: the file cannot be written, or, in `take`, the file system knows no locks.
-    """
-
-    def __init__(self, path: Path):
-        try:
-            self.file = open(path, "a+", encoding="utf-8")
-        except PermissionError:
-            self.file = open(path, encoding="utf-8")  # another user's, which is enough for a lock
-
-    def take(self) -> str:
-        """Who else has the lock, in words; empty: it is taken."""
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.file.seek(0)
-            return self.file.read(1000).strip() or "another process"
-        self._name_holder(f"process {os.getpid()} on {socket.gethostname()}")
-        return ""
-
-    def _name_holder(self, name: str) -> None:
-        with suppress(OSError):  # a full disk, or a file that is another user's; the name is for people
-            os.ftruncate(self.file.fileno(), 0)
-            os.write(self.file.fileno(), name.encode())
-
-    def __enter__(self) -> "FileLock":
-        return self
-
-    def __exit__(self, *_) -> None:
-        with self.file:  # with which the lock goes
-            self._name_holder("")

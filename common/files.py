@@ -1,11 +1,24 @@
 """Files that end: what is opened here is no pipe, which would be waited for, and no device, which may never end."""
 
+import ctypes
 import errno
+import fcntl
+import hashlib
+import json
 import os
+import socket
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, BinaryIO, Optional
+
+from common.heartbeat import HEARTBEAT
 
 LARGEST_TEXT = 1 << 26  # bytes of what is read as a whole
+BLOCK_BYTES = 1 << 26  # of what is written or synced at once, between two signs of life
+SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
+LIBC = ctypes.CDLL(None)
 
 
 class NotAFileError(OSError):
@@ -66,3 +79,95 @@ def read_plain(path: Path) -> bytes:
     if len(content) > LARGEST_TEXT:
         raise OSError(errno.EFBIG, f"is larger than {LARGEST_TEXT:,} bytes", str(path))
     return content
+
+
+def why_not_writable(folder: Path) -> Optional[OSError]:
+    """What stands against writing into a folder, which need not exist yet; None = nothing. Tried, and nothing is left."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return error
+
+
+def sha256(file: BinaryIO) -> str:
+    """The SHA-256 of the rest of an open file, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+        HEARTBEAT.move()
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Bring a file to the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with open(path, "rb") as file, open(path, "rb") as ahead:  # each is told by itself of what could not be written
+        if hasattr(LIBC, "sync_file_range"):
+            for start in range(0, os.fstat(ahead.fileno()).st_size, BLOCK_BYTES):
+                LIBC.sync_file_range(ahead.fileno(), ctypes.c_int64(start), ctypes.c_int64(BLOCK_BYTES), SYNC_AND_WAIT)
+                HEARTBEAT.move()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON so that after a crash there is either the old file or the new one."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Make a folder's entries durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class FileLock:
+    """A `with` block around a lock that the system takes back when its holder dies; the file says who that is.
+
+    Raises:
+        OSError: the file cannot be written, or, in `take`, the file system knows no locks.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            self.file = open(path, "a+", encoding="utf-8")
+        except PermissionError:
+            self.file = open(path, encoding="utf-8")  # another user's, which is enough for a lock
+
+    def take(self) -> str:
+        """Who else has the lock, in words; empty: it is taken."""
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.file.seek(0)
+            return self.file.read(1000).strip() or "another process"
+        self._name_holder(f"process {os.getpid()} on {socket.gethostname()}")
+        return ""
+
+    def _name_holder(self, name: str) -> None:
+        with suppress(OSError):  # a full disk, or a file that is another user's; the name is for people
+            os.ftruncate(self.file.fileno(), 0)
+            os.write(self.file.fileno(), name.encode())
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_) -> None:
+        with self.file:  # with which the lock goes
+            self._name_holder("")

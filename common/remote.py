@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import DataError, needing, print_safely, without_passwords
+from common.errors import DataError, needing
 from common.heartbeat import HEARTBEAT
+from common.text import print_safely, without_passwords
 
 T = TypeVar("T")
 

@@ -29,10 +29,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from common.errors import DataError, PaddockError, SettingsError, is_url, show, without_passwords
+from common.errors import DataError, PaddockError, SettingsError
+from common.files import sync_folder, write_json
+from common.text import is_url, show, without_passwords
 from data_pipeline.mixes import Mix, draw, fraction_read, mix_of, pinned
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for
-from data_pipeline.shard_writer import SplitWriter, Tokens, fsync_folder, locked, naming_disk_errors, read_json, write_durably
+from data_pipeline.shard_writer import SplitWriter, Tokens, locked, naming_disk_errors, read_json
 from data_pipeline.sources import Reading, Source, identify, kind_of, read_texts
 from tokenizer import load_tokenizer
 
@@ -263,7 +265,7 @@ def identify_all(mix: Mix, output_dir: Path) -> list[dict]:
     with progress_bar(desc="Hashing the sources", unit="B", delay=1, leave=False) as bar:
         identities = [identify(source, known, bar.update) for source in mix.sources]
     if json.dumps(known) != before:
-        write_durably(output_dir / KNOWN_FILES, known)
+        write_json(output_dir / KNOWN_FILES, known)
     return identities
 
 
@@ -298,7 +300,7 @@ def write_shards(kind: Kind, mix: Mix, encoding: Encoding, folder: Path, shard_t
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
-                write_durably(folder / JOURNAL, {"chunks": chunks_done, "splits": splits,
+                write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits,
                                                  "refused": {"bad": refused.bad, "bad_records": refused.bad_records}})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
@@ -330,14 +332,14 @@ def publish(kind: Kind, working: Path, folder: Path, prepared: dict, tokenizer, 
     sources = [{name: value for name, value in asdict(source).items() if value != ""} | {"identity": identity}
                | ({"path": without_passwords(source.path)} if source.path else {})
                for source, identity in zip(mix.sources, identities)]
-    write_durably(working / MANIFEST, {
+    write_json(working / MANIFEST, {
         "format": 1, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
         "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
         "source": {"sources": sources, "seed": mix.seed, "stop": mix.stop}, "settings": settings,
         "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
-    fsync_folder(folder.parent)
+    sync_folder(folder.parent)
     (folder / JOURNAL).unlink(missing_ok=True)
 
 

@@ -7,12 +7,13 @@ import shutil
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from common.cache import FileLock
-from common.errors import DataError, show
+from common.errors import DataError
+from common.files import FileLock
+from common.text import show
 from data_pipeline.shard_reader import HEADER_BYTES, header_bytes
 
 WAIT_SECONDS = 0.2  # between two looks at a lock
@@ -128,29 +129,6 @@ class SplitWriter:
         self.ids.close()
         if self.segments is not None:
             self.segments.close()
-
-
-def write_durably(path: Path, content: Any) -> None:
-    """Write JSON so that after a crash there is either the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    fsync_folder(path.parent)
-
-
-def fsync_folder(path: Path) -> None:
-    """Make a folder's entries durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict:

@@ -19,8 +19,9 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from common.errors import DataError, PaddockError, SettingsError, needing, without_passwords
+from common.errors import DataError, PaddockError, SettingsError, needing
 from common.remote import HUB_NAME, RemoteFile, first_line, hub_revision, is_transient, retry
+from common.text import without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}

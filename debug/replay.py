@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from checkpoint import hf_format, store
 from checkpoint.schema import read_entries
-from common.errors import NonFiniteError, SettingsError, printable, show
+from common.errors import NonFiniteError, SettingsError
+from common.text import printable, show
 from config import Config, rules
 from data_pipeline.batch import Batch
 from debug.row_report import RowReport, describe_parameters, describe_row, examine_rows, numbered

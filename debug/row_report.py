@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from common.errors import printable
+from common.text import printable
 from data_pipeline.batch import Batch
 from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX

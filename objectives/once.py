@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from common.cache import Cache, FileLock
+from common.cache import Cache
 from common.errors import DataError
+from common.files import FileLock
 from common.text import duration
 from parallel.collectives import Ranks, StopSignals, leave_if_stopped
 

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from checkpoint.tensor_files import sync, write_tensors
+from checkpoint.tensor_files import write_tensors
+from common.files import sync
 from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.batch import Batch

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, Optional, TypeVar
+from typing import NamedTuple, Optional, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
+from common.text import print_safely
 from parallel.exit_report import JOB_TOKEN, SECOND_SIGNAL_SECONDS, stop_signals, tell_joined, write_error_file
 from parallel.network import keep_to_interface, listen_at
 from parallel.watchdog import Board, HangWatchdog
@@ -239,7 +240,7 @@ def report_end(sentence: str, table: str, speaks: bool) -> int:
     the exit code: of a hang, or, without a table, of a rank that has lost another."""
     code = HangError.exit_code if table else 1
     if not write_error_file(code, sentence, table, victim=not table) and speaks:
-        errors.print_safely(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
+        print_safely(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
     return code
 
 
@@ -337,3 +338,24 @@ def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
     """Collective: every rank must call it, and all raise Interrupted when one of them was signalled."""
     if not ranks.all_agree(signals.received is None):
         raise Interrupted
+
+
+class Log(Protocol):
+    """Where messages for the user go."""
+
+    def info(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every part of a run shares."""
+
+    ranks: Ranks
+    signals: StopSignals
+    log: Log
+
+    def leave_if_stopped(self) -> None:
+        """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""
+        leave_if_stopped(self.ranks, self.signals)

@@ -38,12 +38,13 @@ from benchmark import bootstrap
 from checkpoint.hf_format import huggingface_config, to_huggingface
 from common.cache import Cache
 from common.errors import run_script
+from common.files import write_json
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.packed_rows import ExampleRows, open_example_set
 from data_pipeline.row_order import rows_of_step
 from data_pipeline.shard_reader import MANIFEST, open_token_set
-from data_pipeline.shard_writer import SplitWriter, Tokens, write_durably
+from data_pipeline.shard_writer import SplitWriter, Tokens
 from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from lora import add_adapters
@@ -111,7 +112,7 @@ def write_set(folder: Path, kind: str, examples: list[list[list[int]]]) -> Path:
     split = writer.sync(finish=True)
     writer.close()
     named = {} if kind == "documents" else {"kind": kind}
-    write_durably(folder / MANIFEST, {"format": 1, **named, "dtype": "uint16", "vocab_size": VOCABULARY, "tokenizer_sha256": "",
+    write_json(folder / MANIFEST, {"format": 1, **named, "dtype": "uint16", "vocab_size": VOCABULARY, "tokenizer_sha256": "",
                                       "document_start_id": START, "splits": {"train": split}})
     return folder
 

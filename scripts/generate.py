@@ -10,7 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import run_script, show
+from common.errors import run_script
+from common.text import show
 from data_pipeline.chat_templates import load_chat_format
 from model_utils import load_model_folder
 from training.generate import generate

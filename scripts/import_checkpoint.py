@@ -30,7 +30,8 @@ from checkpoint.hf_format import (
     vocabulary_rows,
 )
 from checkpoint.store import MANIFEST, publish, verify
-from common.errors import CheckpointError, local_path, run_script, show
+from common.errors import CheckpointError, local_path, run_script
+from common.text import show
 from config import ModelConfig
 from tokenizer import load_tokenizer
 

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import CheckpointError, SettingsError, drop_unread_streams, print_safely, run_script
+from common.errors import CheckpointError, SettingsError, run_script
+from common.text import drop_unread_streams, print_safely
 from config import Config
 from parallel.exit_report import (
     EXIT_PREEMPTED,

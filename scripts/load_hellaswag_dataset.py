@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tqdm import tqdm
 
-from common.errors import DataError, local_path, run_script, show
+from common.errors import DataError, local_path, run_script
+from common.text import show
 from data_pipeline.sources import Reading, read_records, source_of
 from hellaswag_utils import parse_item
 from settings.load import export, load_config

@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from common.errors import run_script, show  # noqa: E402
+from common.errors import run_script  # noqa: E402
+from common.text import show  # noqa: E402
 
 FOLDER = Path("data/sample")
 STAMP = "made-from.json"

@@ -27,7 +27,8 @@ from checkpoint.hf_format import (
     weights_sha256,
 )
 from checkpoint.store import MANIFEST, publish, read_state, verify
-from common.errors import CheckpointError, local_path, run_script, show
+from common.errors import CheckpointError, local_path, run_script
+from common.text import show
 from config import ModelConfig
 from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import padded

@@ -7,7 +7,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint.schema import read_entries  # noqa: E402
-from common.errors import PaddockError, needing, run_script, show  # noqa: E402
+from common.errors import PaddockError, needing, run_script
+from common.text import show  # noqa: E402
 
 
 def read_metrics(run: Path) -> list[dict]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.errors import local_path, print_safely, run_script, show
+from common.errors import local_path, run_script
+from common.text import print_safely, show
 from data_pipeline.sources import READABLE, Reading, read_texts, source_of
 from tokenizer import SPECIALS, train_bpe, write_tiktoken
 

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from checkpoint.schema import read_entries, read_state_file  # noqa: E402
-from common.errors import PaddockError, SettingsError, run_script, show  # noqa: E402
+from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
+from common.text import show  # noqa: E402
 from config import START_FROM, Config  # noqa: E402
 from settings.load import exit_with, load_config  # noqa: E402
 

@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from gpu_suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402, I001
 
 from config import describe_settings  # noqa: E402
-from common.errors import DataError, run_script  # noqa: E402
+from common.errors import DataError, run_script# noqa: E402
 
 BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
 

@@ -20,8 +20,9 @@ from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 from pydantic import ValidationError
 
-from common.errors import SettingsError, ending_with_reader, print_safely, printable, show, without_passwords
+from common.errors import SettingsError
 from common.files import read_text
+from common.text import ending_with_reader, print_safely, printable, show, without_passwords
 from config import SECRETS, Config, describe_settings, rules
 from parallel.exit_report import first_here
 

@@ -10,8 +10,8 @@ from typing import Any, Optional, TypeVar
 import numpy as np
 import torch
 
-from common.errors import CheckpointError, PaddockError, SettingsError, print_safely, show
-from common.text import duration
+from common.errors import CheckpointError, PaddockError, SettingsError
+from common.text import duration, print_safely, show
 from config import PREPARED_BY, Config
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from checkpoint.schema import read_lines
-from common.errors import CheckpointError, needing, print_safely, print_traceback, printable
+from common.errors import CheckpointError, needing
 from common.files import NotAFileError, plain
-from common.text import duration
+from common.text import duration, print_safely, print_traceback, printable
 from config import Config
 
 FINISH_SECONDS = 60  # that a tracker has at the end of a run

@@ -17,8 +17,9 @@ from factories import run_ranks
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hf_format, store
-from common.cache import Cache, FileLock
+from common.cache import Cache
 from common.errors import CheckpointError, DataError, SettingsError
+from common.files import FileLock
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes

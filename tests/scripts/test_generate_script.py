@@ -10,7 +10,7 @@ import torch
 from factories import prepare
 
 from checkpoint import hf_format
-from common.errors import printable
+from common.text import printable
 from config import ModelConfig
 from model import Transformer
 from tokenizer import load_tokenizer

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from factories import UNMEASURED
 
-from common.errors import DataError, print_traceback, show
-from common.text import duration
+from common.errors import DataError
+from common.text import duration, print_traceback, show
 from config import Config
 from training import run_log
 from training.run_log import LineFile, RunLog, console_line, keep_lines_up_to

@@ -456,13 +456,13 @@ def dawdle() -> None:
     """Be the last to say what is wrong."""
     from common import errors
 
-    original = errors.tell
+    original = text.print_safely
 
     def tell(*arguments):
         time.sleep(3)
         return original(*arguments)
 
-    errors.tell = tell
+    text.print_safely = tell
 
 
 def die() -> None:
