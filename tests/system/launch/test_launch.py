@@ -454,7 +454,7 @@ def test_under_torchrun_a_mistake_is_told_once_however_slow_rank_0_is(mistake, t
 
 def dawdle() -> None:
     """Be the last to say what is wrong."""
-    from common import errors
+    from common import text
 
     original = text.print_safely
 
