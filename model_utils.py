@@ -201,15 +201,18 @@ def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
     return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)
 
 
-def load_weights(folder: Path, model: Transformer) -> None:
+def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     """Put a folder's weights into the model.
+
+    Args:
+        finite: refuse weights that are not finite.
 
     Raises:
         CheckpointError: they are of another shape than the settings say, or only adapters.
     """
     peft_format.refuse_adapters(folder)
-    tensors = hf_format.from_huggingface(hf_format.load_model_weights(folder), model.config, padded(model.vocab_size))
-    model.load_state_dict(tensors)
+    tensors = hf_format.load_model_weights(folder)
+    model.load_state_dict(hf_format.from_huggingface(tensors, model.config, padded(model.vocab_size), finite=finite))
 
 
 def cut_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
-"""Train Llama 3: `python train.py`, or `torchrun --standalone --nproc_per_node N train.py`. --help lists every setting."""
+"""Train Llama 3: `python train.py`, or on several GPUs `python scripts/launch.py`. --help lists every setting."""
 
 import math
 import os
 import sys
 import time
 import traceback
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Optional
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     end_with_launcher()
     leave_at_signals()
     write_whole_lines()
-    load_or_exit(sys.argv[1:], USAGE)  # once before torch, whose import takes seconds: a typo is told at once
+    load_or_exit(sys.argv[1:], USAGE)  # before torch, whose import takes seconds: a typo is reported at once
 
 # ruff: noqa: E402
 import torch
@@ -36,38 +36,15 @@ from torch import Tensor
 
 from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
-from model_utils import (
-    build_model,
-    choose_device,
-    choose_dtype,
-    clip_scale,
-    compile_where_possible,
-    gradient_norm,
-    make_deterministic,
-    seed_step,
-    wrap_model,
-)
-from parallel.collectives import Interrupted, StopSignals, classify_exception, joined_ranks, leave_if_stopped, stop_watch
+from model_utils import clip_scale, gradient_norm, seed_step, wrap_model
+from parallel.collectives import Interrupted, classify_exception, stop_watch
 from scripts.sample.world import provide_sample
 from training import diagnostics, preflight
-from training.build_objective import Base, choose_objective
-from training.evaluation import due, measure
-from training.optim import Optimizer, learning_rate
-from training.run_folder import open_run_folder
-from training.run_log import RunLog, console_line, leaving_trackers_behind
-from training.state import (
-    Run,
-    StepResult,
-    begin,
-    check_room,
-    find_start,
-    how_to_go_on,
-    keep_settings,
-    open_inputs,
-    place_weights,
-    resume,
-    save_checkpoint,
-)
+from training.evaluation import due, evaluate
+from training.optim import learning_rate
+from training.run_log import abandoning_trackers, console_line
+from training.setup import open_run
+from training.state import Run, StepResult, begin, how_to_resume, keep_settings, save_checkpoint
 from training.step_guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
 
 
@@ -80,177 +57,149 @@ def main(argv: Optional[list[str]] = None) -> int:
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watch()
-        ending = classify_exception(error)
-        if ending is None:
+        report = classify_exception(error)
+        if report is None:  # a bug of ours
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             write_error_file(1, sentence, traceback.format_exc())
             raise
-        if not write_error_file(ending.code, ending.sentence, victim=ending.victim):
+        if not write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
             if isinstance(error, SettingsError):
                 exit_with(error)
-            with first_here() if ending.shared else nullcontext(True) as speaks:
+            with first_here() if report.shared else nullcontext(True) as speaks:
                 if speaks:
-                    print_safely(f"error: {ending.sentence}", sys.stderr)
-        return ending.code
+                    print_safely(f"error: {report.sentence}", sys.stderr)
+        return report.code
     write_error_file(code)
     return code
 
 
 def train(loaded: Loaded) -> int:
-    """Look, check, and only then write: build, resume, and take every step that is left; returns the exit code.
-
-    Collective: every rank must call it.
-    """
-    config = loaded.config
-    device_type = choose_device(config)
-    make_deterministic(config, device_type)
-    dtype = choose_dtype(config, device_type)
-    with ExitStack() as stack:
-        signals = stack.enter_context(StopSignals())
-        ranks = stack.enter_context(joined_ranks(device_type, config.distributed_timeout))
-        inputs = open_inputs(config, ranks)
-        place = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
-        folder = place.path
-        HEARTBEAT.folder = folder / "log"
-        model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
-        start = find_start(config, inputs, folder, ranks)
-        place_weights(config, start, model, inputs, dtype, ranks)
-        optimizer = Optimizer(model, config)
-        scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
-        progress = resume(config, start, model, optimizer, scaler)
-        if progress.step < config.max_steps:
-            check_room(folder, model, ranks)
-        log = RunLog(config, ranks.rank, device_type, wandb_run_id=progress.wandb_run_id)
-        stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
-        progress.wandb_run_id = log.wandb_run_id
-        for message in (*loaded.warnings, *start.warnings):
-            log.warn(message)
-        for message in (*loaded.notes, *start.notes):
-            log.info(message)
-        try:
-            base = Base(config, progress, folder, log.warn)
-            objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.info)
-            run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
-            preflight.announce(run, dtype)
-            if reason := compile_where_possible(model, config, device_type):
-                log.warn(f"no torch.compile: {reason}")
-            leave_if_stopped(ranks, signals)
-        except Interrupted:
-            log.info("Stopped by a signal before the first step, and nothing is changed; the same command begins again.")
-            return EXIT_PREEMPTED
-        begin(run)
-        return train_loop(run)
+    """Set the run up and take every step that is left; returns the exit code. Collective: every rank must call it."""
+    try:
+        with open_run(loaded) as run:
+            preflight.print_overview(run)
+            begin(run)
+            return train_loop(run)
+    except Interrupted:  # before the first step
+        return EXIT_PREEMPTED
 
 
 def train_loop(run: Run) -> int:
-    """The loop: a step, and what is due after it; returns the exit code. Collective: every rank must call it."""
+    """Take steps, and do what is due after each; returns the exit code. Collective: every rank must call it."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
         early = f" {run.why_early()}" if progress.step < config.max_steps else ""
         log.info(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.{early}")
         return 0
-    trained = wrap_model(run.model, run.ranks, config.gradient_dtype)
+    ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
     started, throughput = time.perf_counter(), diagnostics.Throughput()
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
-            # A run begins with a measurement, and a resumed one with what a signal has cut off.
-            reached = {} if progress.pending_metrics is None else finish_step(run)
-            baseline, first = reached if progress.step == 0 else {}, progress.step
+            # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
+            latest = {} if progress.pending_metrics is None else finish_step(run)
+            baseline, first = latest if progress.step == 0 else {}, progress.step
             while not run.finished:
                 throughput.skip_pause()
                 HEARTBEAT.enter("data", progress.step + 1)
                 batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
-                rate = learning_rate(progress.updates, config)
-                result = train_step(run, trained, batches, count, rate)
+                lr = learning_rate(progress.updates, config)
+                result = train_step(run, ddp_model, batches, count, lr)
+
+                # Before the step counts: the ledger, and whether it may count.
                 if progress.step == first:
                     keep_settings(run)
                 append_ledger(run, result)
                 if not result.finite:
-                    stop_non_finite(run, batches, result, first_bad, partial(own_part_is_finite, run, batches, result.count))
+                    is_own_finite = partial(own_part_is_finite, run, batches, result.count)
+                    stop_non_finite(run, batches, result, first_bad, is_own_finite)
                 if result.spike:
                     handle_loss_spike(run, batches, result)
                 run.advance(result)
+
                 throughput.add(config.total_batch_size)
                 if due(config.log_every, progress.step, run.finished):
-                    progress.pending_metrics = step_metrics(run, result, rate, throughput.read())
+                    progress.pending_metrics = step_metrics(run, result, lr, throughput.read())
                 if due(config.drift_check_every, progress.step, run.finished):
                     check_replicas(run)
                 if result.stop:
                     raise Interrupted
-                reached = finish_step(run)
+                latest = finish_step(run)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
         save_checkpoint(run)
-        log.info(f"Stopped by a signal; {progress.step} steps are saved. To go on: {how_to_go_on(run)}.")
+        log.info(f"Stopped by a signal; {progress.step} steps are saved. To resume: {how_to_resume(run)}.")
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    preflight.print_summary(run, run.saved, time.perf_counter() - started, baseline, reached)
+    preflight.print_summary(run, time.perf_counter() - started, baseline, latest)
     return 0
 
 
-def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: int, rate: float) -> StepResult:
-    """Take one optimizer step on the exact mean over every counted unit of every rank.
+def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int, lr: float) -> StepResult:
+    """Take one optimizer step on the exact mean over all units of the global batch.
 
-    A GPU is waited for once, when all is enqueued: the device itself leaves an update out that is not finite, or a loss spike's
-    where that is the policy, and what is decided here follows from what it did. Collective: every rank must call it.
+    The host waits for the GPU once, after everything is enqueued. Therefore the device itself leaves out an update
+    that is not finite, or that of a loss spike if the policy is to skip it, and the host reads afterwards what was
+    done. Collective: every rank must call it.
 
     Args:
-        trained: the model as it is wrapped for data parallelism.
         batches: this rank's micro-batches.
-        count: of the units in these.
-        rate: the learning rate.
+        count: the units (targets or pairs) in these.
     """
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
     units = ranks.total(torch.full((), count, dtype=torch.float64, device=ranks.device))
-    sums = accumulate_gradients(run, trained, batches, (ranks.world_size / units).float())
+    sums = accumulate_gradients(run, ddp_model, batches, (ranks.world_size / units).float())
     if scaler:
         for part in run.optimizer.parts:
             scaler.unscale_(part)
     norm = gradient_norm(run.model)
-    stops = torch.full_like(norm, run.signals.received is not None)
-    # Of the norms, which all have, the sum: what is no number on one rank is none on all.
+
+    # Sums over all ranks. The norm is the same on all, but one that is NaN on one rank must count on all.
+    stops = torch.full_like(norm, run.context.signals.received is not None)
     *totals, norms, stops = ranks.total(torch.stack([value.double() for value in (*sums.values(), norm, stops)]))
     means = [total / units for total in totals]
+
     limit = run.progress.spike_limit(config)
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
         left_out |= means[0] > limit
-    run.optimizer.step(rate, clip_scale(norm, config.max_grad_norm), left_out.float())
+    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), left_out.float())
+
+    # The only wait for the device.
     *means, norms, stops, norm, left_out, units = ranks.read(torch.stack(
         [value.double() for value in (*means, norms, stops, norm, left_out, units)]))
     assert units > 0, "a step without a single target"
     loss, *others = means
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
-    if scaler and finite:  # a run that ends here is saved as it was before
+    if scaler and finite:  # a run that ends here is saved with the scale that it had
         scaler.update()
     spike = run.progress.robust_z_score(loss, config) if loss > limit else 0.0
-    return StepResult(loss, dict(zip([*sums][1:], others)), round(units), norm, finite, not left_out, spike, stops > 0)
+    metrics = dict(zip([*sums][1:], others))
+    return StepResult(loss, metrics, round(units), norm, finite, not left_out, spike, stops > 0)
 
 
-def accumulate_gradients(run: Run, trained: torch.nn.Module, batches: list[Batch],
+def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
                          factor: Tensor | float) -> dict[str, Tensor]:
-    """Forward and backward of this rank's micro-batches; where the model is wrapped for data parallelism, gradients are exchanged
-    with the last.
+    """Forward and backward of this rank's micro-batches; DDP exchanges gradients with the last.
 
     Args:
-        factor: of each loss, which is a sum over units: one over their number, times the ranks that DDP averages over.
+        factor: of each loss, which is a sum over units: 1 / units, times the ranks that DDP averages over.
     Returns:
-        The sums over the micro-batches: of the loss, and of the objective's metrics; on the device.
+        The sums over the micro-batches, on the device: "loss" first, then the objective's metrics.
     """
     # DDP's buckets keep the gradients of several ranks.
     run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
-    trained.train()  # an evaluation may have ended dropout
-    without_exchange = getattr(trained, "no_sync", nullcontext)
+    ddp_model.train()  # an evaluation may have switched dropout off
+    no_sync = getattr(ddp_model, "no_sync", nullcontext)
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
-        # Chosen before the forward, which is where data parallelism looks at it.
-        with without_exchange() if number < len(batches) else nullcontext():
-            total, metrics = run.objective.loss_sum(trained, batch)
+        # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
+        with no_sync() if number < len(batches) else nullcontext():
+            total, metrics = run.objective.loss_sum(ddp_model, batch)
             mean = total * factor
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
@@ -260,21 +209,22 @@ def accumulate_gradients(run: Run, trained: torch.nn.Module, batches: list[Batch
 
 
 def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
-    """Whether this rank's loss and gradients are finite when its part of a step is computed again, without the other ranks.
+    """Whether this rank's loss and gradients are finite when computed again, without the other ranks.
 
     Args:
-        count: of the units of all ranks.
+        count: the units of all ranks.
     """
     seed_step(run.config.seed, run.progress.step, run.ranks.rank)
     sums = accumulate_gradients(run, run.model, batches, run.ranks.world_size / count)
     return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
 
 
-def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: float) -> dict[str, Any]:
-    """What a logged step tells, which also goes to the console."""
+def step_metrics(run: Run, result: StepResult, lr: float, tokens_per_second: float) -> dict[str, Any]:
+    """The metrics of a logged step, which are also printed."""
     config, ranks, progress = run.config, run.ranks, run.progress
-    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": rate,
-               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, "tokens_per_second": tokens_per_second,
+    metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
+               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen,
+               "tokens_per_second": tokens_per_second,
                "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
     if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
         flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
@@ -285,13 +235,15 @@ def step_metrics(run: Run, result: StepResult, rate: float, tokens_per_second: f
 
 
 def finish_step(run: Run) -> dict[str, Any]:
-    """Measure, log and save what is due after the last step; returns its metrics. Collective: every rank must call it.
+    """Evaluate, log and save what is due after the last step; returns its metrics.
+
+    Collective: every rank must call it.
 
     Raises:
-        Interrupted: a rank was signalled; what is due is still to be done.
+        Interrupted: a rank received a stop signal; what is due remains to be done.
     """
     config, progress = run.config, run.progress
-    measure(run)
+    evaluate(run)
     metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
         run.log.step({"step": progress.step, **metrics})
@@ -302,5 +254,5 @@ def finish_step(run: Run) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with leaving_trackers_behind():
+    with abandoning_trackers():
         sys.exit(main())

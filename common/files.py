@@ -138,30 +138,32 @@ def sync_folder(path: Path) -> None:
 
 
 class FileLock:
-    """A `with` block around a lock that the system takes back when its holder dies; the file says who that is.
+    """A lock on a file, released by `with` or when its holder dies; the file contains the holder's name.
 
     Raises:
-        OSError: the file cannot be written, or, in `take`, the file system knows no locks.
+        OSError: the file cannot be opened, or, in `take`, the file system does not support locks.
     """
 
     def __init__(self, path: Path):
+        self.taken = False
         try:
-            self.file = open(path, "a+", encoding="utf-8")
-        except PermissionError:
-            self.file = open(path, encoding="utf-8")  # another user's, which is enough for a lock
+            self.file = open(path, "a+", encoding="utf-8", errors="replace", opener=_not_through_links)
+        except PermissionError:  # another user's file, which can be locked all the same
+            self.file = open(path, encoding="utf-8", errors="replace", opener=_not_through_links)
 
     def take(self) -> str:
-        """Who else has the lock, in words; empty: it is taken."""
+        """Take the lock; returns the name of its holder if that is another process, else an empty string."""
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.file.seek(0)
-            return self.file.read(1000).strip() or "another process"
-        self._name_holder(f"process {os.getpid()} on {socket.gethostname()}")
+            return self.file.read(1000).strip() or "another job"
+        self.taken = True
+        self._write_holder(f"process {os.getpid()} on {socket.gethostname()}")
         return ""
 
-    def _name_holder(self, name: str) -> None:
-        with suppress(OSError):  # a full disk, or a file that is another user's; the name is for people
+    def _write_holder(self, name: str) -> None:
+        with suppress(OSError):  # a full disk, or another user's file; the name is only for people
             os.ftruncate(self.file.fileno(), 0)
             os.write(self.file.fileno(), name.encode())
 
@@ -169,5 +171,10 @@ class FileLock:
         return self
 
     def __exit__(self, *_) -> None:
-        with self.file:  # with which the lock goes
-            self._name_holder("")
+        with self.file:  # closing it releases the lock
+            if self.taken:
+                self._write_holder("")
+
+
+def _not_through_links(path: str, flags: int) -> int:
+    return plain(path, flags | os.O_NOFOLLOW)  # the target of a link would be overwritten

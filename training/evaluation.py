@@ -1,4 +1,4 @@
-"""What is measured while the model learns, by all ranks together: validation, HellaSwag, samples."""
+"""Evaluation during training, by all ranks together: validation, HellaSwag, generated samples."""
 
 import math
 import time
@@ -13,16 +13,16 @@ from data_pipeline.chat_templates import load_chat_format
 from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives.base import Objective
-from parallel.collectives import Ranks, StopSignals, leave_if_stopped
+from parallel.collectives import RunContext
 from training.generate import generate
 from training.state import Run
 
-PROGRESS_SECONDS = 30  # between words on an evaluation that takes long
+PROGRESS_SECONDS = 30  # between progress lines of a long evaluation
 
 
 @torch.no_grad()
-def validation_loss(model: Transformer, objective: Objective, batches: Iterable, ranks: Ranks,
-                    signals: StopSignals) -> tuple[float, dict[str, float]]:
+def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
+                    context: RunContext) -> tuple[float, dict[str, float]]:
     """The mean loss over the fixed validation rows, and the objective's other metrics.
 
     Collective: every rank must call it, with equally many batches.
@@ -30,12 +30,12 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
     model.eval()
     sums: dict[str, torch.Tensor] = {}
     for batch in batches:
-        leave_if_stopped(ranks, signals)
+        context.leave_if_stopped()
         total, metrics = objective.loss_sum(model, batch)
         for name, value in {"count": objective.count(batch), "loss": total, **metrics}.items():
             sums[name] = sums.get(name, 0) + value.double()
     model.train()
-    count, *totals = ranks.sum(torch.stack([*sums.values()]).tolist())
+    count, *totals = context.ranks.sum(torch.stack([*sums.values()]).tolist())
     loss, *others = (total / count for total in totals)
     return loss, dict(zip([*sums][2:], others))
 
@@ -43,71 +43,73 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
 def hellaswag(run: Run) -> dict[str, float]:
     """acc, acc_norm, n and the standard error of acc. Collective: every rank must call it."""
     config, ranks, tasks, counts = run.config, run.ranks, run.inputs.tasks, Counts()
-    started = told = time.perf_counter()
+    started = reported = time.perf_counter()
     with torch.compiler.set_stance("force_eager"):
         for part in evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,
                                      batch_tokens=config.hellaswag_batch_tokens):
-            leave_if_stopped(ranks, run.signals)
+            run.context.leave_if_stopped()
             counts += part
             now, share = time.perf_counter(), counts.n * ranks.world_size / len(tasks)
-            if now - told > PROGRESS_SECONDS and 0 < share < 1:
+            if now - reported > PROGRESS_SECONDS and 0 < share < 1:
                 run.log.info(f"{config.hellaswag_name}: {share:.0%} of {len(tasks):,} items | "
-                            f"ETA: {duration((now - started) * (1 - share) / share)}")
-                told = now
+                             f"ETA: {duration((now - started) * (1 - share) / share)}")
+                reported = now
     counts = Counts(*(int(value) for value in ranks.sum(list(counts))))
     return {"hellaswag_acc": counts.accuracy, "hellaswag_acc_norm": counts.accuracy_norm, "hellaswag_n": counts.n,
             "hellaswag_stderr": counts.standard_error}
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:
-    """(prompt, continuation) pairs, the same at every call of the same step and on every rank."""
+    """(prompt, continuation) pairs, the same on every rank and at every call for the same step."""
     prompts = config.sample_prompts.split("|")
     if config.training_stage == "pretrain":
-        begun = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
+        prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
         stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
     else:
         chat_format = load_chat_format(tokenizer)
-        begun = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
+        prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         stop_ids = chat_format.stop_ids
     with torch.compiler.set_stance("force_eager"):
-        written = generate(model, begun, max_new_tokens=config.sample_tokens, temperature=config.sample_temperature,
+        written = generate(model, prompt_ids, max_new_tokens=config.sample_tokens, temperature=config.sample_temperature,
                            top_p=config.sample_top_p, seed=config.seed + step, stop_ids=stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
 
 
 def due(every: int, step: int, last: bool = False) -> bool:
-    """Whether something is due after this step that is done every so many steps and at the end; 0 = never."""
+    """Whether something is due after this step that is done every so many steps and at the end; 0: never."""
     return every > 0 and (step % every == 0 or last)
 
 
-def measure(run: Run) -> None:
-    """Add what is due after the last step to `progress.pending_metrics`; what is there already is not measured again.
+def evaluate(run: Run) -> None:
+    """Add what is due after the last step to `progress.pending_metrics`; nothing is evaluated twice.
 
     Collective: every rank must call it.
 
     Raises:
-        Interrupted: a rank was signalled meanwhile.
+        Interrupted: a rank received a stop signal meanwhile.
     """
     config, progress, metrics = run.config, run.progress, run.progress.pending_metrics
     place = f"[{progress.step}/{config.max_steps}]"
     if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
         HEARTBEAT.enter("validation", progress.step)
-        rows = run.inputs.validation_batches(config, run.ranks)
-        loss, others = validation_loss(run.model, run.objective, rows, run.ranks, run.signals)
+        batches = run.inputs.validation_batches(config, run.ranks)
+        loss, others = validation_loss(run.model, run.objective, batches, run.context)
         metrics |= {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
-        told = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}" for name, value in others.items())
-        run.log.info(f"Validation {place} | Loss: {loss:.4f}{told}{' | best so far' if is_best else ''}")
+        shown = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}" for name, value in others.items())
+        run.log.info(f"Validation {place} | Loss: {loss:.4f}{shown}{' | best so far' if is_best else ''}")
         if not math.isfinite(loss):
-            run.log.warn(f"the validation loss after step {progress.step} is no number, and counts as none that is best")
-    # Before the first step only where it is to be followed on the way: it takes long.
+            run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be a best one")
+
+    # HellaSwag takes long: before the first step only if the run is going to evaluate it on its way.
     worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
     if run.inputs.tasks and worthwhile and due(config.hellaswag_every, progress.step, run.finished):
         HEARTBEAT.enter("HellaSwag", progress.step)
         metrics |= hellaswag(run)
         run.log.info(f"{config.hellaswag_name} {place} | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
-                    f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
-                    f"N: {metrics['hellaswag_n']}")
+                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
+                     f"N: {metrics['hellaswag_n']}")
+
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):

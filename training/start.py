@@ -1,4 +1,4 @@
-"""Where a run begins: its own newest checkpoint, or what the settings name; and the base that it stands on, known by its hash."""
+"""Where a run starts: its own newest checkpoint or the one that the settings name; and its base model, identified by hash."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,16 +13,26 @@ from model_utils import check_model
 from parallel.collectives import Ranks
 from training.run_folder import earlier_runs
 
+START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint", "dpo": "instruct_checkpoint"}
+
+
+class Found(NamedTuple):
+    """The checkpoint that a run starts from."""
+
+    folder: Optional[Path]  # None: initial weights
+    own: bool  # it was written by this run
+    warnings: list[str]
+
 
 class Start(NamedTuple):
-    """Where a run begins."""
+    """How a run starts."""
 
-    folder: Optional[Path]  # a checkpoint or a model folder; None = initial weights
-    own: bool  # it is of this very run
-    state: dict[str, Any]  # the trainer's, to go on with; empty where optimizer and step begin anew
-    base: Optional[Path]  # whose weights the run began with, where they are read now
-    base_sha256: Optional[str]  # of these weights
-    remembered: dict[str, Any]  # what Progress keeps of all this
+    folder: Optional[Path]  # a checkpoint or a model folder; None: initial weights
+    own: bool  # it was written by this run
+    state: dict[str, Any]  # the trainer's state to resume; empty if optimizer and step start anew
+    base: Optional[Path]  # the model that the run began with, where it is now
+    base_sha256: Optional[str]  # of its weights
+    remembered: dict[str, Any]  # the fields of Progress that record all this
     notes: list[str]
     warnings: list[str]
 
@@ -34,79 +44,84 @@ def named_checkpoint(config: Config) -> Optional[str]:
     return next((getattr(config, name) for name in START_FROM if getattr(config, name)), None)
 
 
+def start_setting(config: Config) -> str:
+    """The setting that names what this stage starts from: the one that is set, or the one to set."""
+    named = (name for name in START_FROM if getattr(config, name))
+    return next(named, START_SETTINGS[config.training_stage]).upper()
+
+
 def weights_sha256(folder: Path) -> str:
-    """The hash of a model folder's weights; the same in whatever files they lie."""
+    """The hash of a model folder's weights, independent of how they are split into files."""
     peft_format.refuse_adapters(folder)
     return hf_format.weights_sha256(hf_format.load_model_weights(folder))
 
 
 def is_inside(folder: Path, run_dir: Path) -> bool:
-    """Whether this is one of the run's own checkpoints, which may be a link to another disk."""
+    """Whether a folder is one of the run's own checkpoints, which may be a link to another disk."""
     return (run_dir / "checkpoints").resolve() in (folder.resolve().parent, folder.absolute().parent.resolve())
 
 
 def continues(state: Mapping[str, Any], own: bool, config: Config) -> bool:
-    """Whether a run goes on where this trainer's state was, or takes no more than the weights."""
+    """Whether a run resumes this trainer state; if not, it takes the weights alone."""
     if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
         return False
     return own or not (config.reset_optimizer or config.lora_enabled or state["settings"]["LORA_ENABLED"])
 
 
-# ------------------------------------------------------------------------------------------------------------- which checkpoint
+# --------------------------------------------------------------------------------------- which checkpoint
 
 
-def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> tuple[Optional[Path], bool, list[str]]:
-    """The checkpoint to start from, if any, whether it continues this very run, and warnings.
+def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> Found:
+    """The checkpoint to start from. Collective: every rank must call it.
 
-    Collective: every rank must call it.
-
-    A run that began from the named checkpoint goes on from its own newest, so that the command which started a job also
-    continues it when it was pre-empted. One of its own that is named takes it back there. Nothing else may be named for it.
+    A run that began from the named checkpoint resumes its own newest one, so that the command which started
+    a job also resumes it after a pre-emption. Naming one of its own goes back to that step. A run that has
+    steps cannot start from anything else.
 
     Raises:
-        CheckpointError: the checkpoint that was asked for is missing or damaged, or all of the run's are; or the run has steps
-            that would be lost.
-        SettingsError: there is nothing to begin with.
+        CheckpointError: the checkpoint is missing or damaged, all of the run's are, or steps would be lost.
+        SettingsError: there is nothing to start from.
     """
     def find() -> list:
         newest, warnings = (None, []) if config.resume == "never" else store.newest_verified(run_dir / "checkpoints")
         named = named_checkpoint(config)
         own_state = store.read_state(newest) if newest else {}
-        progress = own_state.get("progress", {})
         if named is None and newest is None:
             refuse_random_weights(config, run_dir)
         if newest is None and config.resume == "auto" and (earlier := earlier_runs(run_dir)):
-            warnings.append(f"{run_dir} has no checkpoint but those of a run that RESUME=never has moved aside, so this one "
-                            f"begins anew; to go on with the one before, RESUME={earlier[-1].parent}")
-        if named is None or (newest and began_from(named, progress, run_dir)):
+            warnings.append(f"{run_dir} has no checkpoint except those of a run that RESUME=never moved aside, so "
+                            f"this run starts from the beginning; to resume the earlier one, "
+                            f"RESUME={earlier[-1].parent}")
+        if named is None or (newest and began_from(named, own_state.get("progress", {}), run_dir)):
             return [newest and str(newest), newest is not None, warnings]
+
+        # Something is named that this run did not begin from.
         folder = store.locate(named, run_dir, warnings.append)
         if (folder / store.MANIFEST).exists():
             store.verify(folder)
         own = config.resume == named
         if config.resume == "never" and is_inside(folder, run_dir):
-            raise CheckpointError(f"{folder} is of the very run that RESUME=never would move aside. Choose another RUN_NAME, "
-                                  f"and set {start_setting(config)}={folder}")
+            raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose another "
+                                  f"RUN_NAME, and set {start_setting(config)}={folder}")
         if newest:
-            state = store.read_state(folder)
-            refuse_own_weights(state, folder, run_dir, config)
-            begins_anew = not own and (config.reset_optimizer or config.start_step is not None)
-            own = is_inside(folder, run_dir) and not begins_anew
+            refuse_own_weights(store.read_state(folder), folder, run_dir, config)
+            starts_anew = not own and (config.reset_optimizer or config.start_step is not None)
+            own = is_inside(folder, run_dir) and not starts_anew
             if not own:
-                raise CheckpointError(how_to_begin_anew(newest, folder, own_state, config))
+                raise CheckpointError(how_to_start_anew(newest, folder, own_state, config))
             if newest.resolve() != folder.resolve():
-                warnings.append(f"{newest} is left behind, because the settings name {folder}")
+                warnings.append(f"{newest} is not used, because the settings name {folder}")
         return [str(folder), own, warnings]
 
     folder, own, warnings = ranks.broadcast(ranks.on_rank0(find))
-    return (Path(folder) if folder else None), own, warnings
+    return Found(Path(folder) if folder else None, own, warnings)
 
 
 def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """Whether a run was begun, or taken up again, from what the settings name now, however that is spelt.
+    """Whether a run was started, or taken back, from what the settings name now, however it is spelt.
 
-    Held against each other are the names, the places that they stand for (which may be those of a run that has gone on since),
-    and only then the weights themselves.
+    Compares the names, then the places that they mean (a run named there may have continued since), and only
+    then the weights.
     """
     if names_its_start(named, progress, run_dir):
         return True
@@ -120,110 +135,110 @@ def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
 
 
 def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """Whether a run was begun, or taken up again, from what has this name or lies in this place."""
+    """Whether a run was started, or taken back, from what has this name or lies at this place."""
     def places(name: str) -> set[Path]:
         return {place.resolve() for place in store.places(name, run_dir)}
 
-    then = progress.get("begun_from")
-    # What is named may be the checkpoint, the folder of checkpoints, or the run.
-    bases = [place for base in remembered_places(progress, run_dir) for place in (base.resolve(), *base.resolve().parents[:2])]
-    return then is not None and (then == named or not places(named).isdisjoint([*places(then), *bases]))
+    before = progress.get("begun_from")
+    # The name may mean the checkpoint, the folder of checkpoints, or the run.
+    bases = [place for base in base_places(progress, run_dir)
+             for place in (base.resolve(), *base.resolve().parents[:2])]
+    return before is not None and (before == named or not places(named).isdisjoint([*places(before), *bases]))
 
 
-def how_to_begin_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], config: Config) -> str:
-    """What to tell of a start that would cost a run its steps, of which `newest` has the last."""
+def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], config: Config) -> str:
+    """The refusal of a start that would lose a run's steps, up to `newest`, with what to do instead."""
     run_dir, by_path = newest.parent.parent, config.resume not in ("auto", "never")
-    begun, setting = own_state["progress"].get("begun_from"), "RESUME" if by_path else start_setting(config)
+    begun = own_state["progress"].get("begun_from")
+    setting = "RESUME" if by_path else start_setting(config)
     ways = []
     if continues(own_state, True, config):
-        ways.append(f"to go on with it, {f'set {setting}={begun}' if begun and not by_path else f'leave {setting} away'}")
+        ways.append("to resume it, " + (f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"))
     if not (is_inside(folder, run_dir) and config.lora_enabled):
-        ways.append(f"to begin anew, choose another RUN_NAME with {setting}={folder}")
+        ways.append(f"to start anew, choose another RUN_NAME with {setting}={folder}")
         if not by_path and not is_inside(folder, run_dir):
             ways.append("RESUME=never moves the old one aside")
-    text = "; or ".join(ways)
-    return (f"{run_dir} has a run at {newest.name} that began from {begun or 'initial weights'}, and the settings would begin it "
-            f"anew from {folder}. {text[0].upper()}{text[1:]}")
+    advice = "; or ".join(ways)
+    return (f"{run_dir} has a run at {newest.name} that began from {begun or 'initial weights'}, and the settings "
+            f"would start it anew from {folder}. {advice[0].upper()}{advice[1:]}")
 
 
-def start_setting(config: Config) -> str:
-    """The setting that names what this stage begins with: the one that is set, or the one that would be."""
-    fitting = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint", "dpo": "instruct_checkpoint"}
-    return next((name for name in START_FROM if getattr(config, name)), fitting[config.training_stage]).upper()
+# ------------------------------------------------------------------------------------------------ the base
 
 
-# --------------------------------------------------------------------------------------------------------------------- the base
-
-
-def remembered_places(progress: Mapping[str, Any], run_dir: Path) -> list[Path]:
-    """Where a run's base was when it began, and where that is from the run's folder on, if the two were moved together."""
+def base_places(progress: Mapping[str, Any], run_dir: Path) -> list[Path]:
+    """Where a run's base model was when the run began, and the same relative to the run's folder."""
     places = (progress.get("base"), progress.get("base_beside"))
-    return [run_dir / place for place in places if place]  # what is absolute stays so
+    return [run_dir / place for place in places if place]  # an absolute path stays absolute
 
 
-def beside(base: Path, run_dir: Path) -> str:
-    """The way from a run's folder to its base."""
+def relative_to_run(base: Path, run_dir: Path) -> str:
+    """The path from a run's folder to its base model."""
     return os.path.relpath(base.resolve(), run_dir.resolve())
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: Callable[[str], None]) -> Path:
-    """The weights that a run began with: wherever the settings name them now, where they were, or where they lie from the run's
-    folder on. They are known by their hash.
+    """The model that a run began with, found by its hash: where the settings name it now, where it was, or at
+    the same place relative to the run's folder.
 
     Raises:
-        CheckpointError: they are at none of these places; names each.
+        CheckpointError: it is in none of these places; names each.
     """
-    remembered, wanted = remembered_places(progress, run_dir), progress.get("base_sha256")
-    named, told = [], []
-    for name in dict.fromkeys(filter(None, (named_checkpoint(config), *(getattr(config, each) for each in START_FROM)))):
+    remembered, wanted = base_places(progress, run_dir), progress.get("base_sha256")
+    named, failures = [], []
+    settings = (named_checkpoint(config), *(getattr(config, setting) for setting in START_FROM))
+    for name in dict.fromkeys(filter(None, settings)):
         try:
             folder = store.locate(name, run_dir, warn)
         except CheckpointError as error:
-            told.append(str(error))
+            failures.append(str(error))
             continue
-        # Where a run is named that has gone on since, its newest checkpoint is no longer the one.
-        named += [folder.parent / base.name for base in remembered[:1] if (folder.parent / base.name).is_dir()] + [folder]
-    if wanted is None:  # a version before this one kept no hash
+        # If a run is named that has continued since, its newest checkpoint is no longer the base.
+        named += [folder.parent / base.name for base in remembered[:1] if (folder.parent / base.name).is_dir()]
+        named.append(folder)
+
+    if wanted is None:  # older versions stored no hash
         place = next((place for place in (*remembered, *named) if place.is_dir()), None)
         if place in named and place not in remembered:
-            warn(f"{place} is taken on trust for what this run began with, whose hash was not kept")
+            warn(f"{place} is assumed to be the model that this run began with; its hash was not stored")
         if place:
             return place
     for place in dict.fromkeys(path.resolve() for path in (*named, *remembered)):
         if not place.is_dir():
-            told.append(f"{place} is gone")
+            failures.append(f"{place} does not exist")
             continue
         try:
             found = weights_sha256(place)
         except CheckpointError as error:
-            told.append(str(error))
+            failures.append(str(error))
             continue
         if found == wanted:
             return place
-        told.append(f"{place} is another base, whose weights have SHA-256 {found}")
-    raise CheckpointError(f"the base of this run{f', whose weights have SHA-256 {wanted},' if wanted else ''} is not there: "
-                          f"{'; '.join(told) or 'no place is known'}. Bring it back, or set {start_setting(config)} to the "
-                          "folder where it is now")
+        failures.append(f"{place} is another model, whose weights have SHA-256 {found}")
+    raise CheckpointError(f"the base of this run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not "
+                          f"found: {'; '.join(failures) or 'no place is known'}. Bring it back, or set "
+                          f"{start_setting(config)} to the folder where it is now")
 
 
 def find_base_on_rank0(config: Config, progress: Mapping[str, Any], run_dir: Path, ranks: Ranks,
                        warn: Callable[[str], None]) -> Path:
-    """The same, looked for by rank 0. Collective: every rank must call it."""
+    """`find_base` by rank 0 for all. Collective: every rank must call it."""
     return Path(ranks.broadcast(ranks.on_rank0(lambda: str(find_base(config, progress, run_dir, warn)))))
 
 
-# ---------------------------------------------------------------------------------------------------------------- how it begins
+# ------------------------------------------------------------------------------------------- how it starts
 
 
-def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Config, identity: Optional[Mapping[str, Any]],
-             run_dir: Path, ranks: Ranks) -> Start:
-    """How a run begins with what `find_checkpoint` has found. Collective: every rank must call it.
+def start_from(found: Found, config: Config, identity: Optional[Mapping[str, Any]], run_dir: Path,
+               ranks: Ranks) -> Start:
+    """How a run starts from the checkpoint that was found. Collective: every rank must call it.
 
     Args:
-        identity: what the run reads (`resume_rules.identity`); None where that is not known, and not compared.
+        identity: what the run reads (`resume_rules.identity`); None: unknown, and not compared.
     Raises:
-        CheckpointError: it belongs to another run than the settings describe.
+        CheckpointError: the checkpoint belongs to another run than the settings describe.
     """
+    folder, own, warnings = found
     if folder is None:
         return Start(None, False, {}, None, None, {}, [], warnings)
     state, notes = ranks.raise_on_all(lambda: store.read_state(folder)), []
@@ -234,16 +249,19 @@ def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Con
     else:
         refuse_own_weights(state, folder, run_dir, config)
         warnings += ranks.raise_on_all(lambda: check_model(folder, config))
-        notes = [f"weights from {folder}; optimizer, schedule and step begin anew"]
+        notes = [f"weights from {folder}; optimizer, schedule and step start anew"]
         state, own = {}, False
+
+    # What a later start needs to find the same base again.
     named, base, base_sha256, remembered = named_checkpoint(config), None, None, {}
     if not own:
         base, base_sha256 = folder, ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
         remembered = {"wandb_run_id": None, "begun_from": named}
     else:
-        progress, home = state["progress"], run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
-        if progress.get("base_beside") and home != run_dir:  # another run goes on here
-            remembered["base_beside"] = beside(home / progress["base_beside"], run_dir)
+        progress = state["progress"]
+        home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
+        if progress.get("base_beside") and home != run_dir:  # the checkpoint of another run is resumed here
+            remembered["base_beside"] = relative_to_run(home / progress["base_beside"], run_dir)
         if named is not None and not names_its_start(named, progress, run_dir):
             own_steps = [place for place in store.places(named, run_dir) if place.is_dir() and is_inside(place, run_dir)]
             remembered["begun_from"] = own_steps[0].name if own_steps else named
@@ -251,22 +269,23 @@ def start_at(folder: Optional[Path], own: bool, warnings: list[str], config: Con
             base_sha256 = progress.get("base_sha256")
             base = find_base_on_rank0(config, progress, home, ranks, warnings.append)
     if base is not None:
-        remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256, "base_beside": beside(base, run_dir)}
+        remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
+                       "base_beside": relative_to_run(base, run_dir)}
     return Start(folder, own, state, base, base_sha256, remembered, notes, warnings)
 
 
 def refuse_random_weights(config: Config, run_dir: Path) -> None:
-    """Raises SettingsError where a model that can do nothing yet would be taught to answer, and nobody has said so."""
+    """Raise SettingsError if supervised fine-tuning would start from random weights without RANDOM_INIT."""
     if config.training_stage == "sft" and not (config.random_init or config.distillation_enabled):
-        raise SettingsError(f"TRAINING_STAGE=sft has nothing to begin with: {run_dir} has no checkpoint, and the settings name "
-                            "none. Set PRETRAIN_CHECKPOINT to the model that is to learn to answer, or RANDOM_INIT=true to train "
-                            "random weights")
+        raise SettingsError(f"TRAINING_STAGE=sft has nothing to start from: {run_dir} has no checkpoint, and the "
+                            "settings name none. Set PRETRAIN_CHECKPOINT to the model to fine-tune, or "
+                            "RANDOM_INIT=true to train random weights")
 
 
 def refuse_own_weights(state: Mapping[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
-    """Raises CheckpointError where a stage would write over the very weights that it begins with, or what the last one told."""
+    """Raise CheckpointError if a stage would overwrite the run whose weights it starts from."""
     of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
     whole = not state.get("settings", {}).get("LORA_ENABLED")
     if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
-        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, and this run would write over it. Choose "
-                              f"another RUN_NAME, and set {start_setting(config)}={folder}")
+        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, which this run would overwrite. "
+                              f"Choose another RUN_NAME, and set {start_setting(config)}={folder}")

@@ -1,4 +1,4 @@
-"""What a step can set off: numbers that are none, a loss far above the others, replicas that are no longer equal."""
+"""What is checked at a step: non-finite numbers, loss spikes, replicas that differ; the ledger and the debug files."""
 
 import json
 import zlib
@@ -15,8 +15,7 @@ ROWS_SHOWN = 16
 
 
 def append_ledger(run: Run, result: StepResult) -> None:
-    """Keep for each step what `scripts/replay_step.py` holds a replay against; the rows by their CRC-32, as they follow from
-    the settings."""
+    """Append the step's line to ledger.jsonl, which `scripts/replay_step.py` compares a replay with."""
     if run.ranks.is_main:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         facts = {"rows_crc32": f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}", "loss": result.loss,
@@ -26,74 +25,83 @@ def append_ledger(run: Run, result: StepResult) -> None:
         run.log.entry(run.progress.step + 1, facts)
 
 
-def keep_evidence(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[diagnostics.FirstBadModule] = None,
-                  is_own_finite: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict]]:
-    """Save the state before the step, if it is good, and all that is known of the step; returns where, and the reports of all
-    ranks. Collective: every rank must call it."""
+def dump_step(run: Run, batches: list[Batch], result: StepResult,
+              first_bad: Optional[diagnostics.FirstBadModule] = None,
+              is_own_finite: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict]]:
+    """Write what is known of a bad step into the debug folder, and save the state before it unless it is bad too.
+
+    Collective: every rank must call it.
+
+    Returns:
+        The debug folder, and the reports of all ranks.
+    """
     follow_folder(run)
     step = run.progress.step + 1
-    own = {"step": step, "rank": run.ranks.rank, "loss": str(result.loss), "grad_norm": str(result.grad_norm),
-           "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
-           "first_bad_module": first_bad.found if first_bad else None,
-           "tensors": diagnostics.describe_tensors(run.model)}
-    own["finite"] = is_own_finite()  # after the gradients are described, which it may compute again
-    everyone = run.ranks.all_gather_json(own)
+    report = {"step": step, "rank": run.ranks.rank, "loss": str(result.loss), "grad_norm": str(result.grad_norm),
+              "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
+              "first_bad_module": first_bad.found if first_bad else None,
+              "tensors": diagnostics.describe_tensors(run.model)}
+    report["finite"] = is_own_finite()  # after the gradients are described, since it may compute them again
+    reports = run.ranks.all_gather_json(report)
     folder = run.folder / "debug" / f"step-{step:08d}"
     inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
               for name in ("tokens_BT", "targets_BT")}
     try:
-        diagnostics.write_dump(folder, own, inputs)
+        diagnostics.write_dump(folder, report, inputs)
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
     try:
-        if run.saved is None and not bad_weights(everyone):
+        if run.saved is None and not has_bad_weights(reports):
             save_checkpoint(run)
     except CheckpointError as error:  # on every rank
         run.log.warn(str(error))
-    return folder, everyone
+    return folder, reports
 
 
-def bad_weights(reports: list[dict]) -> bool:
-    """Whether some rank's parameters were no numbers before the step: that is no state to go on from."""
+def has_bad_weights(reports: list[dict]) -> bool:
+    """Whether parameters of some rank were non-finite before the step, which is no state to resume from."""
     return any(tensor["kind"] == "parameter" for report in reports for tensor in report["tensors"])
 
 
-def kept(run: Run, reports: list[dict]) -> str:
-    """What became of the state before the step, in words."""
-    if bad_weights(reports):
+def what_is_saved(run: Run, reports: list[dict]) -> str:
+    """Whether the state before a bad step is saved."""
+    if has_bad_weights(reports):
         return "the weights were not finite before it and are not saved"
     return "the state before it is saved" if run.saved else "the state before it could not be saved"
 
 
-def how_to_look(run: Run) -> str:
-    """The command that shows what was in the step that has just been taken."""
+def replay_command(run: Run) -> str:
+    """The command that examines the step that was just taken."""
     return f"python scripts/replay_step.py {run.folder} --step {run.progress.step + 1}"
 
 
-def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_bad: Optional[diagnostics.FirstBadModule],
-                    is_own_finite: Callable[[], bool]) -> None:
-    """Keep what is known of a step that went bad, and the last good state. Collective: every rank must call it.
+def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
+                    first_bad: Optional[diagnostics.FirstBadModule], is_own_finite: Callable[[], bool]) -> None:
+    """Keep what is known of a non-finite step, and the last good state. Collective: every rank must call it.
 
     Args:
-        is_own_finite: computes this rank's part of the step again, without the others: the exchange of gradients has mixed them.
+        is_own_finite: computes this rank's part of the step again, without the others, because the exchange of
+            gradients has mixed them.
     Raises:
         NonFiniteError: always.
     """
-    folder, everyone = keep_evidence(run, batches, result, first_bad, is_own_finite)
-    run.log.info("\n" + diagnostics.banner(everyone))
-    culprits = diagnostics.bad_ranks(everyone)
-    where = (f"was not finite on rank {', '.join(map(str, culprits))}" if culprits else
-             "was not finite, but is on every rank when computed again: that is transient, most likely a fault of hardware or "
-             "of communication")
-    presets = ",".join(filter(None, (run.config.preset, "stable")))
-    advice = (f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true to name the first bad module" if culprits else
-              "go on with the same command; where it comes again, look for the machine that it comes from")
-    raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {kept(run, everyone)}, and {folder} "
-                           f"holds its rows and tensors. Look at it with {how_to_look(run)}, or {advice}")
+    folder, reports = dump_step(run, batches, result, first_bad, is_own_finite)
+    run.log.info("\n" + diagnostics.banner(reports))
+    ranks = diagnostics.bad_ranks(reports)
+    if ranks:
+        where = f"was not finite on rank {', '.join(map(str, ranks))}"
+        presets = ",".join(filter(None, (run.config.preset, "stable")))
+        advice = f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true to name the first bad module"
+    else:
+        where = ("was not finite, but is finite on every rank when computed again: a transient fault, most likely of "
+                 "the hardware or the network")
+        advice = "resume with the same command; if it happens again, find the machine that causes it"
+    raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {what_is_saved(run, reports)}, and "
+                         f"{folder} has its rows and tensors. Examine it with {replay_command(run)}, or {advice}")
 
 
 def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
-    """Tell of a loss spike, with its rows, and do as LOSS_SPIKE_POLICY says. Collective: every rank must call it.
+    """Report a loss spike with its rows, and act as LOSS_SPIKE_POLICY says. Collective: every rank must call it.
 
     Raises:
         LossSpikeError: the policy is "stop".
@@ -104,16 +112,16 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
     what = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations above the last "
             f"{len(run.progress.recent_losses)}; rows {shown}")
     if config.loss_spike_policy != "stop":
-        skipped = "; its update is left out" if config.loss_spike_policy == "skip" else ""
-        run.log.warn(f"{what}{skipped}. Look at it with {how_to_look(run)}")
+        skipped = "; its update is skipped" if config.loss_spike_policy == "skip" else ""
+        run.log.warn(f"{what}{skipped}. Examine it with {replay_command(run)}")
         return
-    folder, everyone = keep_evidence(run, batches, result)
-    raise LossSpikeError(f"{what}. Nothing was updated, {kept(run, everyone)}, and {folder} holds its rows. Look at it "
-                           f"with {how_to_look(run)}; to go on past it, LOSS_SPIKE_POLICY=skip or warn")
+    folder, reports = dump_step(run, batches, result)
+    raise LossSpikeError(f"{what}. Nothing was updated, {what_is_saved(run, reports)}, and {folder} has its rows. Examine "
+                         f"it with {replay_command(run)}; to continue past it, LOSS_SPIKE_POLICY=skip or warn")
 
 
 def check_replicas(run: Run) -> None:
-    """See that parameters and optimizer state are the same on every rank, bit by bit. Collective: every rank must call it.
+    """Check that parameters and optimizer state are bit-identical on all ranks. Collective: every rank must call it.
 
     Raises:
         DriftError: they are not; names the first tensor that differs, and the ranks.
@@ -125,8 +133,10 @@ def check_replicas(run: Run) -> None:
     if len(set(run.ranks.all_gather_json(zlib.crc32(json.dumps(own).encode())))) == 1:
         return
     everyone = run.ranks.all_gather_json(own)
-    number, name = next((number, name) for number, name in enumerate(tensors) if len({sums[number] for sums in everyone}) > 1)
+    number, name = next((number, name) for number, name in enumerate(tensors)
+                        if len({sums[number] for sums in everyone}) > 1)
     others = [str(rank) for rank, sums in enumerate(everyone) if sums[number] != everyone[0][number]]
-    raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} differs between rank 0 "
-                       f"and rank {', '.join(others)}. Nothing more is saved; a GPU or its memory may be failing. Go on from a "
-                       f"checkpoint of before: the ranks were last seen equal {run.config.drift_check_every} steps ago")
+    raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} differs between "
+                     f"rank 0 and rank {', '.join(others)}. Nothing more is saved; a GPU or its memory may be failing. "
+                     "Resume from an earlier checkpoint: the ranks were last found equal "
+                     f"{run.config.drift_check_every} steps ago")

@@ -1,0 +1,236 @@
+"""How a run is set up, up to its first step; training, replay and --check all go this way.
+
+Nothing in the run's folder is written here except its lock.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Optional
+
+import torch
+
+import lora
+from checkpoint import hf_format, peft_format, store
+from common.errors import DataError
+from common.heartbeat import HEARTBEAT
+from config import Config
+from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.shard_reader import open_token_set
+from dataloaders import TokenRows
+from hellaswag_utils import prepare_tasks, read_items
+from model import Transformer, padded
+from model_utils import (
+    build_model,
+    choose_device,
+    choose_dtype,
+    compile_where_possible,
+    load_weights,
+    make_deterministic,
+    restore_padding,
+)
+from parallel.collectives import Interrupted, Ranks, RunContext, StopSignals, joined_ranks
+from settings.load import Loaded
+from tokenizer import load_tokenizer
+from training.build_objective import Base, choose_objective
+from training.optim import Optimizer
+from training.run_folder import RunFolder, open_run_folder
+from training.run_log import RunLog
+from training.start import Start, find_checkpoint, start_from
+from training.state import Inputs, Progress, Rows, Run, cache_of, trained_bytes
+
+
+def prepare_device(config: Config) -> torch.device:
+    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says."""
+    device = torch.device(choose_device(config))
+    make_deterministic(config, device.type)
+    return device
+
+
+# -------------------------------------------------------------------------------------------- inputs
+
+
+def read_inputs(config: Config, verify: bool) -> Inputs:
+    """Open everything that the settings name.
+
+    Args:
+        verify: verify the data as VERIFY_DATA says; one rank does it for all.
+    Raises:
+        DataError: a file cannot be used.
+        SettingsError: CACHE_DIR cannot be written.
+    """
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    if verify:
+        cache_of(config).check()
+    how = config.verify_data if verify else "never"
+    train = open_rows(config, "train", tokenizer, how)
+    validation = open_rows(config, "validation", tokenizer, how) if config.validate_every else None
+    tasks = None
+    if config.hellaswag_path and config.hellaswag_every:
+        items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
+        tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
+    path = getattr(config, f"{config.training_stage}_data_path")
+    held_out = f", {validation.describe()} held out" if validation else ""
+    return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} from {path}")
+
+
+def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
+    """The rows of one split of what the stage reads: tokens of documents, or packed chats or pairs."""
+    if config.training_stage == "pretrain":
+        minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
+        token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
+                                   tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
+                                   minimum_tokens=minimum, verify=verify, cache=cache_of(config))
+        return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
+    path, kind = (config.sft_data_path, "chats") if config.training_stage == "sft" else (config.dpo_data_path, "pairs")
+    example_set = open_example_set(path, split, kind, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
+                                   verify=verify, cache=cache_of(config))
+    rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
+    if split == "train" and len(rows) < config.rows_per_step:
+        at_once = config.micro_batch_size * config.world_size
+        largest = len(rows) // at_once * at_once * config.max_seq_len
+        advice = f"lower TOTAL_BATCH_SIZE to {largest} or less" if largest else "lower TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
+        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN={config.max_seq_len} "
+                        f"tokens, but a step reads {config.rows_per_step:,}; prepare more, or {advice}")
+    return rows
+
+
+def open_inputs(config: Config, ranks: Ranks) -> Inputs:
+    """The same inputs on every rank, verified by rank 0. Collective: every rank must call it."""
+    verified = ranks.on_rank0(lambda: read_inputs(config, verify=True))
+    return ranks.raise_on_all(lambda: verified or read_inputs(config, verify=False))
+
+
+# ----------------------------------------------------------------------------------------- the start
+
+
+def find_start(config: Config, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks) -> Start:
+    """Where the settings start the run. Collective: every rank must call it.
+
+    Args:
+        inputs: what the run reads, which a checkpoint must have read too; None: unknown, and not compared.
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or belongs to another run than the settings describe.
+        SettingsError: there is nothing to start from.
+    """
+    identity = inputs.identity(config) if inputs else None
+    return start_from(find_checkpoint(config, run_dir, ranks), config, identity, run_dir, ranks)
+
+
+def place_weights(config: Config, start: Start, model: Transformer, inputs: Inputs, ranks: Ranks,
+                  finite: bool) -> None:
+    """Load the start's weights into the model, and add adapters if the settings ask for them.
+
+    Collective: every rank must call it.
+
+    Args:
+        finite: refuse weights that are not finite.
+    Raises:
+        CheckpointError: they have another shape than the settings, or the adapters belong to another base.
+    """
+    if not config.lora_enabled:
+        if start.folder is not None:
+            ranks.raise_on_all(lambda: load_weights(start.folder, model, finite))
+        return
+    used_ids: list[int] = []
+    if config.lora_train_tokens == "auto" and not start.own:
+        used_ids = ranks.broadcast(ranks.on_rank0(inputs.used_ids))
+
+    def add_adapters() -> None:
+        load_weights(start.base, model)
+        adapter = start.own and peft_format.load_adapter_folder(start.folder, config, padded(model.vocab_size))
+        token_ids = adapter.token_ids if adapter else token_ids_to_train(config, inputs, model, used_ids)
+        lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed), token_ids)
+        lora.keep_base_in(model, choose_dtype(config, ranks.device.type))
+        if adapter:
+            adapter.check_base(start.base_sha256, start.base)
+            lora.load_adapter_state_dict(model, adapter.state)
+
+    ranks.raise_on_all(add_adapters)
+
+
+def token_ids_to_train(config: Config, inputs: Inputs, model: Transformer,
+                       used_ids: Sequence[int]) -> hf_format.TokenIds:
+    """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
+    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids,
+                               model.tok_embeddings.weight)
+    return dict.fromkeys(["tok_embeddings"] + (["output"] if model.output is not None else []), ids)
+
+
+def restore(config: Config, start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
+    """The progress to resume from; also restores the optimizer's and the loss scaler's state."""
+    progress = Progress(**start.state["progress"]) if start.state else Progress()
+    if start.state:
+        optimizer.load_state_tensors(restore_padding(store.read_optimizer(start.folder), model))
+        if scaler is not None and start.state["scaler"]:
+            scaler.load_state_dict(start.state["scaler"])
+    if not start.own and config.start_step is not None:  # all counters that go with the step start anew
+        progress = Progress(step=config.start_step, tokens_seen=config.start_step * config.total_batch_size,
+                            recent_losses=progress.recent_losses)
+    return replace(progress, **start.remembered)
+
+
+# ------------------------------------------------------------------------------------------- the run
+
+
+def build_run(config: Config, context: RunContext, inputs: Inputs, folder: RunFolder, start: Start,
+              for_replay: bool = False) -> Run:
+    """The run in memory: model, optimizer, progress, and the objective with all that it needs.
+
+    Collective: every rank must call it.
+
+    Args:
+        for_replay: the run will not be saved, and its own weights may be non-finite.
+    Raises:
+        CheckpointError, DataError: something that it needs is missing, or does not fit.
+        Interrupted: a rank received a stop signal.
+    """
+    ranks, dtype = context.ranks, choose_dtype(config, context.ranks.device.type)
+    model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+    place_weights(config, start, model, inputs, ranks, finite=not (for_replay and start.own))
+    optimizer = Optimizer(model, config)
+    scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
+    progress = restore(config, start, model, optimizer, scaler)
+    if not for_replay and progress.step < config.max_steps:
+        size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
+        ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
+    base = Base(config, progress, folder.path, context.log.warn)
+    objective, inputs = choose_objective(config, inputs, model, dtype, base, context)
+    run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
+    if reason := compile_where_possible(model, config, ranks.device.type):
+        context.log.warn(f"no torch.compile: {reason}")
+    return run
+
+
+@contextmanager
+def open_run(loaded: Loaded) -> Iterator[Run]:
+    """A run that is ready for its next step, on every rank. Collective: every rank must call it.
+
+    Raises:
+        PaddockError: the settings, the data, the checkpoint or the machine do not allow the run.
+        Interrupted: a rank received a stop signal; nothing is changed.
+    """
+    config = loaded.config
+    device = prepare_device(config)
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        ranks = stack.enter_context(joined_ranks(device.type, config.distributed_timeout))
+        inputs = open_inputs(config, ranks)
+        folder = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
+        HEARTBEAT.folder = folder.path / "log"
+        start = find_start(config, inputs, folder.path, ranks)
+        log = RunLog(config, ranks.rank, device.type)
+        stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
+        for message in (*loaded.warnings, *start.warnings):
+            log.warn(message)
+        for message in (*loaded.notes, *start.notes):
+            log.info(message)
+        context = RunContext(ranks, signals, log)
+        try:
+            run = build_run(config, context, inputs, folder, start)
+            context.leave_if_stopped()
+        except Interrupted:
+            log.info("Stopped by a signal before the first step; nothing is changed. The same command starts again.")
+            raise
+        yield run
