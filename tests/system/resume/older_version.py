@@ -6,8 +6,8 @@ The older code is unpacked into a temporary folder. Both versions prepare the sa
 tiny runs on the CPU: from the start, and from a copy of the older run that ends at its middle checkpoint.
 Only commands and files are used; no module of the project is imported, so the modules may move.
 
-The exit code is 0 if everything is the same, 1 if something differs, 2 if the older version is missing or fails.
-The temporary folder is removed only if everything is the same.
+The exit code is 0 if everything is the same, 1 if something differs, 2 if the older version is missing or
+fails. The temporary folder is removed only if everything is the same.
 """
 
 import argparse
