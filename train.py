@@ -1,4 +1,4 @@
-"""Train Llama 3: `python train.py`, or on several GPUs `python scripts/launch.py`. --help lists every setting."""
+"""Train Llama 3: `python train.py`, on several GPUs `python scripts/launch.py`. --help lists the settings."""
 
 import math
 import os
@@ -21,7 +21,8 @@ from parallel.exit_report import (
 )
 from settings.load import Loaded, exit_with, load_or_exit
 
-USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
+USAGE = ("python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] "
+         "[--check]")
 
 if __name__ == "__main__":
     provide_streams()
@@ -62,7 +63,7 @@ def main(argv: Optional[list[str]] = None) -> int:
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             write_error_file(1, sentence, traceback.format_exc())
             raise
-        if not write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
+        if not write_error_file(report.code, report.sentence, victim=report.victim):
             if isinstance(error, SettingsError):
                 exit_with(error)
             with first_here() if report.shared else nullcontext(True) as speaks:
@@ -74,7 +75,10 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def train(loaded: Loaded) -> int:
-    """Set the run up and take every step that is left; returns the exit code. Collective: every rank must call it."""
+    """Set the run up and take the steps that are left; returns the exit code.
+
+    Collective: every rank must call it.
+    """
     try:
         with open_run(loaded) as run:
             preflight.print_overview(run)
@@ -85,11 +89,15 @@ def train(loaded: Loaded) -> int:
 
 
 def train_loop(run: Run) -> int:
-    """Take steps, and do what is due after each; returns the exit code. Collective: every rank must call it."""
+    """Take steps, and do what is due after each; returns the exit code.
+
+    Collective: every rank must call it.
+    """
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
         early = f" {run.why_early()}" if progress.step < config.max_steps else ""
-        log.info(f"Nothing to do: {progress.step} steps are finished, of MAX_STEPS={config.max_steps}.{early}")
+        log.info(f"Nothing to do: {progress.step} steps are finished, of "
+                 f"MAX_STEPS={config.max_steps}.{early}")
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
@@ -138,12 +146,13 @@ def train_loop(run: Run) -> int:
     return 0
 
 
-def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int, lr: float) -> StepResult:
+def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int,
+               lr: float) -> StepResult:
     """Take one optimizer step on the exact mean over all units of the global batch.
 
-    The host waits for the GPU once, after everything is enqueued. Therefore the device itself leaves out an update
-    that is not finite, or that of a loss spike if the policy is to skip it, and the host reads afterwards what was
-    done. Collective: every rank must call it.
+    The host waits for the GPU once, after everything is enqueued. Therefore the device itself leaves out an
+    update that is not finite, or that of a loss spike if the policy is to skip it, and the host reads
+    afterwards what was done. Collective: every rank must call it.
 
     Args:
         batches: this rank's micro-batches.
@@ -160,7 +169,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
 
     # Sums over all ranks. The norm is the same on all, but one that is NaN on one rank must count on all.
     stops = torch.full_like(norm, run.context.signals.received is not None)
-    *totals, norms, stops = ranks.total(torch.stack([value.double() for value in (*sums.values(), norm, stops)]))
+    own = torch.stack([value.double() for value in (*sums.values(), norm, stops)])
+    *totals, norms, stops = ranks.total(own)
     means = [total / units for total in totals]
 
     limit = run.progress.spike_limit(config)

@@ -17,33 +17,24 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint import hf_format, store
+from checkpoint import store
 from checkpoint.schema import read_entries
 from common.errors import NonFiniteError, SettingsError
 from common.text import printable, show
 from config import Config, rules
 from data_pipeline.batch import Batch
 from debug.row_report import RowReport, describe_parameters, describe_row, examine_rows, numbered
-from model import padded
-from model_utils import (
-    build_model,
-    choose_device,
-    choose_dtype,
-    compile_where_possible,
-    make_deterministic,
-    seed_step,
-)
+from model_utils import seed_step
 from objectives.base import LossSum, Objective
-from parallel.collectives import Ranks, StopSignals
+from parallel.collectives import Ranks, RunContext, StopSignals
 from settings.load import Layer, read_json_file, validate
 from train import train_step
-from training.build_objective import Base, choose_objective
 from training.diagnostics import robust_z_score
-from training.optim import Optimizer, learning_rate
+from training.optim import learning_rate
 from training.run_folder import RunFolder, segments
-from training.run_log import RunLog
-from training.start import find_base, named_checkpoint, start_at
-from training.state import Run, StepResult, place_weights, read_inputs, resume
+from training.setup import build_run, prepare_device, read_inputs
+from training.start import Found, find_base, named_checkpoint, start_from
+from training.state import Run, StepResult
 
 ROUNDING = 1e-3  # relative: what other kernels, or sums in another order, make of a loss at most
 STANDS_OUT = 8.0  # robust standard deviations above the median row
@@ -89,8 +80,8 @@ def read_ledger(run_dir: Path, step: int) -> dict[int, dict[str, Any]]:
     return lines
 
 
-def find_weights(run_dir: Path, step: int, config: Config) -> tuple[Optional[Path], bool, list[str]]:
-    """The newest verified checkpoint before a step, or what the run began with; whether it is of this run; warnings.
+def find_weights(run_dir: Path, step: int, config: Config) -> Found:
+    """The newest verified checkpoint before a step, or what the run started from.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them verifies; or what the run began with is gone.
@@ -99,7 +90,7 @@ def find_weights(run_dir: Path, step: int, config: Config) -> tuple[Optional[Pat
     folder, messages = store.newest_verified(checkpoints_dir, step - 1)
     named = named_checkpoint(config)
     if folder or named is None:
-        return folder, folder is not None, messages
+        return Found(folder, folder is not None, messages)
     by_path = config.resume == named
     later, _ = store.newest_verified(checkpoints_dir)
     progress = store.read_state(later)["progress"] if later else {}
@@ -109,7 +100,7 @@ def find_weights(run_dir: Path, step: int, config: Config) -> tuple[Optional[Pat
         folder = store.locate(named, run_dir, messages.append)
     if (folder / store.MANIFEST).exists():
         store.verify(folder)
-    return folder, by_path, messages
+    return Found(folder, by_path, messages)
 
 
 class AsRanks:
@@ -138,37 +129,35 @@ class AsRanks:
         return self.objective.loss_sum(model, batch)
 
 
+class ReplayLog:
+    """Where a replay's messages go, instead of a run's log."""
+
+    def __init__(self, info: Say):
+        self.info = info
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.info(f"Note: {text}")
+
+
 def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
-    """The run as it was when it had the last verified checkpoint before the step, in this process alone.
+    """The run as it was at the last verified checkpoint before the step, in this process alone.
 
     Raises:
-        CheckpointError, DataError: what the run read or began with is gone, damaged or not what it was.
+        CheckpointError, DataError: what the run read or started from is missing, damaged or changed.
     """
-    device_type = choose_device(config)
-    make_deterministic(config, device_type)
-    dtype = choose_dtype(config, device_type)
-    ranks = Ranks(device=torch.device(device_type, 0) if device_type == "cuda" else torch.device(device_type))
+    device, log = prepare_device(config), ReplayLog(info)
+    ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
-    model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
-    start = start_at(*find_weights(run_dir, step, config), config, inputs.identity(config), run_dir, ranks)
+    start = start_from(find_weights(run_dir, step, config), config, inputs.identity(config), run_dir, ranks)
     for message in (*start.warnings, *start.notes):
-        info(f"Note: {message}")
-    if start.own and not config.lora_enabled:  # as they are, which may not be finite
-        tensors = hf_format.load_model_weights(start.folder)
-        model.load_state_dict(hf_format.from_huggingface(tensors, model.config, padded(model.vocab_size), finite=False))
-    else:
-        place_weights(config, start, model, inputs, dtype, ranks)
-    optimizer = Optimizer(model, config)
-    scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
-    progress = resume(config, start, model, optimizer, scaler)
-    if progress.step >= step:
-        raise SettingsError(f"--step {step}: this run began with step {progress.step + 1} (START_STEP, or a checkpoint's)")
-    signals, log = StopSignals(), RunLog(config, 0, device_type)
-    base = Base(config, progress, run_dir, info)
-    objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, info)
-    compile_where_possible(model, config, device_type)
-    return Run(config, ranks, signals, inputs, RunFolder(run_dir), model, optimizer, scaler, progress, objective, start.folder,
-               log)
+        log.warn(message)
+    context = RunContext(ranks, StopSignals(), log)
+    run = build_run(config, context, inputs, RunFolder(run_dir), start, for_replay=True)
+    if run.progress.step >= step:
+        raise SettingsError(f"--step {step}: this run began with step {run.progress.step + 1} (START_STEP, or a "
+                            "checkpoint's)")
+    return run
 
 
 # ------------------------------------------------------------------------------------------------------------ the steps again

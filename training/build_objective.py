@@ -19,7 +19,7 @@ from objectives.once import Once
 from objectives.reference import frozen_logprobs, is_stored, with_stored_reference
 from objectives.teacher import find_teacher, load_teacher, teacher_facts
 from objectives.teacher_store import with_stored_teacher
-from parallel.collectives import Ranks, StopSignals
+from parallel.collectives import Ranks, RunContext
 from training.start import find_base_on_rank0, weights_sha256
 from training.state import Inputs, Progress, cache_of
 
@@ -45,8 +45,8 @@ class Base:
         return ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
 
 
-def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base, ranks: Ranks,
-                     signals: StopSignals, info: Callable[[str], None]) -> tuple[Objective, Inputs]:
+def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base,
+                     context: RunContext) -> tuple[Objective, Inputs]:
     """What the settings learn by, and the inputs with what was computed for it before the first step.
 
     Collective: every rank must call it.
@@ -57,7 +57,7 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: 
         CheckpointError, DataError: what it needs is missing, or does not fit.
         Interrupted: a rank was signalled.
     """
-    once = Once(cache_of(config), ranks, signals, info)
+    once = Once(cache_of(config), context.ranks, context.signals, context.log.info)
     if config.training_stage == "dpo":
         objective = PREFERENCE_OBJECTIVES[config.preference_objective]
         if not objective.needs_reference:

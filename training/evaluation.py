@@ -45,8 +45,8 @@ def hellaswag(run: Run) -> dict[str, float]:
     config, ranks, tasks, counts = run.config, run.ranks, run.inputs.tasks, Counts()
     started = reported = time.perf_counter()
     with torch.compiler.set_stance("force_eager"):
-        for part in evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size, device=ranks.device,
-                                     batch_tokens=config.hellaswag_batch_tokens):
+        for part in evaluate_batches(run.model, tasks, rank=ranks.rank, world_size=ranks.world_size,
+                                     device=ranks.device, batch_tokens=config.hellaswag_batch_tokens):
             run.context.leave_if_stopped()
             counts += part
             now, share = time.perf_counter(), counts.n * ranks.world_size / len(tasks)
@@ -55,8 +55,8 @@ def hellaswag(run: Run) -> dict[str, float]:
                              f"ETA: {duration((now - started) * (1 - share) / share)}")
                 reported = now
     counts = Counts(*(int(value) for value in ranks.sum(list(counts))))
-    return {"hellaswag_acc": counts.accuracy, "hellaswag_acc_norm": counts.accuracy_norm, "hellaswag_n": counts.n,
-            "hellaswag_stderr": counts.standard_error}
+    return {"hellaswag_acc": counts.accuracy, "hellaswag_acc_norm": counts.accuracy_norm,
+            "hellaswag_n": counts.n, "hellaswag_stderr": counts.standard_error}
 
 
 def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tuple[str, str]]:
@@ -70,8 +70,9 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         stop_ids = chat_format.stop_ids
     with torch.compiler.set_stance("force_eager"):
-        written = generate(model, prompt_ids, max_new_tokens=config.sample_tokens, temperature=config.sample_temperature,
-                           top_p=config.sample_top_p, seed=config.seed + step, stop_ids=stop_ids)
+        written = generate(model, prompt_ids, max_new_tokens=config.sample_tokens, stop_ids=stop_ids,
+                           temperature=config.sample_temperature, top_p=config.sample_top_p,
+                           seed=config.seed + step)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
 
 
@@ -96,10 +97,12 @@ def evaluate(run: Run) -> None:
         loss, others = validation_loss(run.model, run.objective, batches, run.context)
         metrics |= {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
-        shown = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}" for name, value in others.items())
+        shown = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}"
+                        for name, value in others.items())
         run.log.info(f"Validation {place} | Loss: {loss:.4f}{shown}{' | best so far' if is_best else ''}")
         if not math.isfinite(loss):
-            run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be a best one")
+            run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be a "
+                         "best one")
 
     # HellaSwag takes long: before the first step only if the run is going to evaluate it on its way.
     worthwhile = progress.step > 0 or run.finished or config.hellaswag_every < config.max_steps
@@ -107,8 +110,8 @@ def evaluate(run: Run) -> None:
         HEARTBEAT.enter("HellaSwag", progress.step)
         metrics |= hellaswag(run)
         run.log.info(f"{config.hellaswag_name} {place} | Acc: {100 * metrics['hellaswag_acc']:.2f}% +- "
-                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: {100 * metrics['hellaswag_acc_norm']:.2f}% | "
-                     f"N: {metrics['hellaswag_n']}")
+                     f"{100 * metrics['hellaswag_stderr']:.2f} | Acc norm: "
+                     f"{100 * metrics['hellaswag_acc_norm']:.2f}% | N: {metrics['hellaswag_n']}")
 
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)

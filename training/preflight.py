@@ -35,9 +35,9 @@ GIB = 2**30
 
 def describe_model(config: Config, vocab_size: int) -> str:
     """The model's size and shape."""
-    return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim {config.dim}, "
-            f"heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, vocabulary {vocab_size:,}"
-            f"{', tied' if config.tie_embeddings else ''}")
+    return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim "
+            f"{config.dim}, heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, "
+            f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}")
 
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
@@ -45,7 +45,8 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     ids = next(iter(trained_token_ids(model).values()), [])
     control = {number: name for name, number in tokenizer.special_ids.items()}
-    names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]  # control tokens are last
+    # Control tokens have the highest ids, and are the most interesting.
+    names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
     rows = f", including the rows of {len(ids)} tokens: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
     return f"{learned:,} trainable parameters beside the frozen base{rows}"
@@ -53,10 +54,10 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
 
 def describe_batch(config: Config) -> str:
     """How the global batch of a step is composed."""
-    return (f"{config.total_batch_size:,} tokens a step = {config.micro_batch_size} rows x {config.max_seq_len} tokens x "
-            f"{config.accumulation_steps} micro-batch{'es' if config.accumulation_steps > 1 else ''} x "
-            f"{config.world_size} rank{'s' if config.world_size > 1 else ''}; "
-            f"{config.max_steps:,} steps")
+    return (f"{config.total_batch_size:,} tokens a step = {config.micro_batch_size} rows x "
+            f"{config.max_seq_len} tokens x {config.accumulation_steps} "
+            f"micro-batch{'es' if config.accumulation_steps > 1 else ''} x {config.world_size} "
+            f"rank{'s' if config.world_size > 1 else ''}; {config.max_steps:,} steps")
 
 
 def describe_data(config: Config, inputs: Inputs) -> str:
@@ -77,7 +78,9 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     Raises:
         SettingsError: ATTENTION_BACKEND or selective checkpointing is not available here.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
@@ -86,7 +89,8 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
         raise SettingsError("ACTIVATION_CHECKPOINTING=selective is done by the compiler, but "
                             f"{why_eager}; use block, or none")
     return (f"{name}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
-            f"{', documents apart' if config.document_mask else ''}; {f'eager ({why_eager})' if why_eager else 'compiled'}"
+            f"{', documents apart' if config.document_mask else ''}; "
+            f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
             f"{'; deterministic' if config.deterministic else ''}")
 
 
@@ -98,7 +102,8 @@ def print_overview(run: Run) -> None:
         info(f"LoRA: {describe_adapters(run.model, run.inputs.tokenizer)}")
     info(f"Data: {describe_data(config, run.inputs)}")
     info(f"Batch: {describe_batch(config)}")
-    info(f"Hardware: {describe_hardware(config, run.ranks.device, choose_dtype(config, run.ranks.device.type))}")
+    info("Hardware: "
+         f"{describe_hardware(config, run.ranks.device, choose_dtype(config, run.ranks.device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
 
 
@@ -118,8 +123,8 @@ def print_summary(run: Run, seconds: float, baseline: dict, latest: dict) -> Non
     if "hellaswag_acc" in latest:
         before = f"from {100 * baseline['hellaswag_acc']:.1f} % " if "hellaswag_acc" in baseline else ""
         info(f"Accuracy on {config.hellaswag_name}: {before}to {100 * latest['hellaswag_acc']:.1f} % "
-             f"(+- {100 * latest['hellaswag_stderr']:.1f}; by length {100 * latest['hellaswag_acc_norm']:.1f} %; "
-             f"n = {latest['hellaswag_n']}; chance is 25 %).")
+             f"(+- {100 * latest['hellaswag_stderr']:.1f}; by length "
+             f"{100 * latest['hellaswag_acc_norm']:.1f} %; n = {latest['hellaswag_n']}; chance is 25 %).")
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
@@ -230,19 +235,23 @@ def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
     items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
     if tokenizer:
         prepare_tasks(items, tokenizer, config.max_seq_len)
-    when = f"every {config.hellaswag_every} steps" if config.hellaswag_every else "never evaluated (HELLASWAG_EVERY=0)"
-    return len(items), f"{len(items):,} questions ({config.hellaswag_name}) from {config.hellaswag_path}, {when}"
+    when = f"every {config.hellaswag_every} steps"
+    if not config.hellaswag_every:
+        when = "never evaluated (HELLASWAG_EVERY=0)"
+    text = f"{len(items):,} questions ({config.hellaswag_name}) from {config.hellaswag_path}, {when}"
+    return len(items), text
 
 
 def check_cache(config: Config, inputs: Inputs) -> tuple[Path, str]:
-    """Where the results that are computed before the first step are stored. Raises DataError if nowhere can be written."""
+    """Where results that are computed before the first step are stored. Raises DataError if nowhere."""
     place, why = cache_of(config).place_to_write(inputs.rows.folder, inputs.rows.fingerprint)
-    what = "reference's log-probabilities" if config.training_stage == "dpo" else "teacher's most likely tokens"
+    of_reference = config.training_stage == "dpo"
+    what = "reference's log-probabilities" if of_reference else "teacher's most likely tokens"
     return place, f"the {what} are computed once and stored in {place}{f' ({why})' if why else ''}"
 
 
 def check_teacher(config: Config, tokenizer) -> tuple[Path, str]:
-    """The teacher's folder. Raises CheckpointError or SettingsError if it is missing or has another vocabulary."""
+    """The teacher's folder. Raises CheckpointError or SettingsError if it cannot be used."""
     folder = find_teacher(config, tokenizer)
     how = "it runs beside the student"
     if config.distillation_top_k:
@@ -266,10 +275,12 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
     if not start.state:
         return start.folder, f"from the weights of {start.folder}, into {run_dir}"
     step = start.state["progress"]["step"] if start.own or config.start_step is None else config.start_step
-    return start.folder, f"from {start.folder}, {max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
+    left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
+    return start.folder, f"from {start.folder}, {left}"
 
 
-def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype,
+                  report: Report) -> None:
     """Print the memory forecast, and what to change if it exceeds the device's memory."""
     if device.type == "cuda":
         room, owner = torch.cuda.get_device_properties(device).total_memory, "this GPU"
@@ -281,27 +292,30 @@ def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: 
     if forecast.total <= room:
         report.line("ok", "memory", text)
     else:
-        report.line("warn", "memory", f"{text}. {memory_advice(config, room, vocab_size, dtype.itemsize, device.type)}")
+        advice = memory_advice(config, room, vocab_size, dtype.itemsize, device.type)
+        report.line("warn", "memory", f"{text}. {advice}")
 
 
 def memory_advice(config: Config, room: int, *device) -> str:
-    """The smallest change of settings with which the forecast fits into `room` bytes; the global batch stays the same.
+    """The smallest change of settings, but for the global batch, with which the forecast fits into `room` bytes.
 
     Args:
         device: the other arguments of estimate_memory.
     """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
-    recomputing = (config.activation_checkpointing, *(["selective"] if config.compile and not config.debug else []), "block")
-    for recompute in dict.fromkeys(recomputing):
+    compiled = ["selective"] if config.compile and not config.debug else []
+    for recompute in dict.fromkeys((config.activation_checkpointing, *compiled, "block")):
         for rows in smaller:
-            changed = config.model_copy(update={"micro_batch_size": rows, "activation_checkpointing": recompute})
-            needed = estimate_memory(changed, *device).total
+            settings = {"micro_batch_size": rows, "activation_checkpointing": recompute}
+            needed = estimate_memory(config.model_copy(update=settings), *device).total
             if needed <= room:
-                changes = [f"{name.upper()}={getattr(changed, name)}" for name in ("micro_batch_size", "activation_checkpointing")
-                           if getattr(changed, name) != getattr(config, name)]
-                return f"It would fit with {' '.join(changes)} (about {needed / GIB:.2f} GiB; the global batch stays the same)"
-    return "It would not fit with MICRO_BATCH_SIZE=1 and ACTIVATION_CHECKPOINTING=block either: use a smaller model"
+                changes = " ".join(f"{name.upper()}={value}" for name, value in settings.items()
+                                   if value != getattr(config, name))
+                return (f"It would fit with {changes} (about {needed / GIB:.2f} GiB; the global batch stays "
+                        "the same)")
+    return ("It would not fit with MICRO_BATCH_SIZE=1 and ACTIVATION_CHECKPOINTING=block either: use a "
+            "smaller model")
 
 
 def check_disk(config: Config, vocab_size: int) -> tuple[int, str]:
@@ -310,12 +324,14 @@ def check_disk(config: Config, vocab_size: int) -> tuple[int, str]:
     place = (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute()
     there = next(path for path in (place, *place.parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise CheckpointError(f"OUTPUT_DIR={config.output_dir} cannot be written to ({there}); set it to a folder that can")
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir} cannot be written to ({there}); set it to a "
+                              "folder that can")
     free = shutil.disk_usage(there).free
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
     text = (f"a checkpoint takes {size / GIB:.2f} GiB; {kept} at a time take {kept * size / GIB:.2f}, "
             f"and {free / GIB:.1f} are free")
     if 2 * size > free:
-        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free some, or set OUTPUT_DIR to another disk")
+        raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free some, or set OUTPUT_DIR to "
+                              "another disk")
     return size, text + (". KEEP_LAST should be smaller" if kept * size > free else "")

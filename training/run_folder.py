@@ -24,8 +24,8 @@ from training.run_log import LOGS, naming_refusals
 LOCK = "run.lock"
 SEGMENTS = "configs"  # the folder with the settings of each part of a run
 # What a run writes. The checkpoints move first: from then on the run counts as moved aside.
-OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json", SEGMENTS, "log",
-       "debug", "tensorboard")
+OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
+       SEGMENTS, "log", "debug", "tensorboard")
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
 Warn = Callable[[str], None]
 
@@ -62,7 +62,8 @@ class RunFolder:
 def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFolder]:
     """The run's folder, made if needed and locked against a second job; rank 0 chooses its name.
 
-    A new folder is removed again at the end if nothing was written into it. Collective: every rank must call it.
+    A new folder is removed again at the end if nothing was written into it.
+    Collective: every rank must call it.
 
     Raises:
         CheckpointError: another job uses it, or it cannot be made or written.
@@ -91,8 +92,8 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; wait for that "
-                                  "job, stop it, or set another RUN_NAME") from error
+            raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; wait "
+                                  "for that job, stop it, or set another RUN_NAME") from error
         except OSError:  # not all file systems lock folders; the lock file is held in any case
             pass
         if made:
@@ -148,11 +149,12 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
             try:
                 holder = lock.take()
             except OSError as error:
-                warn(f"{path} cannot be locked on this file system ({error}); do not use this RUN_NAME in another job")
+                warn(f"{path} cannot be locked on this file system ({error}); do not use this RUN_NAME in "
+                     "another job")
                 holder = ""
             if holder:
-                raise CheckpointError(f"{run_dir} is in use by {holder}; wait for that job, stop it, or set another "
-                                      "RUN_NAME")
+                raise CheckpointError(f"{run_dir} is in use by {holder}; wait for that job, stop it, or set "
+                                      "another RUN_NAME")
             if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.file.fileno())):
                 yield
                 return
@@ -170,8 +172,9 @@ def make_again(run_dir: Path) -> Iterator[None]:
         try:
             run_dir.mkdir(parents=True)
         except FileExistsError as error:
-            raise CheckpointError(f"{run_dir} is another folder than the one that this run began in, which was deleted, "
-                                  "or moved to where this job cannot see it; nothing more can be saved") from error
+            raise CheckpointError(f"{run_dir} is another folder than the one that this run began in, which "
+                                  "was deleted, or moved to where this job cannot see it; nothing more can "
+                                  "be saved") from error
     with lock_run(run_dir):
         yield
 
@@ -181,12 +184,13 @@ def make_again(run_dir: Path) -> Iterator[None]:
 
 def segments(run_dir: Path) -> list[tuple[int, Path]]:
     """The settings files of a run's parts in order, each with the first step of that part."""
-    return sorted((int(path.stem.removeprefix("step-")), path) for path in (run_dir / SEGMENTS).glob("step-*.json")
+    return sorted((int(path.stem.removeprefix("step-")), path)
+                  for path in (run_dir / SEGMENTS).glob("step-*.json")
                   if path.stem.removeprefix("step-").isdecimal())
 
 
 def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any]) -> None:
-    """Write the settings of the part of a run that begins with step `first`; config.json is the newest part's.
+    """Write the settings of the part of a run that begins with step `first`, also into config.json.
 
     Raises:
         CheckpointError: they cannot be written.
@@ -244,10 +248,12 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
         with suppress(OSError):
             moving.rmdir()
         raise
-    free = (folder for folder in numbered(run_dir / moving.name.removeprefix("tmp-")) if not os.path.lexists(folder))
+    names = numbered(run_dir / moving.name.removeprefix("tmp-"))
+    free = (folder for folder in names if not os.path.lexists(folder))
     return moving.replace(next(free))
 
 
 def has_run(run_dir: Path) -> bool:
     """Whether a run in this folder has checkpoints or logged steps."""
-    return any((run_dir / "checkpoints").glob("*")) or any(file.stat().st_size for file in run_dir.glob("*.jsonl"))
+    has_checkpoints = any((run_dir / "checkpoints").glob("*"))
+    return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl"))

@@ -1,4 +1,4 @@
-"""The log of a run: console, one text file a rank, JSON lines (metrics, samples, ledger), wandb and TensorBoard."""
+"""The log of a run: console, a text file for each rank, JSON lines, wandb and TensorBoard."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None:
-    """Drop the lines of steps after `step`, which a resumed run writes again, and a line that a crash has cut.
+    """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
     Raises:
@@ -83,8 +83,8 @@ class LineFile:
             except OSError as error:
                 if not self.warned:
                     self.warned = True
-                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run continues, and the lines are "
-                              "written as soon as possible")
+                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run continues, and the "
+                              "lines are written as soon as possible")
 
     def close(self) -> None:
         """Close the file."""
@@ -94,8 +94,7 @@ class LineFile:
 
 @contextmanager
 def naming_refusals(path: Path) -> Iterator[None]:
-    """A `with` block in which an OSError becomes a CheckpointError with the path and, on a full disk, the free
-    space."""
+    """A `with` block in which an OSError becomes a CheckpointError that names the path."""
     try:
         yield
     except NotAFileError as error:
@@ -105,8 +104,8 @@ def naming_refusals(path: Path) -> Iterator[None]:
         room = ";"
         if error.errno in NO_ROOM:
             room = f", {shutil.disk_usage(there).free:,} bytes are free; make room, or"
-        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} set "
-                              "OUTPUT_DIR to a folder that can be written") from error
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} "
+                              "set OUTPUT_DIR to a folder that can be written") from error
 
 
 # ------------------------------------------------------------------------------------------- trackers
@@ -137,7 +136,8 @@ class Tracker:
             run.finish()
         # Whatever a tracker raises, SystemExit included, must not end the run.
         except BaseException as error:
-            self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: {str(error)[:200]}")
+            self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: "
+                          f"{str(error)[:200]}")
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Queue a step's metrics; returns at once."""
@@ -149,8 +149,8 @@ class Tracker:
         self.waiting.put(None)
         self.thread.join(timeout_seconds)
         if self.thread.is_alive():
-            self._give_up(f"{self.name} did not finish within {timeout_seconds:.0f} s and is abandoned; metrics.jsonl "
-                          "is complete")
+            self._give_up(f"{self.name} did not finish within {timeout_seconds:.0f} s and is abandoned; "
+                          "metrics.jsonl is complete")
 
     def _give_up(self, why: str) -> None:
         if not self.given_up:  # one that did not finish may still fail later
@@ -195,7 +195,7 @@ class TensorBoard:
         with needing("tensorboard", "TENSORBOARD_ENABLED=true"):
             from torch.utils.tensorboard import SummaryWriter
 
-        # On a full disk its thread dies with a traceback; the next call raises the same error, which is reported.
+        # On a full disk its thread dies with a traceback; the next call raises the same error, which counts.
         show = threading.excepthook
         threading.excepthook = lambda death: (type(death.thread).__module__.startswith("tensorboard.")
                                               or show(death))
@@ -221,7 +221,8 @@ class RunLog:
     """
 
     def __init__(self, config: Config, rank: int, device_type: str):
-        self.config, self.rank, self.prefix = config, rank, f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
+        self.config, self.rank = config, rank
+        self.prefix = f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
         self.on_console = rank == 0 or config.log_all_ranks
         self.early: list[str] = []  # lines that wait for `open`
         self.file: Optional[LineFile] = None
@@ -257,7 +258,7 @@ class RunLog:
             self.trackers.append(Tracker("TensorBoard", lambda: TensorBoard(run_dir, step), self.warn))
 
     def follow(self, run_dir: Path, step: int) -> None:
-        """Continue in a folder that was renamed. Open files moved with it; TensorBoard reopens its own by path."""
+        """Continue in a renamed folder: open files move with it, TensorBoard opens its own by path."""
         if self.rank == 0:
             self.trackers = [tracker for tracker in self.trackers if tracker.name != "TensorBoard"]
             self._start_tensorboard(run_dir, step)
@@ -278,8 +279,8 @@ class RunLog:
         else:
             self.early.append(line)
         if error:
-            self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log folder has "
-                      "every line")
+            self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log "
+                      "folder has every line")
 
     def _write_json(self, name: str, entry: dict[str, Any]) -> None:
         if name in self.lines:
@@ -315,8 +316,9 @@ class RunLog:
 
 def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float) -> str:
     """The console's line of a logged step, in a fixed form that tools can search."""
-    parts = [f"Step [{step}/{max_steps}]", f"Loss: {metrics['train_loss']:.4f}", f"LR: {metrics['learning_rate']:.2e}",
-             f"Grad Norm: {metrics['grad_norm']:.4f}", f"Tok/s: {metrics['tokens_per_second']:,.0f}"]
+    parts = [f"Step [{step}/{max_steps}]", f"Loss: {metrics['train_loss']:.4f}",
+             f"LR: {metrics['learning_rate']:.2e}", f"Grad Norm: {metrics['grad_norm']:.4f}",
+             f"Tok/s: {metrics['tokens_per_second']:,.0f}"]
     if "mfu" in metrics:
         parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
     return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])

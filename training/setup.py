@@ -72,7 +72,8 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
         tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
     path = getattr(config, f"{config.training_stage}_data_path")
     held_out = f", {validation.describe()} held out" if validation else ""
-    return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} from {path}")
+    return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} "
+                                                                          f"from {path}")
 
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
@@ -90,9 +91,12 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     if split == "train" and len(rows) < config.rows_per_step:
         at_once = config.micro_batch_size * config.world_size
         largest = len(rows) // at_once * at_once * config.max_seq_len
-        advice = f"lower TOTAL_BATCH_SIZE to {largest} or less" if largest else "lower TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
-        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN={config.max_seq_len} "
-                        f"tokens, but a step reads {config.rows_per_step:,}; prepare more, or {advice}")
+        advice = "lower TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
+        if largest:
+            advice = f"lower TOTAL_BATCH_SIZE to {largest} or less"
+        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of "
+                        f"MAX_SEQ_LEN={config.max_seq_len} tokens, but a step reads "
+                        f"{config.rows_per_step:,}; prepare more, or {advice}")
     return rows
 
 
@@ -111,7 +115,7 @@ def find_start(config: Config, inputs: Optional[Inputs], run_dir: Path, ranks: R
     Args:
         inputs: what the run reads, which a checkpoint must have read too; None: unknown, and not compared.
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or belongs to another run than the settings describe.
+        CheckpointError: the checkpoint is missing, damaged, or belongs to a run with other settings.
         SettingsError: there is nothing to start from.
     """
     identity = inputs.identity(config) if inputs else None
@@ -139,7 +143,8 @@ def place_weights(config: Config, start: Start, model: Transformer, inputs: Inpu
 
     def add_adapters() -> None:
         load_weights(start.base, model)
-        adapter = start.own and peft_format.load_adapter_folder(start.folder, config, padded(model.vocab_size))
+        rows = padded(model.vocab_size)
+        adapter = start.own and peft_format.load_adapter_folder(start.folder, config, rows)
         token_ids = adapter.token_ids if adapter else token_ids_to_train(config, inputs, model, used_ids)
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed), token_ids)
         lora.keep_base_in(model, choose_dtype(config, ranks.device.type))
@@ -231,6 +236,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             run = build_run(config, context, inputs, folder, start)
             context.leave_if_stopped()
         except Interrupted:
-            log.info("Stopped by a signal before the first step; nothing is changed. The same command starts again.")
+            log.info("Stopped by a signal before the first step; nothing is changed. The same command starts "
+                     "again.")
             raise
         yield run

@@ -1,4 +1,4 @@
-"""Where a run starts: its own newest checkpoint or the one that the settings name; and its base model, identified by hash."""
+"""Where a run starts: its own newest checkpoint, or the one that the settings name; and its base model."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -13,7 +13,8 @@ from model_utils import check_model
 from parallel.collectives import Ranks
 from training.run_folder import earlier_runs
 
-START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint", "dpo": "instruct_checkpoint"}
+START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint",
+                  "dpo": "instruct_checkpoint"}
 
 
 class Found(NamedTuple):
@@ -58,7 +59,8 @@ def weights_sha256(folder: Path) -> str:
 
 def is_inside(folder: Path, run_dir: Path) -> bool:
     """Whether a folder is one of the run's own checkpoints, which may be a link to another disk."""
-    return (run_dir / "checkpoints").resolve() in (folder.resolve().parent, folder.absolute().parent.resolve())
+    parents = folder.resolve().parent, folder.absolute().parent.resolve()
+    return (run_dir / "checkpoints").resolve() in parents
 
 
 def continues(state: Mapping[str, Any], own: bool, config: Config) -> bool:
@@ -83,14 +85,16 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> Found:
         SettingsError: there is nothing to start from.
     """
     def find() -> list:
-        newest, warnings = (None, []) if config.resume == "never" else store.newest_verified(run_dir / "checkpoints")
+        newest, warnings = None, []
+        if config.resume != "never":
+            newest, warnings = store.newest_verified(run_dir / "checkpoints")
         named = named_checkpoint(config)
         own_state = store.read_state(newest) if newest else {}
         if named is None and newest is None:
             refuse_random_weights(config, run_dir)
         if newest is None and config.resume == "auto" and (earlier := earlier_runs(run_dir)):
-            warnings.append(f"{run_dir} has no checkpoint except those of a run that RESUME=never moved aside, so "
-                            f"this run starts from the beginning; to resume the earlier one, "
+            warnings.append(f"{run_dir} has no checkpoint except those of a run that RESUME=never moved "
+                            f"aside, so this run starts from the beginning; to resume the earlier one, "
                             f"RESUME={earlier[-1].parent}")
         if named is None or (newest and began_from(named, own_state.get("progress", {}), run_dir)):
             return [newest and str(newest), newest is not None, warnings]
@@ -101,8 +105,8 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> Found:
             store.verify(folder)
         own = config.resume == named
         if config.resume == "never" and is_inside(folder, run_dir):
-            raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose another "
-                                  f"RUN_NAME, and set {start_setting(config)}={folder}")
+            raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "
+                                  f"another RUN_NAME, and set {start_setting(config)}={folder}")
         if newest:
             refuse_own_weights(store.read_state(folder), folder, run_dir, config)
             starts_anew = not own and (config.reset_optimizer or config.start_step is not None)
@@ -153,14 +157,15 @@ def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], 
     setting = "RESUME" if by_path else start_setting(config)
     ways = []
     if continues(own_state, True, config):
-        ways.append("to resume it, " + (f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"))
+        how = f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"
+        ways.append(f"to resume it, {how}")
     if not (is_inside(folder, run_dir) and config.lora_enabled):
         ways.append(f"to start anew, choose another RUN_NAME with {setting}={folder}")
         if not by_path and not is_inside(folder, run_dir):
             ways.append("RESUME=never moves the old one aside")
     advice = "; or ".join(ways)
-    return (f"{run_dir} has a run at {newest.name} that began from {begun or 'initial weights'}, and the settings "
-            f"would start it anew from {folder}. {advice[0].upper()}{advice[1:]}")
+    return (f"{run_dir} has a run at {newest.name} that began from {begun or 'initial weights'}, and the "
+            f"settings would start it anew from {folder}. {advice[0].upper()}{advice[1:]}")
 
 
 # ------------------------------------------------------------------------------------------------ the base
@@ -177,7 +182,8 @@ def relative_to_run(base: Path, run_dir: Path) -> str:
     return os.path.relpath(base.resolve(), run_dir.resolve())
 
 
-def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: Callable[[str], None]) -> Path:
+def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path,
+              warn: Callable[[str], None]) -> Path:
     """The model that a run began with, found by its hash: where the settings name it now, where it was, or at
     the same place relative to the run's folder.
 
@@ -194,8 +200,8 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
             failures.append(str(error))
             continue
         # If a run is named that has continued since, its newest checkpoint is no longer the base.
-        named += [folder.parent / base.name for base in remembered[:1] if (folder.parent / base.name).is_dir()]
-        named.append(folder)
+        sibling = remembered and folder.parent / remembered[0].name
+        named += [sibling, folder] if sibling and sibling.is_dir() else [folder]
 
     if wanted is None:  # older versions stored no hash
         place = next((place for place in (*remembered, *named) if place.is_dir()), None)
@@ -215,8 +221,9 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
         if found == wanted:
             return place
         failures.append(f"{place} is another model, whose weights have SHA-256 {found}")
-    raise CheckpointError(f"the base of this run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not "
-                          f"found: {'; '.join(failures) or 'no place is known'}. Bring it back, or set "
+    raise CheckpointError("the base of this "
+                          f"run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not found: "
+                          f"{'; '.join(failures) or 'no place is known'}. Bring it back, or set "
                           f"{start_setting(config)} to the folder where it is now")
 
 
@@ -263,7 +270,8 @@ def start_from(found: Found, config: Config, identity: Optional[Mapping[str, Any
         if progress.get("base_beside") and home != run_dir:  # the checkpoint of another run is resumed here
             remembered["base_beside"] = relative_to_run(home / progress["base_beside"], run_dir)
         if named is not None and not names_its_start(named, progress, run_dir):
-            own_steps = [place for place in store.places(named, run_dir) if place.is_dir() and is_inside(place, run_dir)]
+            own_steps = [place for place in store.places(named, run_dir)
+                         if place.is_dir() and is_inside(place, run_dir)]
             remembered["begun_from"] = own_steps[0].name if own_steps else named
         if config.lora_enabled:
             base_sha256 = progress.get("base_sha256")
@@ -277,8 +285,8 @@ def start_from(found: Found, config: Config, identity: Optional[Mapping[str, Any
 def refuse_random_weights(config: Config, run_dir: Path) -> None:
     """Raise SettingsError if supervised fine-tuning would start from random weights without RANDOM_INIT."""
     if config.training_stage == "sft" and not (config.random_init or config.distillation_enabled):
-        raise SettingsError(f"TRAINING_STAGE=sft has nothing to start from: {run_dir} has no checkpoint, and the "
-                            "settings name none. Set PRETRAIN_CHECKPOINT to the model to fine-tune, or "
+        raise SettingsError(f"TRAINING_STAGE=sft has nothing to start from: {run_dir} has no checkpoint, and "
+                            "the settings name none. Set PRETRAIN_CHECKPOINT to the model to fine-tune, or "
                             "RANDOM_INIT=true to train random weights")
 
 
@@ -287,5 +295,5 @@ def refuse_own_weights(state: Mapping[str, Any], folder: Path, run_dir: Path, co
     of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
     whole = not state.get("settings", {}).get("LORA_ENABLED")
     if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
-        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, which this run would overwrite. "
-                              f"Choose another RUN_NAME, and set {start_setting(config)}={folder}")
+        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, which this run would "
+                              f"overwrite. Choose another RUN_NAME, and set {start_setting(config)}={folder}")

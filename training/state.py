@@ -50,8 +50,8 @@ class Inputs:
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         """Which rows this rank reads in each step."""
-        return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.seed, ranks.rank,
-                        ranks.world_size)
+        return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.seed,
+                        ranks.rank, ranks.world_size)
 
     def identity(self, config: Config) -> dict[str, Any]:
         """The hashes of what is read, which a resumed run compares with its checkpoint's."""
@@ -64,16 +64,17 @@ class Inputs:
             used[block] = True
         return np.flatnonzero(used).tolist()
 
-    def training_batches(self, config: Config, ranks: Ranks, objective: Objective, first_step: int) -> StepLoader:
-        """This rank's micro-batches of each step from `first_step` on, with the units that the objective counts."""
+    def training_batches(self, config: Config, ranks: Ranks, objective: Objective,
+                         first_step: int) -> StepLoader:
+        """This rank's micro-batches of each step from `first_step` on, and the units in them."""
         return StepLoader(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
                           config.prefetch_steps)
 
     def validation_batches(self, config: Config, ranks: Ranks):
         """This rank's share of the fixed validation rows."""
         rows = min(config.validation_rows, len(self.validation_rows))
-        return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device, ranks.rank,
-                                  ranks.world_size)
+        return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
+                                  ranks.rank, ranks.world_size)
 
 
 def cache_of(config: Config) -> Cache:
@@ -99,7 +100,8 @@ class Progress(SavedProgress):
 
     def spike_limit(self, config: Config) -> float:
         """The loss above which the next step counts as a loss spike."""
-        return diagnostics.spike_limit(self.recent_losses, config.loss_spike_window, config.loss_spike_threshold)
+        return diagnostics.spike_limit(self.recent_losses, config.loss_spike_window,
+                                       config.loss_spike_threshold)
 
     def robust_z_score(self, loss: float, config: Config) -> float:
         """How far a loss is above the recent ones, in robust standard deviations."""
@@ -170,9 +172,11 @@ class Run:
     def why_early(self) -> str:
         """Why the run ends before MAX_STEPS."""
         progress = self.progress
-        best = f"loss below {progress.best_val_loss} (step {progress.best_step})" if progress.best_step else "finite loss"
-        return (f"Early stopping: {progress.validations_without_best} validations without a {best}; to continue, raise "
-                "EARLY_STOPPING_PATIENCE.")
+        best = "finite loss"
+        if progress.best_step:
+            best = f"loss below {progress.best_val_loss} (step {progress.best_step})"
+        return (f"Early stopping: {progress.validations_without_best} validations without a {best}; to "
+                "continue, raise EARLY_STOPPING_PATIENCE.")
 
     def advance(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -233,8 +237,8 @@ def follow_folder(run: Run) -> bool:
             setattr(run, name, run.folder / path.relative_to(before))
     HEARTBEAT.folder = run.folder / "log"
     run.log.follow(run.folder, run.progress.step)
-    run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it later: "
-                 f"{how_to_resume(run)}")
+    run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it "
+                 f"later: {how_to_resume(run)}")
     return True
 
 
@@ -254,7 +258,8 @@ def how_to_resume(run: Run) -> str:
 def keep_settings(run: Run) -> None:
     """Write the settings of the steps that this process takes. Collective: every rank must call it."""
     follow_folder(run)
-    run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, run.progress.step + 1, run.config.public()))
+    first, settings = run.progress.step + 1, run.config.public()
+    run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, settings))
 
 
 # --------------------------------------------------------------------------------------- checkpoints
@@ -266,12 +271,12 @@ def save_checkpoint(run: Run) -> None:
     Collective: every rank must call it.
 
     Raises:
-        CheckpointError: it could not be saved; or it was saved, but in a new folder, because the run's is gone.
+        CheckpointError: it could not be saved; or it was, but in a new folder, because the run's is gone.
     """
     def report_lost_folder() -> None:
-        raise CheckpointError(f"{run.folder} was deleted during the run, or moved to where this job cannot see it. The "
-                              f"state after step {run.progress.step} is saved in a new folder of that name, without the "
-                              f"earlier logs. To resume: {how_to_resume(run)}")
+        raise CheckpointError(f"{run.folder} was deleted during the run, or moved to where this job cannot "
+                              f"see it. The state after step {run.progress.step} is saved in a new folder of "
+                              f"that name, without the earlier logs. To resume: {how_to_resume(run)}")
 
     HEARTBEAT.enter("save", run.progress.step)
     if follow_folder(run):
@@ -285,22 +290,23 @@ def save_checkpoint(run: Run) -> None:
 def write_checkpoint(run: Run) -> None:
     """`save_checkpoint` into a folder that exists. Collective: every rank must call it."""
     config, progress, started = run.config, run.progress, time.perf_counter()
-    state = {"progress": asdict(progress), "identity": run.inputs.identity(config), "world_size": run.ranks.world_size,
-             "settings": config.public(), "scaler": run.scaler.state_dict() if run.scaler else None,
-             "val_loss": progress.val_loss}
+    state = {"progress": asdict(progress), "identity": run.inputs.identity(config),
+             "world_size": run.ranks.world_size, "settings": config.public(),
+             "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
 
     def write_model(folder: Path) -> None:
         if config.lora_enabled:
-            peft_format.save_adapter_folder(folder, lora.adapter_state_dict(run.model), config, config, progress.base,
-                                            progress.base_sha256, run.inputs.tokenizer,
+            peft_format.save_adapter_folder(folder, lora.adapter_state_dict(run.model), config, config,
+                                            progress.base, progress.base_sha256, run.inputs.tokenizer,
                                             lora.trained_token_ids(run.model))
             return
-        hf_format.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer, config.max_seq_len)
+        hf_format.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer,
+                                    config.max_seq_len)
 
     checkpoints_dir = run.folder / "checkpoints"
     run.saved = store.save(checkpoints_dir, progress.step, run.ranks, write_model, state,
-                           cut_padding(run.optimizer.state_tensors(), run.model), weight_bytes=trained_bytes(run.model),
-                           warn=run.log.warn)
+                           cut_padding(run.optimizer.state_tensors(), run.model),
+                           weight_bytes=trained_bytes(run.model), warn=run.log.warn)
     protected = [run.started_from] if run.started_from else []
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,
                                            run.log.warn))

@@ -1,4 +1,4 @@
-"""What is checked at a step: non-finite numbers, loss spikes, replicas that differ; the ledger and the debug files."""
+"""The checks of a step: non-finite numbers, loss spikes, replicas that differ; ledger and debug files."""
 
 import json
 import zlib
@@ -28,7 +28,7 @@ def append_ledger(run: Run, result: StepResult) -> None:
 def dump_step(run: Run, batches: list[Batch], result: StepResult,
               first_bad: Optional[diagnostics.FirstBadModule] = None,
               is_own_finite: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict]]:
-    """Write what is known of a bad step into the debug folder, and save the state before it unless it is bad too.
+    """Write what is known of a bad step into the debug folder, and save the state before it if that is good.
 
     Collective: every rank must call it.
 
@@ -37,7 +37,8 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
     """
     follow_folder(run)
     step = run.progress.step + 1
-    report = {"step": step, "rank": run.ranks.rank, "loss": str(result.loss), "grad_norm": str(result.grad_norm),
+    report = {"step": step, "rank": run.ranks.rank,
+              "loss": str(result.loss), "grad_norm": str(result.grad_norm),
               "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
               "first_bad_module": first_bad.found if first_bad else None,
               "tensors": diagnostics.describe_tensors(run.model)}
@@ -76,12 +77,13 @@ def replay_command(run: Run) -> str:
 
 
 def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
-                    first_bad: Optional[diagnostics.FirstBadModule], is_own_finite: Callable[[], bool]) -> None:
+                    first_bad: Optional[diagnostics.FirstBadModule],
+                    is_own_finite: Callable[[], bool]) -> None:
     """Keep what is known of a non-finite step, and the last good state. Collective: every rank must call it.
 
     Args:
-        is_own_finite: computes this rank's part of the step again, without the others, because the exchange of
-            gradients has mixed them.
+        is_own_finite: computes this rank's part of the step again, because the exchange of gradients has
+            mixed those of all ranks.
     Raises:
         NonFiniteError: always.
     """
@@ -93,15 +95,18 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
         presets = ",".join(filter(None, (run.config.preset, "stable")))
         advice = f"try a lower LEARNING_RATE, --preset {presets}, or DEBUG=true to name the first bad module"
     else:
-        where = ("was not finite, but is finite on every rank when computed again: a transient fault, most likely of "
-                 "the hardware or the network")
+        where = ("was not finite, but is finite on every rank when computed again: a transient fault, most "
+                 "likely of the hardware or the network")
         advice = "resume with the same command; if it happens again, find the machine that causes it"
-    raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, {what_is_saved(run, reports)}, and "
-                         f"{folder} has its rows and tensors. Examine it with {replay_command(run)}, or {advice}")
+    raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, "
+                         f"{what_is_saved(run, reports)}, and {folder} has its rows and tensors. Examine it "
+                         f"with {replay_command(run)}, or {advice}")
 
 
 def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
-    """Report a loss spike with its rows, and act as LOSS_SPIKE_POLICY says. Collective: every rank must call it.
+    """Report a loss spike with its rows, and act as LOSS_SPIKE_POLICY says.
+
+    Collective: every rank must call it.
 
     Raises:
         LossSpikeError: the policy is "stop".
@@ -109,19 +114,22 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
     config, step = run.config, run.progress.step + 1
     rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
     shown = f"{rows[:ROWS_SHOWN]}"[:-1] + (", ... (all in ledger.jsonl)]" if len(rows) > ROWS_SHOWN else "]")
-    what = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations above the last "
-            f"{len(run.progress.recent_losses)}; rows {shown}")
+    what = (f"loss spike in step {step}: {result.loss:.4f} is {result.spike:.0f} robust standard deviations "
+            f"above the last {len(run.progress.recent_losses)}; rows {shown}")
     if config.loss_spike_policy != "stop":
         skipped = "; its update is skipped" if config.loss_spike_policy == "skip" else ""
         run.log.warn(f"{what}{skipped}. Examine it with {replay_command(run)}")
         return
     folder, reports = dump_step(run, batches, result)
-    raise LossSpikeError(f"{what}. Nothing was updated, {what_is_saved(run, reports)}, and {folder} has its rows. Examine "
-                         f"it with {replay_command(run)}; to continue past it, LOSS_SPIKE_POLICY=skip or warn")
+    raise LossSpikeError(f"{what}. Nothing was updated, {what_is_saved(run, reports)}, and {folder} has its "
+                         f"rows. Examine it with {replay_command(run)}; to continue past it, "
+                         "LOSS_SPIKE_POLICY=skip or warn")
 
 
 def check_replicas(run: Run) -> None:
-    """Check that parameters and optimizer state are bit-identical on all ranks. Collective: every rank must call it.
+    """Check that parameters and optimizer state are bit-identical on all ranks.
+
+    Collective: every rank must call it.
 
     Raises:
         DriftError: they are not; names the first tensor that differs, and the ranks.
@@ -136,7 +144,7 @@ def check_replicas(run: Run) -> None:
     number, name = next((number, name) for number, name in enumerate(tensors)
                         if len({sums[number] for sums in everyone}) > 1)
     others = [str(rank) for rank, sums in enumerate(everyone) if sums[number] != everyone[0][number]]
-    raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} differs between "
-                     f"rank 0 and rank {', '.join(others)}. Nothing more is saved; a GPU or its memory may be failing. "
-                     "Resume from an earlier checkpoint: the ranks were last found equal "
-                     f"{run.config.drift_check_every} steps ago")
+    raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} "
+                     f"differs between rank 0 and rank {', '.join(others)}. Nothing more is saved; a GPU or "
+                     "its memory may be failing. Resume from an earlier checkpoint: the ranks were last "
+                     f"found equal {run.config.drift_check_every} steps ago")
