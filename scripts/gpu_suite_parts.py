@@ -248,7 +248,7 @@ def stops(task: Task) -> None:
         task.check(f"{name}: steps before", before < reached < steps, reached)
     done = task.run("stops", "train.py", *flags)
     task.check("exit code at the end", done.returncode == 0, done.returncode)
-    begun = [int(step) for step in re.findall(r"going on after step (\d+)", done.stdout)]
+    begun = [int(step) for step in re.findall(r"resuming after step (\d+)", done.stdout)]
     task.check("went on after step", bool(begun) and begun[-1] >= often, begun[-1] if begun else None)
     task.check("steps in the ledger", steps_of(run) == steps, steps_of(run))
 

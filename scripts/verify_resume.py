@@ -293,7 +293,7 @@ def check_resume(flags: list[str], config: Config, folder: Path, steps: int, inf
     a_step = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 0.0
     info("killed", kill_in_the_middle(killed, first, steps, often, often * a_step, random.Random(config.seed)))
     finish(killed, "resumed", steps)
-    went_on = re.findall(r"going on after step (\d+)", killed.output.read_text(errors="replace"))
+    went_on = re.findall(r"resuming after step (\d+)", killed.output.read_text(errors="replace"))
     resumed = Verdict("resumed", bool(went_on) and int(went_on[-1]) > first,
                       f"on from step {went_on[-1]} to {first + steps}" if went_on else "it began anew")
     verdicts = [resumed, *compare_runs(straight, killed, first + steps)]

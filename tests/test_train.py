@@ -270,13 +270,13 @@ def test_resume_never_moves_the_old_run_aside(finished, whole):
 def test_resume_from_a_path_takes_that_checkpoint_and_goes_on(finished, whole, capsys):
     path = finished.checkpoint(4)
     assert finished.train(RESUME=path, MAX_STEPS=6) == 0
-    assert "step-00000006 is left behind" in capsys.readouterr().err
+    assert "step-00000006 is not used" in capsys.readouterr().err
     assert finished.hashes(6) == whole.hashes(6)
     assert without_clocks(finished.metrics()) == without_clocks(whole.metrics())
     # The same command, started again after a pre-emption, does not go back to it.
     capsys.readouterr()
     assert finished.train(RESUME=path, MAX_STEPS=8) == 0
-    assert "going on after step 6" in capsys.readouterr().out
+    assert "resuming after step 6" in capsys.readouterr().out
     assert [line["step"] for line in finished.metrics()] == list(range(9))
 
 
@@ -300,12 +300,12 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     with stop_at(2):
         assert run.train(**settings, SEED=3) == train.EXIT_PREEMPTED
     told = capsys.readouterr()
-    assert "begin anew" in told.out and not told.err, "it is what was asked for, and nothing to warn of"
+    assert "start anew" in told.out and not told.err, "it is what was asked for, and nothing to warn of"
     assert run.column("val_loss")[0] == pytest.approx(whole.column("val_loss")[6], rel=1e-6)
     assert list(run.column("train_loss")) == [1, 2] and run.column("learning_rate")[1] == 0.005
     # After a pre-emption the same command continues the run and resets nothing.
     assert run.train(**settings, SEED=3) == 0
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "resuming after step 2" in capsys.readouterr().out
     assert list(run.column("train_loss")) == [1, 2, 3, 4, 5, 6]
 
 

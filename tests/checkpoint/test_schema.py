@@ -123,7 +123,7 @@ def test_a_checkpoint_of_an_older_version_is_read_with_the_defaults_of_today(run
     resealed(run.checkpoint(2), manifest, state)
     progress = store.read_state(run.checkpoint(2))["progress"]
     assert progress == vars(SavedProgress(step=2, tokens_seen=512))
-    assert run.train(MAX_STEPS=3) == 0 and "going on after step 2" in capsys.readouterr().out
+    assert run.train(MAX_STEPS=3) == 0 and "resuming after step 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["metrics", "ledger"])
@@ -166,4 +166,4 @@ def test_a_checkpoint_of_its_own_may_be_a_link_to_another_disk(resume, run, tmp_
     elsewhere = run.checkpoint(2).rename(tmp_path / "elsewhere")
     run.checkpoint(2).symlink_to(elsewhere)
     assert run.train(MAX_STEPS=3, RESUME=resume, SAVE_EVERY=1, KEEP_LAST=1) == 0
-    assert "going on after step 2" in capsys.readouterr().out and run.steps_saved() == [2, 3]
+    assert "resuming after step 2" in capsys.readouterr().out and run.steps_saved() == [2, 3]

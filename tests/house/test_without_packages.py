@@ -79,7 +79,7 @@ def project(machine, sources, tmp_path) -> Project:
 
 
 def test_text_is_prepared_and_a_model_is_trained_resumed_and_asked(project):
-    assert "going on after step 2" in project.train("first", MAX_STEPS=3)
+    assert "resuming after step 2" in project.train("first", MAX_STEPS=3)
     assert "The cat" in project.machine("scripts/generate.py", project.checkpoint("first", 3), "--prompt", "The cat",
                                         "--max-new-tokens", 4)
 

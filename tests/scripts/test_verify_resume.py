@@ -21,7 +21,7 @@ import dataloaders
 import model_utils
 import train
 from checkpoint import store
-from training import optim, preflight
+from training import optim, preflight, setup
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "verify_resume.py"
@@ -204,7 +204,7 @@ def exaggerate_on_rank_1() -> None:
             model.layers[1].attention.wo.weight.register_hook(lambda gradient: gradient * 1.01)
             return model
 
-        train.build_model = build
+        setup.build_model = build
 
 
 def test_a_layout_with_another_gradient_is_found(verify):

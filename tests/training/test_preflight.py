@@ -182,7 +182,7 @@ def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_pa
     flip_a_bit(shards)
     checked = Checked(TinyRun(prepared, tmp_path), capsys, PRETRAIN_DATA_PATH=shards, HELLASWAG_PATH=tmp_path / "none.jsonl",
                       PRETRAIN_CHECKPOINT="step-00000009")
-    assert checked.code == 3 and checked.err == "3 problems to mend.\n"
+    assert checked.code == 3 and checked.err == "3 problems found.\n"
     assert {name for name, mark in checked.marks().items() if mark == "FAIL"} == {"data", "evaluation", "start"}
     assert "train-00000.bin" in checked.text("FAIL") and "HELLASWAG_PATH" in checked.text("FAIL")
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_another_shape_ends_with_5(trained, tmp_path, capsys):
 
 def test_weights_of_another_run_begin_anew(trained, tmp_path, capsys):
     checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
-    assert checked.code == 0 and "begin anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
+    assert checked.code == 0 and "start anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):

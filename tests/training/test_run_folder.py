@@ -12,7 +12,7 @@ import train
 from checkpoint import store
 from common.errors import CheckpointError, DataError
 from config import Config
-from training import run_folder, run_log
+from training import run_folder, run_log, setup
 
 
 def snapshot(folder: Path) -> dict[str, tuple]:
@@ -86,7 +86,7 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
     if "no room" in changes:
         monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 1000, 0))
     if "stale reference" in changes:
-        monkeypatch.setattr(train, "choose_objective", stale)
+        monkeypatch.setattr(setup, "choose_objective", stale)
     if "in use" in changes:
         other = open(finished.folder / run_folder.LOCK, "w")
         run_folder.fcntl.flock(other, run_folder.fcntl.LOCK_EX)
@@ -121,7 +121,7 @@ def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume,
     if damaged and resume != "auto":
         assert code == 5 and replaced.exists()
         return
-    assert code == 0 and "going on after step 6" in capsys.readouterr().out
+    assert code == 0 and "resuming after step 6" in capsys.readouterr().out
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007", (replaced if damaged else checkpoint).name}
 
 
@@ -153,10 +153,11 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
 
 
 def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
-    original, before = train.check_room, snapshot(finished.output_dir)
-    monkeypatch.setattr(train, "check_room", lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
+    original, before = store.check_room, snapshot(finished.output_dir)
+    monkeypatch.setattr(store, "check_room",
+                        lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
     assert finished.train(RESUME="never") == 143
-    assert "nothing is changed; the same command begins again" in capsys.readouterr().out
+    assert "nothing is changed. The same command starts again" in capsys.readouterr().out
     assert snapshot(finished.output_dir) == before
 
 
@@ -190,17 +191,17 @@ def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_
         finished.train(RESUME="never", SEED=7)
     (aside,) = finished.folder.glob("before-*")
     assert (aside / "ledger.jsonl.bad").exists() and not (finished.folder / "ledger.jsonl.bad").exists()
-    assert f"is moved aside into {aside.name}" in capsys.readouterr().err
+    assert f"was moved into {aside.name}" in capsys.readouterr().err
     assert finished.train(MAX_STEPS=2) == 0
     told = capsys.readouterr().err
-    assert "this one begins anew" in told and f"RESUME={aside}" in told
+    assert "this run starts from the beginning" in told and f"RESUME={aside}" in told
     assert finished.steps_saved() == [2]
     # That advice works: the run before goes on, although another has been there since.
     shutil.rmtree(finished.folder / "checkpoints")
     assert finished.train(RESUME=aside, MAX_STEPS=8) == 0
     assert list(finished.column("train_loss")) == [7, 8]
     capsys.readouterr()
-    assert finished.train() == 0 and "begins anew" not in capsys.readouterr().err
+    assert finished.train() == 0 and "starts from the beginning" not in capsys.readouterr().err
 
 
 def test_settings_that_another_has_put_beside_are_left_alone(finished):
@@ -221,7 +222,7 @@ def test_a_preempted_run_does_not_advise_to_move_itself_aside(tiny_run, capsys):
     run = tiny_run(**UNMEASURED)
     with stop_at(3):
         assert run.train(RESUME="never") == 143
-    assert "To go on: the same command with --resume auto." in capsys.readouterr().out
+    assert "To resume: the same command with --resume auto." in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------------------- names
@@ -289,7 +290,7 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
     with at_step(3, rename):
         assert run.train() == 0
     told = capsys.readouterr().err
-    assert f"was renamed to {new} while the run goes on" in told and "--run-name new" in told
+    assert f"was renamed to {new} during the run" in told and "--run-name new" in told
     assert ("--output-dir" in told) == (where != "new")
     moved = TinyRun(prepared, new.parent, **UNMEASURED, RUN_NAME="new")
     assert moved.steps_saved() == [2, 4, 6] and moved.hashes(6) == whole.hashes(6)
@@ -314,7 +315,8 @@ def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
             pass
 
     monkeypatch.setattr(run_log, "TensorBoard", TensorBoard)
-    log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu", tmp_path / "old")
+    log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu")
+    log.open(tmp_path / "old")
     log.follow(tmp_path / "new", 3)
     log.step({"step": 4, "train_loss": 1.0})
     log.close()
@@ -325,7 +327,7 @@ def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole
     run = tiny_run(**UNMEASURED)
     with at_step(3, lambda: shutil.rmtree(run.folder)):
         assert run.train() == 5
-    assert "was deleted while the run went on" in capsys.readouterr().err
+    assert "was deleted during the run" in capsys.readouterr().err
     assert run.steps_saved() == [4] and run.train() == 0
     assert run.hashes(6) == whole.hashes(6)
 

@@ -25,7 +25,10 @@ METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm":
 
 
 def make_log(run_dir, rank=0, device="cpu", step=0, **settings) -> RunLog:
-    return RunLog(Config(**settings), rank, device, run_dir, step=step)
+    log = RunLog(Config(**settings), rank, device)
+    if run_dir:
+        log.open(run_dir, step)
+    return log
 
 
 def written(path: Path) -> list:
@@ -295,8 +298,9 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
         sys.path.insert(0, {str(ROOT)!r})
         from pathlib import Path
         from config import Config
-        from run_log import RunLog
-        log = RunLog(Config(wandb_enabled=True, wandb_api_key="canary-wandb"), 0, "cpu", Path("run"))
+        from training.run_log import RunLog
+        log = RunLog(Config(wandb_enabled=True, wandb_api_key="canary-wandb"), 0, "cpu")
+        log.open(Path("run"), wandb_run_id="canaries")
         for step in (1, 2, 3):
             log.step({{"step": step, "train_loss": 1.0 / step}})
         log.close()

@@ -103,7 +103,7 @@ def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, 
         capsys.readouterr()
         assert run.train(PRETRAIN_CHECKPOINT=spelt, MAX_STEPS=step) == 0
         told = capsys.readouterr()
-        assert f"going on after step {step - 1}" in told.out and "left behind" not in told.err, spelt
+        assert f"resuming after step {step - 1}" in told.out and "is not used" not in told.err, spelt
         assert list(run.column("train_loss")) == list(range(1, step + 1))
     fresh = stages.run("sft", tmp_path / "fresh", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="../base")
     assert fresh.train() == 0 and fresh.train(PRETRAIN_CHECKPOINT="copy", MAX_STEPS=2) == 0
@@ -119,7 +119,7 @@ def test_a_run_that_its_own_checkpoint_was_named_for_is_not_taken_back_twice(pre
     spellings = ("step-00000004", "checkpoints/step-00000004", run.checkpoint(4), "run/checkpoints/step-00000004/")
     for number, spelt in enumerate(spellings):
         assert run.train(RESUME=spelt) == 0
-        assert ("left behind" in capsys.readouterr().err) == (number == 0), spelt
+        assert ("is not used" in capsys.readouterr().err) == (number == 0), spelt
     assert without_clocks(run.metrics()) == without_clocks(whole)
 
 
@@ -137,7 +137,7 @@ def test_a_run_with_steps_is_not_begun_anew_from_something_else_and_every_way_ou
     assert len(offered) == (3 if named == "PRETRAIN_CHECKPOINT" else 2)
     for number, way in enumerate(offered):
         copy = stages.run(mode, shutil.copytree(run.output_dir, tmp_path / f"way-{number}"), **UNMEASURED, MAX_STEPS=2)
-        changes = {} if f"leave {named} away" in way else {named: stages.teacher}
+        changes = {} if f"remove {named}" in way else {named: stages.teacher}
         assert copy.train(**changes | settings_of(way)) == 0, way
         assert list(copy.column("train_loss")) == [1, 2] or "another" in settings_of(way).values()
 
@@ -148,7 +148,7 @@ def test_a_run_is_not_begun_anew_over_itself(change, prepared, tmp_path, capsys)
     assert run.train() == 0
     assert run.train(PRETRAIN_CHECKPOINT="step-00000002", **change) == 5
     go_on, other = ways_out(capsys.readouterr().err)
-    assert "leave PRETRAIN_CHECKPOINT away" in go_on and run.train(MAX_STEPS=3, **change) == 0
+    assert "remove PRETRAIN_CHECKPOINT" in go_on and run.train(MAX_STEPS=3, **change) == 0
     assert run.train(**settings_of(other), **change) == 0
 
 
@@ -223,7 +223,7 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
         capsys.readouterr()
         assert there.run(mode).train(MAX_STEPS=5) == 5, mode
         error = capsys.readouterr().err
-        assert "is not there" in error and "set PRETRAIN_CHECKPOINT to the folder where it is now" in error
+        assert "was not found" in error and "set PRETRAIN_CHECKPOINT to the folder where it is now" in error
         assert there.run(mode).train(MAX_STEPS=5, PRETRAIN_CHECKPOINT=tmp_path / "copy") == 0, mode
     # What the reference said is stored, and so it is not asked again.
     assert there.run("dpo-stored").train(MAX_STEPS=5) == 0
@@ -249,7 +249,7 @@ def test_a_dpo_run_of_a_version_that_kept_no_hash_goes_on(stages, tmp_path, caps
     moved = tree.moved(tmp_path / "moved").run("dpo-live", PRETRAIN_CHECKPOINT=tmp_path / "tree" / "base")
     forget(moved.checkpoint(3), "base_sha256", "base_beside")
     assert moved.train(MAX_STEPS=4) == 5
-    assert "is gone" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 # -------------------------------------------------------------------------------------------------------------- random weights

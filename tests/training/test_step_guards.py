@@ -123,7 +123,7 @@ def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
     run = long_run(LOSS_SPIKE_POLICY="skip", SAVE_EVERY=1)
     poison(monkeypatch, 15)
     assert run.train() == 0
-    assert "its update is left out" in capsys.readouterr().err and not ledger(run)[14]["updated"]
+    assert "its update is skipped" in capsys.readouterr().err and not ledger(run)[14]["updated"]
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)
     assert store.read_state(run.checkpoint(20))["progress"]["skipped_steps"] == 1
 

@@ -22,7 +22,7 @@ import train
 from checkpoint import store
 from model_utils import build_model
 from objectives import base
-from training import evaluation, run_log, state
+from training import evaluation, run_log, setup, state
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
@@ -106,7 +106,7 @@ def when_built(change) -> None:
         change(model)
         return model
 
-    train.build_model = build
+    setup.build_model = build
 
 
 def bad_gradient_in_step(step: int, value: float, once: bool = False):
@@ -204,7 +204,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, capsys):
-    monkeypatch.setattr(train, "build_model", train.build_model)
+    monkeypatch.setattr(setup, "build_model", setup.build_model)
     run = tiny_run()
     with at_step(1, lambda: None):
         bad_gradient_in_step(3, value)
@@ -219,7 +219,7 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
         with torch.no_grad():
             model.layers[1].ffn_norm.weight[5] = math.inf
 
-    monkeypatch.setattr(train, "build_model", train.build_model)
+    monkeypatch.setattr(setup, "build_model", setup.build_model)
     when_built(spoil)
     run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train(DEBUG="true") == 4

@@ -197,7 +197,8 @@ def test_tensorboard_on_a_full_disk_costs_one_warning(mount, tmp_path, monkeypat
     pytest.importorskip("tensorboard")
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
     folder = mount(tmp_path / "run", 100_000)
-    log = RunLog(Config(tensorboard_enabled=True), 0, "cpu", folder)
+    log = RunLog(Config(tensorboard_enabled=True), 0, "cpu")
+    log.open(folder)
     while not list(folder.glob("tensorboard/*")):
         time.sleep(0.01)
     fill(folder)

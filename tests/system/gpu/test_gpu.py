@@ -28,6 +28,7 @@ from model import SHARED_PREFIX, KVCache
 from model_utils import build_model, compile_model, wrap_model
 from parallel import collectives
 from parallel.collectives import Ranks
+from training import setup
 from training.generate import generate
 
 GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
@@ -294,7 +295,7 @@ def plant_in_gradients(patch: pytest.MonkeyPatch, step: int, factor: float) -> N
             hooks.append(models[0].norm.weight.register_hook(lambda gradient: gradient * factor))
         return rate(updates, config)
 
-    patch.setattr(train, "build_model", build)
+    patch.setattr(setup, "build_model", build)
     patch.setattr(train, "learning_rate", learning_rate)
 
 
@@ -387,7 +388,7 @@ def over_gloo() -> None:
 
 def drifting() -> None:
     over_gloo()
-    original, build = train.learning_rate, train.build_model
+    original, build = train.learning_rate, setup.build_model
     models = []
 
     def learning_rate(finished: int, config) -> float:
@@ -396,7 +397,7 @@ def drifting() -> None:
                 models[0].layers[1].attention.wq.weight[0, 0] += 1e-3
         return original(finished, config)
 
-    train.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
+    setup.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
     train.learning_rate = learning_rate
 
 

@@ -456,7 +456,7 @@ def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(s
     learned = run("dpo-stored", INSTRUCT_CHECKPOINT=finished("sft").folder, RUN_NAME="preferences")
     del learned.settings["PRETRAIN_CHECKPOINT"]
     assert learned.train() == 0
-    assert "begin anew" in capsys.readouterr().out
+    assert "start anew" in capsys.readouterr().out
     assert list(learned.column("train_loss")) == [1, 2, 3, 4] and learned.column("learning_rate")[1] == 0.01
     assert learned.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
