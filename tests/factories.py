@@ -246,7 +246,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses]),
-                          signals=SimpleNamespace(received=None))
+                          context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     trained = wrap_model(model, ranks, config.gradient_dtype)
     count = sum(int(run.objective.count(batch)) for batch in batches)
     result = train.train_step(run, trained, batches, count, 0.01)

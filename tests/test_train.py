@@ -30,7 +30,7 @@ from checkpoint import store
 from config import Config
 from model import Transformer
 from model_utils import seed_step
-from training import evaluation, run_folder, state
+from training import evaluation, run_folder, setup, state
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
@@ -101,7 +101,7 @@ def test_random_numbers_follow_from_seed_step_and_rank():
 
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
-    run = state.Run(config, *[None] * 7, state.Progress(), None, None, None)
+    run = state.Run(config, *[None] * 6, state.Progress(), None, None)
     for updated in (True, False, True):
         run.advance(state.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
@@ -376,7 +376,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
     """Give each validation a loss by its turn; returns the rows of every validation."""
     seen: list[list] = []
 
-    def validation_loss(model, objective, batches, ranks, signals):
+    def validation_loss(model, objective, batches, context):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
         return losses[len(seen) - 1], {}
 
@@ -487,7 +487,7 @@ def test_compiled_losses_are_the_eager_ones(tiny_run):
 
 
 def test_everything_wrong_with_the_settings_is_told_at_once(tiny_run, capsys, monkeypatch):
-    monkeypatch.setattr(train, "joined_ranks", lambda *_: pytest.fail("a process group before the settings are known to be good"))
+    monkeypatch.setattr(setup, "joined_ranks", lambda *_: pytest.fail("a process group before the settings are known to be good"))
     assert tiny_run().train(MAX_STEPS="many", DIM=33, LERNING_RATE=1) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in ("MAX_STEPS", "DIM=33", "--learning-rate"))

@@ -40,7 +40,7 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 
 
 # Where the signal comes (module, function, which of its calls), and the last step that is finished then.
-MOMENTS = {"start-up": (state, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
+MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (evaluation, "validation_loss", 3, 4),
            "HellaSwag": (evaluation, "evaluate_batches", 2, 3), "samples": (evaluation, "generate", 1, 6),
            "save": (state.hf_format, "save_model_folder", 1, 3)}
