@@ -19,7 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from fused.attention import VARLEN, attend, choose_kernel
-from fused.chunked_head import ChunkedLogitsLoss, HeadFunctions, HeadWeight, LogitsLoss, LogprobOfTargets, chunk_tokens
+from fused.chunked_head import (
+    ChunkedLogitsLoss,
+    HeadFunctions,
+    HeadWeight,
+    LogitsLoss,
+    LogprobOfTargets,
+    chunk_tokens,
+)
 from fused.matmul import linear, upcast_for_matmul
 
 SHARED_PREFIX = 0  # the document that every later one in its row sees

@@ -15,7 +15,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import hf_format, peft_format, store
-from checkpoint.hf_format import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json, vocabulary_rows
+from checkpoint.hf_format import (
+    from_huggingface,
+    load_model_weights,
+    model_settings_from_huggingface,
+    read_json,
+    vocabulary_rows,
+)
 from checkpoint.peft_format import refuse_adapters
 from checkpoint.resume_rules import AS_SET, MODEL_SHAPE, assignments
 from common.errors import CheckpointError, SettingsError

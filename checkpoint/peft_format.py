@@ -8,7 +8,15 @@ from typing import Any, NamedTuple, Optional
 from pydantic import ValidationError
 from torch import Tensor
 
-from checkpoint.hf_format import HUGGINGFACE_NAMES, TokenIds, from_peft, read_json, read_tensors, to_peft, write_json
+from checkpoint.hf_format import (
+    HUGGINGFACE_NAMES,
+    TokenIds,
+    from_peft,
+    read_json,
+    read_tensors,
+    to_peft,
+    write_json,
+)
 from checkpoint.tensor_files import write_tensors
 from common.errors import CheckpointError
 from config import LoraConfig, ModelConfig

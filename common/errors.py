@@ -5,7 +5,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.text import ending_with_reader, is_url, print_safely, print_traceback, printable, without_passwords
+from common.text import (
+    ending_with_reader,
+    is_url,
+    print_safely,
+    print_traceback,
+    printable,
+    without_passwords,
+)
 
 
 class PaddockError(Exception):

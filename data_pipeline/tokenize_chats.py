@@ -15,7 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import DataError, SettingsError
-from data_pipeline.chat_records import CHAT_SHORTCUTS, PAIR_SHORTCUTS, Chat, Pair, read_chats, read_pairs, with_system
+from data_pipeline.chat_records import (
+    CHAT_SHORTCUTS,
+    PAIR_SHORTCUTS,
+    Chat,
+    Pair,
+    read_chats,
+    read_pairs,
+    with_system,
+)
 from data_pipeline.chat_templates import ChatFormat, Segments, TemplateFormat, load_chat_format
 from data_pipeline.mixes import Mix, mix_of
 from data_pipeline.prepare import SPLITS, Encoding, Kind, Tokenized, prepare, split_of, worker_tokenizer

@@ -14,7 +14,16 @@ import model as model_module
 from common.errors import SettingsError
 from config import Config
 from fused import attention
-from fused.attention import KERNELS, ORDERS, VARLEN, attend, choose_kernel, kernel_order, trial, varlen_function
+from fused.attention import (
+    KERNELS,
+    ORDERS,
+    VARLEN,
+    attend,
+    choose_kernel,
+    kernel_order,
+    trial,
+    varlen_function,
+)
 from model import Transformer
 from model_utils import compile_model
 

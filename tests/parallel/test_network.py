@@ -9,7 +9,14 @@ import pytest
 from commands import listening
 
 from parallel import network
-from parallel.network import LOOPBACK, interface_addresses, interface_towards, keep_to_interface, listen_at, loopback_interface
+from parallel.network import (
+    LOOPBACK,
+    interface_addresses,
+    interface_towards,
+    keep_to_interface,
+    listen_at,
+    loopback_interface,
+)
 
 
 def test_one_address_is_listened_at_and_the_first_that_can_be_had():

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from factories import UNMEASURED, Stages, TinyRun, prepare, prepare_stages, settings_of, ways_out, without_clocks
+from factories import (
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    prepare,
+    prepare_stages,
+    settings_of,
+    ways_out,
+    without_clocks,
+)
 
 import train
 from checkpoint import store

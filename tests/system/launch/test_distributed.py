@@ -6,7 +6,16 @@ import signal
 import pytest
 import torch
 from commands import listening
-from factories import TinyRun, a_step, at_step, do_in_step, furthest, run_ranks, uneven_batches, without_clocks
+from factories import (
+    TinyRun,
+    a_step,
+    at_step,
+    do_in_step,
+    furthest,
+    run_ranks,
+    uneven_batches,
+    without_clocks,
+)
 
 import train
 from common import errors

@@ -33,13 +33,13 @@ from parallel import collectives
 from parallel.exit_report import JOB_TOKEN, LAUNCHER_PID, stop_signals
 from parallel.network import LOOPBACK, listen_at
 from parallel.watchdog import TELL_SECONDS, Board
-from training import evaluation, optim, state
+from training import evaluation, optim, setup, state
 
 WORLD = 2
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
 
 # What is injected, and where: module, function, which of its calls; and the last step that is finished then.
-MOMENTS = {"start-up": (state, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
+MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
            "save": (state, "cut_padding", 1, 3)}
 OF_RANK_0 = {"write": (hf_format, "save_model_folder", 1, 3)}
