@@ -110,7 +110,7 @@ def test_what_a_part_needs_stands_before_it():
 def test_every_part_has_its_code_and_its_tests():
     done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu_suite_parts.py", "--help"], capture_output=True, text=True)
     assert all(part.name in done.stdout for part in gpu_suite.PARTS)
-    tests = (ROOT / "tests" / "test_gpu.py").read_text()
+    tests = (ROOT / "tests" / "system" / "gpu" / "test_gpu.py").read_text()
     kinds = {"values", "attention", "compiled", "faults", "ranks"}
     assert kinds == {name.split("_")[0] for name in tests.split("\ndef test_")[1:]}
 

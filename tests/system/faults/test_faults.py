@@ -192,7 +192,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
     assert job.wait() == [4] * world_size, job.text()
     text = job.text()
     assert "NON-FINITE in step 4, and finite when computed again" in text and "layers.1.feed_forward.w2.weight" in text
-    assert text.count("error: step 4 was not finite, but is on every rank when computed again: that is transient") == 1
+    assert text.count("error: step 4 was not finite, but is finite on every rank when computed again: a transient fault") == 1
     dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
     reports = [json.loads(dump.read_text()) for dump in dumps]
     assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)

@@ -113,7 +113,7 @@ def test_a_disk_with_no_byte_left_is_told_before_the_first_step(tiny_run, mount,
     run = tiny_run()
     fill(mount(run.folder, 100_000))
     assert run.train() == 5
-    assert_one_sentence(capsys.readouterr().err, str(run.folder), "No space left", "0 bytes are free")
+    assert_one_sentence(capsys.readouterr().err, str(run.folder), "too little room", "0 free")
 
 
 @needs_mounts
@@ -182,7 +182,7 @@ def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
     job = run.start(plant=free_the_disk_in_step_45, env={"SMALL_DISK": str(run.folder)})
     assert job.wait() == [0], job.text()
     warnings = [line for line in job.text().splitlines() if "warning: " in line]
-    assert len(warnings) == 3 and all("No space left on device; the run goes on" in line for line in warnings), job.text()
+    assert len(warnings) == 3 and all("No space left on device; the run continues" in line for line in warnings), job.text()
     for name in ("metrics.jsonl", "ledger.jsonl", "log/rank-0.txt"):
         assert sum(str(run.folder / name) in line for line in warnings) == 1
     assert run.hashes(50) == whole.hashes(50)

@@ -293,7 +293,7 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
     for place, more in ((tmp_path / "runs" / ".cache", {}), (tmp_path / "chosen", {"CACHE_DIR": tmp_path / "chosen"})):
         here = run(mode, **settings, **more, OUTPUT_DIR=tmp_path / "runs", RUN_NAME=place.name.strip("."))
         assert train.main([*here.argv(), "--check"]) == 0
-        assert f"kept in {place}/data-" in capsys.readouterr().out
+        assert f"stored in {place}/data-" in capsys.readouterr().out
         assert here.train() == 0
         told = capsys.readouterr().out
         assert "are computed once" in told
@@ -351,7 +351,7 @@ def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, c
     assert str(base) in capsys.readouterr().err
     shutil.copytree(stages.teacher, base)
     assert adapted.train() == 5
-    assert "is another base" in capsys.readouterr().err and adapted.steps_saved() == [2]
+    assert "is another model" in capsys.readouterr().err and adapted.steps_saved() == [2]
     shutil.rmtree(base)
     shutil.copytree(stages.base, base)
     assert adapted.train() == 0
@@ -361,7 +361,7 @@ def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkey
     """And a checkpoint from before there was LORA_TRAIN_TOKENS goes on without such rows."""
     adapted = run("lora-sft", MAX_STEPS=2, **UNMEASURED)
     assert adapted.train() == 0
-    assert "tokens among them: <|eot_id|> <|end_header_id|> <|start_header_id|> " in capsys.readouterr().out
+    assert "tokens: <|eot_id|> <|end_header_id|> <|start_header_id|> " in capsys.readouterr().out
     rows = load_file(adapted.checkpoint(2) / "adapter_model.safetensors")[
         "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"]
     ids = json.loads((adapted.checkpoint(2) / "adapter_config.json").read_text())["trainable_token_indices"]
