@@ -21,7 +21,6 @@ from checkpoint.resume_rules import AS_SET, MODEL_SHAPE, assignments
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from config import Config, ModelConfig, RunConfig
-from fused.chunked_head import HeadFunctions
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel.collectives import Ranks
@@ -157,7 +156,7 @@ def compile_model(model: Transformer) -> None:
     for block in model.layers:
         block.compile(fullgraph=True)
     model.norm.compile(fullgraph=True)
-    model.head = HeadFunctions(*map(torch.compile, HeadFunctions()))
+    model.head.compile()
 
 
 def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> nn.Module:

@@ -99,6 +99,17 @@ def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1T
     return attended_BNTH.transpose(1, 2)
 
 
+def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
+    """Return the int32 offset of each document in the flattened batch, and the end, as varlen kernels take them.
+
+    The end is repeated (empty documents) up to a multiple of 64 entries, so that compiled kernels see few shapes.
+    """
+    is_start_BT = F.pad(document_ids_BT[:, 1:] != document_ids_BT[:, :-1], (1, 0), value=True)
+    starts = is_start_BT.flatten().nonzero().flatten()
+    size = -(-(len(starts) + 1) // 64) * 64
+    return F.pad(starts, (0, size - len(starts)), value=document_ids_BT.numel()).to(torch.int32)
+
+
 @cache
 def varlen_function(kernel: str):
     """Attention over documents of unequal length: a function of flat q, k, v, their borders and the longest possible length.

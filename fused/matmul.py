@@ -1,4 +1,4 @@
-"""How numbers of the compute dtype are multiplied on this machine."""
+"""Matmuls in the compute dtype, also on CPUs that multiply bf16 slowly."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda:
 
 
 def upcast_for_matmul(x: Tensor) -> Tensor:
-    """The same numbers, widened to float32 where the hardware could multiply them only slowly."""
-    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16 else x
+    """Return the tensor, in float32 if it is bf16 on a CPU that multiplies bf16 slowly."""
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16
+    return x.float() if is_slow else x
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of numbers rounded to the dtype of x, in that dtype."""
+    """Return x @ weight.T in the dtype of x, to which the weight is rounded first."""
     return F.linear(upcast_for_matmul(x), upcast_for_matmul(weight.to(x.dtype))).to(x.dtype)
