@@ -1,4 +1,4 @@
-"""The head and its losses, one chunk of logits at a time: with 128k ids all logits would be the memory's peak.
+"""The head and its losses, one chunk of logits at a time: all logits of 128k ids would be the peak of memory.
 
 Shape suffixes: M flattened positions, D model, V vocabulary (padded), K tokens with trainable rows.
 """
@@ -56,7 +56,7 @@ def add_at(values_MV: Tensor, index_M1: Tensor, added_M1: Tensor) -> Tensor:
 
 def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor,
                          vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the targets' summed log-probability, and its gradient to the logits, (M, V) in hidden_MD's dtype.
+    """Return the targets' summed log-probability, and its (M, V) gradient to the logits in hidden_MD's dtype.
 
     The logits become their gradient in place: on a CPU new memory costs more than the arithmetic.
     """
