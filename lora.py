@@ -1,8 +1,7 @@
 """LoRA: a frozen base, and beside each of its matrices a trainable product of two small ones.
 
-The rows of single tokens can be trained as well, for tokens that the base never saw. The base can be quantized
-with bitsandbytes. Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for the scale
-of rsLoRA; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
+The rows of single tokens can be trained too, for tokens that the base never saw. The base may be quantized.
+Source: Hu et al. 2021 (arXiv:2106.09685); Kalajdzievski 2023 (arXiv:2312.03732) for the scale of rsLoRA.
 """
 
 import math
@@ -17,65 +16,8 @@ from torch.nn import functional as F
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
 from fused.chunked_head import HeadWeight
-from fused.matmul import linear, upcast_for_matmul
+from fused.matmul import QuantizedLinear, dequantize, linear, quantize
 from model import Linear, Transformer
-
-NF4_BLOCK = 64  # numbers that share a scale
-
-# ------------------------------------------------------------------------------ quantized matrices
-
-
-def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales.
-
-    Raises:
-        SettingsError: bitsandbytes is missing, or has no kernel for this device.
-    """
-    setting = f"LORA_BASE_QUANTIZATION={kind}"
-    try:
-        import bitsandbytes  # noqa: F401  # registers the operators below
-    except ImportError as error:
-        raise SettingsError(f"{setting} needs bitsandbytes: pip install bitsandbytes; or set it to none "
-                            f"({error})") from error
-    operators = torch.ops.bitsandbytes
-    try:
-        if kind == "int8":
-            packed, scales, _ = operators.int8_vectorwise_quant(weight.half())
-        else:
-            packed, scales = operators.quantize_4bit(weight.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
-        dequantize(packed, scales, weight.shape, weight.dtype)  # now, so that a missing kernel fails here
-    except (RuntimeError, ValueError, AttributeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise SettingsError(f"{setting}: bitsandbytes has no working kernel for {weight.device.type} here; set it "
-                            f"to none ({str(error).splitlines()[0]:.200})") from error
-    return packed, scales
-
-
-def dequantize(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the matrix that was quantized, as precisely as its bits allow."""
-    if packed.dtype == torch.int8:
-        return torch.ops.bitsandbytes.int8_vectorwise_dequant(packed, scales).to(dtype)
-    return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, NF4_BLOCK, "nf4", shape, dtype)
-
-
-class QuantizedLinear(torch.autograd.Function):
-    """x @ weight.T; the backward dequantizes the weight again instead of keeping it."""
-
-    @staticmethod
-    def forward(ctx, x, packed, scales, shape):
-        ctx.save_for_backward(packed, scales)
-        ctx.shape = shape
-        weight = dequantize(packed, scales, shape, x.dtype)
-        product = F.linear(upcast_for_matmul(x), upcast_for_matmul(weight))
-        # A conversion that changes nothing, at the end of a forward, makes torch 2.11 compile zero gradients.
-        return product if product.dtype == x.dtype else product.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        weight = dequantize(*ctx.saved_tensors, ctx.shape, gradient.dtype)
-        return (upcast_for_matmul(gradient) @ upcast_for_matmul(weight)).to(gradient.dtype), None, None, None
-
 
 # -------------------------------------------------------------------------------------- the layers
 
@@ -197,8 +139,9 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
     if setting != "auto":
         names = [name.strip() for name in setting.split(",") if name.strip()]
         if unknown := [name for name in names if name not in special_ids]:
-            raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is no control token of the tokenizer; "
-                                f"name some of {', '.join([*special_ids][:10])} ..., or set auto or none")
+            some = ", ".join([*special_ids][:10])
+            raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is no control token of the "
+                                f"tokenizer; name some of {some} ..., or set auto or none")
         return sorted({special_ids[name] for name in names})
     reserved = sorted({number for name, number in special_ids.items() if "reserved" in name} - {*used_ids})
     rows_VD = weight_VD.detach().float()
@@ -214,8 +157,8 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
                  token_ids: Optional[Mapping[str, Sequence[int]]] = None) -> None:
     """Freeze a model that has its weights, and add adapters to the layers of LORA_TARGET_MODULES.
 
-    Call `keep_base_in` next, then wrap the model, then make the optimizer. With tied embeddings LORA_TRAIN_HEAD
-    and LORA_TRAIN_EMBEDDINGS mean the same matrix, and either trains it in both of its roles.
+    Call `keep_base_in` next, then wrap the model, then make the optimizer. With tied embeddings,
+    LORA_TRAIN_HEAD and LORA_TRAIN_EMBEDDINGS mean the same matrix, and either trains it in both roles.
 
     Args:
         generator: on any device; the same seed gives the same adapters.
@@ -309,13 +252,14 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         CheckpointError: they are not the ones that the settings describe.
     """
     own = adapter_state_dict(model)
-    shapes, saved = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, state))
-    names = sorted(shapes.keys() ^ saved.keys()) or [name for name in own if shapes[name] != saved[name]]
+    here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (own, state))
+    names = sorted(here.keys() ^ saved.keys()) or [name for name in here if here[name] != saved[name]]
     if names:
-        raise CheckpointError(f"the adapters do not fit the settings: {names[0]} is {saved.get(names[0], 'none')} in "
-                              f"the checkpoint and {shapes.get(names[0], 'none')} here ({len(names)} differ); set "
-                              "LORA_RANK, LORA_TARGET_MODULES, LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and "
-                              "LORA_TRAIN_TOKENS as they were")
+        first = names[0]
+        raise CheckpointError(f"the adapters do not fit the settings: {first} is {saved.get(first, 'none')} in the "
+                              f"checkpoint and {here.get(first, 'none')} here ({len(names)} differ); set LORA_RANK, "
+                              "LORA_TARGET_MODULES, LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS "
+                              "as they were")
     for name, tensor in own.items():
         tensor.copy_(state[name])
 
