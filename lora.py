@@ -258,8 +258,7 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
         first = names[0]
         raise CheckpointError(
             f"the adapters do not fit the settings: {first} is {saved.get(first, 'none')} in the checkpoint "
-            f"and {here.get(first, 'none')} here
- ({len(names)} differ); set LORA_RANK, LORA_TARGET_MODULES, "
+            f"and {here.get(first, 'none')} here ({len(names)} differ); set LORA_RANK, LORA_TARGET_MODULES, "
             "LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS as they were")
 
     for name, tensor in own.items():

@@ -46,7 +46,7 @@ def choose_device(config: RunConfig) -> str:
 def make_deterministic(config: RunConfig, device_type: str) -> None:
     """With DETERMINISTIC=true, allow torch only deterministic CUDA kernels; a CPU's always are.
 
-    Call it before anything is computed on CUDA. An operation without such a kernel then raises an error, which
+    Call it before anything is computed on CUDA. An operation without such a kernel then raises an error that
     `classify_exception` explains. warn_only would leave torch's attention nondeterministic.
 
     Raises:
@@ -57,8 +57,8 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
         allowed = " or ".join(CUBLAS_WORKSPACES)
-        raise SettingsError(f"DETERMINISTIC=true needs CUBLAS_WORKSPACE_CONFIG={allowed} in the environment, but "
-                            f"it is {workspace!r}; unset it, or set DETERMINISTIC=false")
+        raise SettingsError(f"DETERMINISTIC=true needs CUBLAS_WORKSPACE_CONFIG={allowed} in the environment, "
+                            f"but it is {workspace!r}; unset it, or set DETERMINISTIC=false")
     torch.use_deterministic_algorithms(True)  # torch.compile respects it too
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would only cost time
     torch.backends.cudnn.deterministic = True
