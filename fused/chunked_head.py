@@ -1,6 +1,6 @@
-"""The head and its losses, a chunk of logits at a time: with a vocabulary of 128k all logits together are the peak of memory.
+"""The head and its losses, one chunk of logits at a time: all logits of 128k ids would be the peak of memory.
 
-Shapes: M positions, D model, V vocabulary padded to a multiple of 128.
+Shape suffixes: M flattened positions, D model, V vocabulary (padded), K tokens with trainable rows.
 """
 
 from collections.abc import Callable
@@ -8,40 +8,57 @@ from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fused.matmul import linear, upcast_for_matmul
 
 IGNORE_INDEX = -100  # a target that is not predicted
-LOWEST_LOGPROB = -1e4  # stands for the logarithm of 0: no arithmetic makes NaN of it, and float16 holds it
-CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of logits that exist at a time, 4 bytes each
+LOWEST_LOGPROB = -1e4  # used as log(0): arithmetic with it gives no NaN, and float16 can hold it
+CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # of the logits of one chunk, float32
+
+# Takes the (M, vocab_size) float32 logits of some positions, and the slice of all positions that these are;
+# returns the sum of their losses, and its gradient to the logits.
+LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 
 def chunk_tokens(vocab_size: int, device_type: str) -> int:
-    """How many positions' logits exist at a time."""
+    """Return the number of positions in a chunk."""
     return max(1, CHUNK_BYTES[device_type] // 4 // vocab_size)
 
 
+def slices(length: int, size: int) -> list[slice]:
+    """Return slices that cover `length`, of at most `size` and nearly equal: few shapes to compile for."""
+    size = -(-length // max(1, -(-length // size))) or 1
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+# What is computed over the vocabulary; ChunkedHead.compile compiles these
+
+
 def float_logits(logits_MV: Tensor, vocab_size: int) -> Tensor:
-    """The logits in float32; padded ids get minus infinity, so they are never predicted."""
+    """Return float32 logits, minus infinity for the padded ids, so that they are never predicted."""
     if vocab_size < logits_MV.shape[1]:
-        logits_MV = logits_MV.masked_fill(torch.arange(logits_MV.shape[1], device=logits_MV.device) >= vocab_size, -torch.inf)
+        is_padding_V = torch.arange(logits_MV.shape[1], device=logits_MV.device) >= vocab_size
+        logits_MV = logits_MV.masked_fill(is_padding_V, -torch.inf)
     return logits_MV.float()
 
 
 def add_at(values_MV: Tensor, index_M1: Tensor, added_M1: Tensor) -> Tensor:
-    """The values with something added at one place of each row; in place where it is not compiled.
+    """Add a number to one column of each row; in place, unless compiled.
 
-    Compiled, a comparison is part of the kernel that makes the values; scatter_add_ has them written and read once more.
+    A compiled comparison fuses with the kernel that computes the values; scatter_add_ needs another pass.
     """
     if torch.compiler.is_compiling():
-        return values_MV + torch.where(torch.arange(values_MV.shape[1], device=values_MV.device) == index_M1, added_M1, 0)
+        index_V = torch.arange(values_MV.shape[1], device=values_MV.device)
+        return values_MV + torch.where(index_V == index_M1, added_M1, 0)
     return values_MV.scatter_add_(1, index_M1, added_M1)
 
 
-def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The summed log-probability of the targets, and its gradient to the logits (M, V) in the dtype of the hidden states.
+def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor,
+                         vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' summed log-probability, and its (M, V) gradient to the logits in hidden_MD's dtype.
 
-    In place from the logits to their gradient: on a CPU new memory costs more than the arithmetic.
+    The logits become their gradient in place: on a CPU new memory costs more than the arithmetic.
     """
     logits_MV = float_logits(linear(hidden_MD, weight_VD), vocab_size)
     counted_M1 = (targets_M != IGNORE_INDEX)[:, None].float()
@@ -56,42 +73,94 @@ def logprob_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor
 
 
 def logprob_and_lse(logits_MV: Tensor, targets_M: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """(M,) float32 log-probabilities of the targets, 0 where the target is IGNORE_INDEX, and the logits' logsumexp."""
+    """Return (M,) float32 log-probabilities of the targets, 0 for IGNORE_INDEX, and the logsumexp."""
     logits_MV = float_logits(logits_MV, vocab_size)
-    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)  # compiled, one pass gives maximum and sum; logsumexp takes two
+    # Compiled, this is one pass for maximum and sum, where logsumexp takes two.
+    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
     lse_M1 = (logits_MV - highest_M1).exp_().sum(dim=-1, keepdim=True).log() + highest_M1
     logprob_M1 = logits_MV.gather(1, targets_M.clamp(min=0)[:, None]) - lse_M1
     return torch.where(targets_M == IGNORE_INDEX, 0, logprob_M1[:, 0]), lse_M1[:, 0]
 
 
-def gradient_of_logprob(logits_MV: Tensor, targets_M: Tensor, lse_M: Tensor, factor_M: Tensor, vocab_size: int) -> Tensor:
-    """The gradient to the logits, in their dtype, of the sum of log-probabilities times a factor each."""
+def gradient_of_logprob(logits_MV: Tensor, targets_M: Tensor, lse_M: Tensor, factor_M: Tensor,
+                        vocab_size: int) -> Tensor:
+    """Return the gradient of the sum of factor * log-probability to the logits, in their dtype."""
     factor_M1 = torch.where(targets_M == IGNORE_INDEX, 0, factor_M)[:, None]
     softmax_MV = (float_logits(logits_MV, vocab_size) - lse_M[:, None]).exp_()
     return add_at(softmax_MV.mul_(-factor_M1), targets_M.clamp(min=0)[:, None], factor_M1).to(logits_MV.dtype)
 
 
-class HeadFunctions(NamedTuple):
-    """What is computed over the vocabulary, as it is or compiled."""
-
-    logprob_and_gradient: Callable = logprob_and_gradient
-    logprob_and_lse: Callable = logprob_and_lse
-    gradient_of_logprob: Callable = gradient_of_logprob
+# The head
 
 
 class HeadWeight(NamedTuple):
-    """The head's matrix, and what of it learns."""
+    """The head's matrix, and the part of it that is trained."""
 
     values_VD: Tensor
-    learned: Tensor  # the matrix itself, or (K, D), some of its rows
-    ids_K: Optional[Tensor] = None  # whose rows these are; None = all
+    learned: Tensor  # the matrix itself, or the (K, D) rows of some tokens
+    ids_K: Optional[Tensor] = None  # of these tokens; None = all
+
+
+class ChunkedHead:
+    """Log-probabilities, or a loss over logits, from hidden states: eager, until `compile` is called.
+
+    Args:
+        vocab_size: without padding.
+        positions: in a chunk; 0 = as many as CHUNK_BYTES allows.
+    """
+
+    def __init__(self, vocab_size: int, positions: int = 0):
+        self.vocab_size, self.positions = vocab_size, positions
+        self.logprob_and_gradient = logprob_and_gradient
+        self.logprob_and_lse = logprob_and_lse
+        self.gradient_of_logprob = gradient_of_logprob
+
+    def compile(self) -> None:
+        """Compile what is computed over the vocabulary."""
+        self.logprob_and_gradient = torch.compile(logprob_and_gradient)
+        self.logprob_and_lse = torch.compile(logprob_and_lse)
+        self.gradient_of_logprob = torch.compile(gradient_of_logprob)
+
+    def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
+        """Return the slices of the positions whose logits are computed together."""
+        return slices(len(hidden_MD), self.positions or chunk_tokens(len(weight_VD), hidden_MD.device.type))
+
+    def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
+                 target_index_M: Optional[Tensor], reduction: str | LogitsLoss) -> Tensor:
+        """Return what `Transformer.forward` describes, for hidden states of any leading shape."""
+        hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+        if target_index_M is not None:
+            hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
+        if callable(reduction) or (reduction == "sum" and torch.is_grad_enabled()):
+            return self.sum_over_logits(weight, hidden_MD, targets_M, reduction)
+        logprob_M = LogprobOfTargets.apply(hidden_MD, *weight, targets_M, self)
+        if reduction == "sum":
+            return logprob_M.sum()
+        if target_index_M is not None:
+            zeros = torch.zeros(targets_BT.numel(), device=logprob_M.device)
+            logprob_M = zeros.index_put((target_index_M,), logprob_M)
+        return logprob_M.view_as(targets_BT)
+
+    def sum_over_logits(self, weight: HeadWeight, hidden_MD: Tensor, targets_M: Tensor,
+                        loss: str | LogitsLoss) -> Tensor:
+        """Return the sum of the targets' log-probabilities ("sum") or of a LogitsLoss."""
+        def of_logprobs(hidden_MD: Tensor, weight_VD: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            return self.logprob_and_gradient(hidden_MD, weight_VD, targets_M[part], self.vocab_size)
+
+        def of_loss(hidden_MD: Tensor, weight_VD: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            total, gradient_MV = loss(linear(hidden_MD, weight_VD)[:, :self.vocab_size].float(), part)
+            gradient_MV, missing = gradient_MV.to(hidden_MD.dtype), len(weight_VD) - self.vocab_size
+            return total, F.pad(gradient_MV, (0, missing)) if missing else gradient_MV  # F.pad by 0 copies
+
+        parts = self.chunks(hidden_MD, weight.values_VD)
+        return ChunkedLogitsLoss.apply(hidden_MD, *weight, parts, of_loss if callable(loss) else of_logprobs)
 
 
 class HeadGradients:
-    """The gradients of the head's matmul, filled in a chunk of positions at a time; the weight's is summed in its own dtype.
+    """The gradients of the head's matmul, accumulated chunk by chunk; the weight's in its own dtype.
 
     Args:
-        learned, ids_K: as in HeadWeight; None where nothing of it learns.
+        learned, ids_K: of HeadWeight; None where nothing of it is trained.
     """
 
     def __init__(self, hidden_MD: Tensor, learned: Optional[Tensor], ids_K: Optional[Tensor]):
@@ -99,9 +168,10 @@ class HeadGradients:
         self.learned, self.ids_K = None if learned is None else torch.zeros_like(learned), ids_K
 
     def add(self, part: slice, gradient_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
-        """Take in the gradient to a chunk's logits.
+        """Add a chunk.
 
         Args:
+            gradient_MV: to the chunk's logits.
             hidden_MD: of the chunk.
             weight_VD: in the compute dtype.
         """
@@ -113,68 +183,62 @@ class HeadGradients:
             gradient_MV = gradient_MV[:, self.ids_K]
         if gradient_MV.dtype == self.learned.dtype:
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out=self.learned)
-        elif gradient_MV.device.type == "cuda":  # the matmul adds in float32 by itself
-            torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=self.learned.dtype, out=self.learned)
+        elif gradient_MV.device.type == "cuda":  # whose matmul can accumulate bf16 products in float32
+            dtype = self.learned.dtype
+            torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=dtype, out=self.learned)
         else:
             self.learned += gradient_MV.T @ hidden_MD
 
 
 class ChunkedLogitsLoss(torch.autograd.Function):
-    """A sum over positions of a function of their logits, whose gradients are made in the forward, a chunk of logits at a time.
+    """The sum of a loss over logits, whose gradients are computed in the forward, chunk by chunk.
 
-    The gradient to each position's part is one number, known to be a factor: so no logits are kept or made twice.
+    The gradient that reaches the sum is one factor of all of them: so no logits are kept, or computed twice.
     """
 
     @staticmethod
-    def forward(ctx, hidden_MD, values_VD, learned, ids_K, chunk, total_and_gradient):
-        weight = values_VD.to(hidden_MD.dtype)
+    def forward(ctx, hidden_MD, values_VD, learned, ids_K, parts, total_and_gradient):
+        weight_VD = values_VD.to(hidden_MD.dtype)
         total = torch.zeros((), device=hidden_MD.device)
         ctx.gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
-        for part in slices(len(hidden_MD), chunk):
-            part_total, gradient_MV = total_and_gradient(hidden_MD[part], weight, part)
+        for part in parts:
+            part_total, gradient_MV = total_and_gradient(hidden_MD[part], weight_VD, part)
             total += part_total
-            ctx.gradients.add(part, gradient_MV, hidden_MD[part], weight)
+            ctx.gradients.add(part, gradient_MV, hidden_MD[part], weight_VD)
         return total
 
     @staticmethod
     def backward(ctx, factor):
-        # Once only: they are scaled in place, and handed on without a second reference, so that autograd need not copy them.
+        # Scaled in place, and returned without a second reference, so that autograd need not copy them.
         hidden_MD, learned = ctx.gradients.hidden_MD, ctx.gradients.learned
         del ctx.gradients
-        return hidden_MD.mul_(factor), None, None if learned is None else learned.mul_(factor), None, None, None
+        learned = None if learned is None else learned.mul_(factor)
+        return hidden_MD.mul_(factor), None, learned, None, None, None
 
 
 class LogprobOfTargets(torch.autograd.Function):
-    """(M,) float32 log-probabilities of the targets; logits that fill more than one chunk are made again in the backward."""
+    """(M,) float32 log-probabilities of the targets; the backward computes several chunks of logits again."""
 
     @staticmethod
-    def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, vocab_size, chunk, head):
-        weight, parts = values_VD.to(hidden_MD.dtype), slices(len(hidden_MD), chunk)
+    def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):
+        weight_VD, parts = values_VD.to(hidden_MD.dtype), head.chunks(hidden_MD, values_VD)
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
         for part in parts:
-            logits_MV = linear(hidden_MD[part], weight)
-            logprob_M[part], lse_M[part] = head.logprob_and_lse(logits_MV, targets_M[part], vocab_size)
-        ctx.save_for_backward(hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, logits_MV if len(parts) == 1 else None)
-        ctx.parts, ctx.vocab_size, ctx.head = parts, vocab_size, head
+            logits_MV = linear(hidden_MD[part], weight_VD)
+            logprob_M[part], lse_M[part] = head.logprob_and_lse(logits_MV, targets_M[part], head.vocab_size)
+        kept_MV = logits_MV if len(parts) == 1 else None
+        ctx.save_for_backward(hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, kept_MV)
+        ctx.parts, ctx.head = parts, head
         return logprob_M
 
     @staticmethod
     def backward(ctx, factor_M):
         hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, kept_MV = ctx.saved_tensors
-        weight = values_VD.to(hidden_MD.dtype)
+        weight_VD, head = values_VD.to(hidden_MD.dtype), ctx.head
         gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
         for part in ctx.parts:
-            logits_MV = linear(hidden_MD[part], weight) if kept_MV is None else kept_MV
-            gradient_MV = ctx.head.gradient_of_logprob(logits_MV, targets_M[part], lse_M[part], factor_M[part], ctx.vocab_size)
-            gradients.add(part, gradient_MV, hidden_MD[part], weight)
-        return gradients.hidden_MD, None, gradients.learned, None, None, None, None, None
-
-
-def slices(length: int, size: int) -> list[slice]:
-    """Consecutive slices of `size` at most that cover a length, as equal as can be: compiled kernels then see one shape."""
-    size = -(-length // max(1, -(-length // size))) or 1
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-# What is summed of some positions' logits, and its gradient to them; the slice says which of all positions they are.
-LogitsLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
+            logits_MV = linear(hidden_MD[part], weight_VD) if kept_MV is None else kept_MV
+            gradient_MV = head.gradient_of_logprob(logits_MV, targets_M[part], lse_M[part], factor_M[part],
+                                                   head.vocab_size)
+            gradients.add(part, gradient_MV, hidden_MD[part], weight_VD)
+        return gradients.hidden_MD, None, gradients.learned, None, None, None

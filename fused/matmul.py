@@ -1,8 +1,12 @@
-"""How numbers of the compute dtype are multiplied on this machine."""
+"""Matmuls in the compute dtype, with weights in float32 or quantized by bitsandbytes."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from common.errors import SettingsError
+
+NF4_BLOCK = 64  # numbers that share a scale
 
 # A CPU without bf16 arithmetic is ten times faster in float32.
 CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)()
@@ -10,10 +14,68 @@ CPU_MULTIPLIES_BF16 = any(getattr(torch.cpu, f"_is_{feature}_supported", lambda:
 
 
 def upcast_for_matmul(x: Tensor) -> Tensor:
-    """The same numbers, widened to float32 where the hardware could multiply them only slowly."""
-    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16 else x
+    """Return the tensor, in float32 if it is bf16 on a CPU that multiplies bf16 slowly."""
+    is_slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not CPU_MULTIPLIES_BF16
+    return x.float() if is_slow else x
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T of numbers rounded to the dtype of x, in that dtype."""
+    """Return x @ weight.T in the dtype of x, to which the weight is rounded first."""
     return F.linear(upcast_for_matmul(x), upcast_for_matmul(weight.to(x.dtype))).to(x.dtype)
+
+
+def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales.
+
+    Raises:
+        SettingsError: bitsandbytes is missing, or has no kernel for this device.
+    """
+    setting = f"LORA_BASE_QUANTIZATION={kind}"
+    try:
+        import bitsandbytes  # noqa: F401  # registers the operators below
+    except ImportError as error:
+        raise SettingsError(f"{setting} needs bitsandbytes: pip install bitsandbytes; or set it to none "
+                            f"({error})") from error
+    operators = torch.ops.bitsandbytes
+    try:
+        if kind == "int8":
+            packed, scales, _ = operators.int8_vectorwise_quant(weight.half())
+        else:
+            packed, scales = operators.quantize_4bit(weight.contiguous(), NF4_BLOCK, "nf4", torch.uint8)
+        dequantize(packed, scales, weight.shape, weight.dtype)  # now, so that a missing kernel fails here
+    except (RuntimeError, ValueError, AttributeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        reason = str(error).splitlines()[0]
+        raise SettingsError(f"{setting}: bitsandbytes has no working kernel for {weight.device.type} here; "
+                            f"set it to none ({reason:.200})") from error
+    return packed, scales
+
+
+def dequantize(packed: Tensor, scales: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return the matrix that was quantized, as precisely as its bits allow."""
+    if packed.dtype == torch.int8:
+        return torch.ops.bitsandbytes.int8_vectorwise_dequant(packed, scales).to(dtype)
+    return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, NF4_BLOCK, "nf4", shape, dtype)
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """x @ weight.T; the backward dequantizes the weight again instead of keeping it.
+
+    Source: Dettmers et al. 2022 (arXiv:2208.07339) for int8; Dettmers et al. 2023 (arXiv:2305.14314) for nf4.
+    """
+
+    @staticmethod
+
+    def forward(ctx, x, packed, scales, shape):
+        ctx.save_for_backward(packed, scales)
+        ctx.shape = shape
+        weight = dequantize(packed, scales, shape, x.dtype)
+        product = F.linear(upcast_for_matmul(x), upcast_for_matmul(weight))
+        # A conversion that changes nothing, at the end of a forward, makes torch 2.11 compile zero gradients.
+        return product if product.dtype == x.dtype else product.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight = dequantize(*ctx.saved_tensors, ctx.shape, gradient.dtype)
+        return (upcast_for_matmul(gradient) @ upcast_for_matmul(weight)).to(gradient.dtype), None, None, None

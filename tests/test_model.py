@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from checkpoint.hf_format import huggingface_config, to_huggingface
 from common.errors import SettingsError
 from config import ModelConfig
-from fused.attention import choose_kernel
+from fused.attention import choose_kernel, compute_cu_seqlens
 from fused.chunked_head import IGNORE_INDEX, float_logits
 from fused.matmul import linear
 from model import (
@@ -19,9 +19,8 @@ from model import (
     KVCache,
     Linear,
     Transformer,
-    compute_cu_seqlens,
-    linear_together,
-    mask_of,
+    attention_mask,
+    fused_linear,
     padded,
     position_ids,
 )
@@ -165,7 +164,7 @@ def test_positions_count_the_tokens_that_are_seen():
     documents = torch.tensor([[1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 2], [2, 1, 1, 1, 4, 4]])
     expected = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 2, 3], [0, 0, 1, 2, 0, 1]])
     assert torch.equal(position_ids(documents), expected)
-    seen = mask_of(documents, documents.shape[1])[:, 0].sum(dim=-1) - 1
+    seen = attention_mask(documents, documents.shape[1])[:, 0].sum(dim=-1) - 1
     assert torch.equal(seen, expected)
 
 
@@ -269,7 +268,7 @@ def test_linear_layers_together_equal_each_alone():
     x = torch.randn(3, 4, 12, generator=torch.Generator().manual_seed(0))
     wrapped = torch.nn.Sequential(layers[0])  # as an adapter would be: not plain, so nothing may be concatenated
     for group in (layers, [wrapped, *layers[1:]]):
-        for got, layer in zip(linear_together(x, *group), layers):
+        for got, layer in zip(fused_linear(x, *group), layers):
             torch.testing.assert_close(got, layer(x))
 
 

@@ -156,7 +156,7 @@ def test_the_first_that_works_is_taken_and_tried_only_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("settings", "dtype", "words"), [
-    ({"attention_backend": "flash"}, FP32, "documents attention in float32.*there is no such kernel; use auto"),
+    ({"attention_backend": "flash"}, FP32, "documents attention in float32.*there is no such kernel; set ATTENTION_BACKEND=auto"),
     ({"attention_backend": "flash"}, BF16, "flash-3: No available kernel; flash-2: No available kernel; varlen: No available"),
     ({"attention_backend": "cudnn"}, BF16, "cudnn: No available kernel")])
 def test_a_named_backend_that_does_not_run_is_an_error_with_its_reason(settings, dtype, words, monkeypatch):

@@ -20,7 +20,7 @@ import model_utils
 from common.errors import SettingsError
 from config import Config
 from fused import chunked_head
-from model import AttentionMeta, Block, Transformer
+from model import AttentionMeta, Transformer, TransformerBlock
 from settings.load import load_config
 from tokenizer import load_tokenizer
 from training import memory_estimate, preflight
@@ -346,7 +346,7 @@ def kept_by_the_compiler(config: Config, budget: float) -> float:
 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table)
     with FakeTensorMode(allow_non_fake_inputs=True), torch._functorch.config.patch(activation_memory_budget=budget):
-        block = Block(config)
+        block = TransformerBlock(config)
         angles = torch.empty(1, length, 1, config.head_dim)
         x_BTD = torch.empty(rows, length, config.dim, dtype=torch.bfloat16, requires_grad=True)
         torch.compile(block, backend=backend, fullgraph=True)(x_BTD, AttentionMeta("sdpa", angles, angles)).sum().backward()
