@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import hf_format, peft_format, store
 from checkpoint.hf_format import from_huggingface, load_model_weights, model_settings_from_huggingface, read_json, vocabulary_rows
 from checkpoint.peft_format import refuse_adapters
-from checkpoint.resume_rules import AS_SET, MODEL_SHAPE, assignments
+from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from config import Config, ModelConfig, RunConfig
@@ -178,7 +178,7 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
 
 def note_wait(parameter) -> None:
     """Say that this rank has its own gradients, until it moves on."""
-    HEARTBEAT.waits = True
+    HEARTBEAT.is_waiting = True
 
 
 def exchange_in_bf16(process_group, bucket):
@@ -289,7 +289,7 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
         return {name.upper(): getattr(theirs, name) for name in names if getattr(theirs, name) != getattr(config, name)}
 
     def shown(others: dict[str, Any]) -> str:
-        return "; ".join(f"{AS_SET.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
+        return "; ".join(f"{SETTING_OF.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
                          for name, value in others.items())
 
     if others := differing(*map(str.lower, MODEL_SHAPE)):

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, Optional
 
 from common.errors import SettingsError
-from common.text import ending_with_reader, print_safely, printable, write_whole_lines
+from common.text import exit_quietly_if_unread, print_safely, printable, write_line_by_line
 from parallel.exit_report import (
     EXIT_PREEMPTED,
-    end_with_launcher,
-    first_here,
-    leave_at_signals,
-    provide_streams,
+    exit_at_signals,
+    exit_with_launcher,
+    first_on_machine,
+    open_missing_streams,
     write_error_file,
 )
 from settings.load import Loaded, exit_with, load_or_exit
@@ -24,10 +24,10 @@ from settings.load import Loaded, exit_with, load_or_exit
 USAGE = "python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] [--check]"
 
 if __name__ == "__main__":
-    provide_streams()
-    end_with_launcher()
-    leave_at_signals()
-    write_whole_lines()
+    open_missing_streams()
+    exit_with_launcher()
+    exit_at_signals()
+    write_line_by_line()
     load_or_exit(sys.argv[1:], USAGE)  # once before torch, whose import takes seconds: a typo is told at once
 
 # ruff: noqa: E402
@@ -47,7 +47,7 @@ from model_utils import (
     seed_step,
     wrap_model,
 )
-from parallel.collectives import Interrupted, StopSignals, classify_exception, joined_ranks, leave_if_stopped, stop_watch
+from parallel.collectives import Interrupted, StopSignals, classify_exception, joined_ranks, leave_if_stopped, stop_watchdog
 from scripts.sample.world import provide_sample
 from training import diagnostics, preflight
 from training.build_objective import Base, choose_objective
@@ -75,20 +75,20 @@ def main(argv: Optional[list[str]] = None) -> int:
     """Run from the command line; returns the exit code."""
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     try:
-        with ending_with_reader() if loaded.check else nullcontext():
+        with exit_quietly_if_unread() if loaded.check else nullcontext():
             provide_sample(loaded.config, may_write=not loaded.check)
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
-        stop_watch()
+        stop_watchdog()
         ending = classify_exception(error)
         if ending is None:
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             write_error_file(1, sentence, traceback.format_exc())
             raise
-        if not write_error_file(ending.code, ending.sentence, victim=ending.victim):
+        if not write_error_file(ending.code, ending.sentence, is_secondary=ending.is_secondary):
             if isinstance(error, SettingsError):
                 exit_with(error)
-            with first_here() if ending.shared else nullcontext(True) as speaks:
+            with first_on_machine() if ending.on_all_ranks else nullcontext(True) as speaks:
                 if speaks:
                     print_safely(f"error: {ending.sentence}", sys.stderr)
         return ending.code
@@ -111,7 +111,7 @@ def train(loaded: Loaded) -> int:
         inputs = open_inputs(config, ranks)
         place = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
         folder = place.path
-        HEARTBEAT.folder = folder / "log"
+        HEARTBEAT.stacks_folder = folder / "log"
         model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         start = find_start(config, inputs, folder, ranks)
         place_weights(config, start, model, inputs, dtype, ranks)
@@ -206,7 +206,7 @@ def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: 
     """
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
-    units = ranks.total(torch.full((), count, dtype=torch.float64, device=ranks.device))
+    units = ranks.all_reduce(torch.full((), count, dtype=torch.float64, device=ranks.device))
     sums = accumulate_gradients(run, trained, batches, (ranks.world_size / units).float())
     if scaler:
         for part in run.optimizer.parts:
@@ -214,14 +214,14 @@ def train_step(run: Run, trained: torch.nn.Module, batches: list[Batch], count: 
     norm = gradient_norm(run.model)
     stops = torch.full_like(norm, run.signals.received is not None)
     # Of the norms, which all have, the sum: what is no number on one rank is none on all.
-    *totals, norms, stops = ranks.total(torch.stack([value.double() for value in (*sums.values(), norm, stops)]))
+    *totals, norms, stops = ranks.all_reduce(torch.stack([value.double() for value in (*sums.values(), norm, stops)]))
     means = [total / units for total in totals]
     limit = run.progress.spike_limit(config)
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
         left_out |= means[0] > limit
     run.optimizer.step(rate, clip_scale(norm, config.max_grad_norm), left_out.float())
-    *means, norms, stops, norm, left_out, units = ranks.read(torch.stack(
+    *means, norms, stops, norm, left_out, units = ranks.tolist(torch.stack(
         [value.double() for value in (*means, norms, stops, norm, left_out, units)]))
     assert units > 0, "a step without a single target"
     loss, *others = means
@@ -255,7 +255,7 @@ def accumulate_gradients(run: Run, trained: torch.nn.Module, batches: list[Batch
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
-        HEARTBEAT.move()
+        HEARTBEAT.beat()
     return sums
 
 

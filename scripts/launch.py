@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Optional, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import CheckpointError, SettingsError, run_script
-from common.text import drop_unread_streams, print_safely
+from common.text import print_safely, silence_unread_streams
 from config import Config
 from parallel.exit_report import (
     EXIT_PREEMPTED,
@@ -39,8 +39,8 @@ from parallel.exit_report import (
     JOINED,
     LAUNCHER_PID,
     SECOND_SIGNAL_SECONDS,
-    leave_at_signals,
-    provide_streams,
+    exit_at_signals,
+    open_missing_streams,
     stop_signals,
 )
 from parallel.network import LOOPBACK, listen_at
@@ -270,9 +270,9 @@ def stop_twice(error: type[Exception]) -> None:
 
 
 def main() -> None:
-    provide_streams()
+    open_missing_streams()
     args, flags = parse_args()
-    leave_at_signals()
+    exit_at_signals()
     config = check_settings(flags, args.nnodes * (args.nproc_per_node or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what a lost connection means is told in words
     logging.disable(logging.CRITICAL)  # so is what torch's launcher has to say
@@ -290,7 +290,7 @@ def main() -> None:
     endings = launch(args, flags, ranks_here, logs, config.log_all_ranks)
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)  # all is over
-    drop_unread_streams()  # who has left the console does not change how the run ended
+    silence_unread_streams()  # who has left the console does not change how the run ended
     failures = [each for each in endings if each.code not in (0, EXIT_PREEMPTED)]
     if not failures:
         raise SystemExit(max((each.code for each in endings), default=0))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from checkpoint.schema import read_lines
-from common.errors import CheckpointError, needing
+from common.errors import CheckpointError, requires_package
 from common.files import NotAFileError, plain
 from common.text import duration, print_safely, print_traceback, printable
 from config import Config
@@ -171,7 +171,7 @@ def leaving_trackers_behind() -> Iterator[None]:
 
 def start_wandb(config: Config, run_dir: Path, run_id: str):
     """A wandb run: online where there is a key, offline otherwise, unless WANDB_MODE says what it should be."""
-    with needing("wandb", "WANDB_ENABLED=true"):
+    with requires_package("wandb", "WANDB_ENABLED=true"):
         import wandb
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     return wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir,
@@ -183,7 +183,7 @@ class TensorBoard:
     """TensorBoard's files in the run's folder."""
 
     def __init__(self, run_dir: Path, step: int):
-        with needing("tensorboard", "TENSORBOARD_ENABLED=true"):
+        with requires_package("tensorboard", "TENSORBOARD_ENABLED=true"):
             from torch.utils.tensorboard import SummaryWriter
 
         # Its thread dies of a full disk with a traceback, and what comes next raises the same error once more, to be told.

@@ -17,7 +17,7 @@ ROWS_SHOWN = 16
 def append_ledger(run: Run, result: StepResult) -> None:
     """Keep for each step what `scripts/replay_step.py` holds a replay against; the rows by their CRC-32, as they follow from
     the settings."""
-    if run.ranks.is_main:
+    if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         facts = {"rows_crc32": f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}", "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}

@@ -26,7 +26,7 @@ from config import (
     describe_settings,
     on_resume,
 )
-from parallel.exit_report import first_here
+from parallel.exit_report import first_on_machine
 from settings.load import (
     FOREIGN_NAMES,
     LISTS,
@@ -567,16 +567,16 @@ def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_pat
     (tmp_path / "1").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(KeyError), first_here() as first:
+    with pytest.raises(KeyError), first_on_machine() as first:
         assert first
         raise KeyError("ended before it had told all, so the next one does")
     entered = []
 
     def come_second():
-        with first_here() as first:
+        with first_on_machine() as first:
             entered.append(first)
 
-    with first_here() as first:
+    with first_on_machine() as first:
         second = threading.Thread(target=come_second)
         second.start()
         second.join(0.1)

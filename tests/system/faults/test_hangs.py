@@ -166,7 +166,7 @@ def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
 
 def leave_the_group_to_notice() -> None:
     collectives.HangWatchdog = lambda *_: None
-    collectives.stop_watch = lambda: None
+    collectives.stop_watchdog = lambda: None
     collectives.LATER_SECONDS = 0
     if is_rank(1):
         do_in_step(3, lambda: time.sleep(TIMEOUT + 3))
@@ -312,4 +312,4 @@ def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run)
     (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
 def test_one_place_explains_every_end(error, code, victim):
     ending = collectives.classify_exception(error)
-    assert (ending and ending.code, ending and ending.victim) == (code, victim)
+    assert (ending and ending.code, ending and ending.is_secondary) == (code, victim)

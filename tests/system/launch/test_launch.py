@@ -107,7 +107,7 @@ def test_settings_are_read_as_for_all_ranks(tiny_run):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_path):
-    code = ("import os, sys; from parallel import exit_report; exit_report.provide_streams(); file = open(sys.argv[1], 'w'); "
+    code = ("import os, sys; from parallel import exit_report; exit_report.open_missing_streams(); file = open(sys.argv[1], 'w'); "
             "os.write(1, b'lost'); print('lost', flush=True); print('lost', file=sys.stderr); "
             "file.write(f'{file.fileno() > 2} {[os.get_inheritable(stream) for stream in range(3)]}')")
     command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, tmp_path / "file"]
