@@ -170,7 +170,7 @@ def test_what_all_ranks_share_is_told_once(code, changes, tiny_run):
     job = tiny_run().start(WORLD, **changes)
     assert job.wait() == [code] * WORLD, job.text()
     text = job.text()
-    assert text.count("error: ") + text.count("to mend in the settings") == 1 and "Traceback" not in text, text
+    assert text.count("error: ") + text.count(" in the settings:") == 1 and "Traceback" not in text, text
 
 
 def test_a_refused_resume_is_told_once(whole, prepared):
