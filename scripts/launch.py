@@ -267,8 +267,9 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
                 for local_rank in range(ranks_here)]
     except (DistError, RendezvousError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SettingsError(f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check "
-                            "--master-addr and --nnodes, and that --master-port is free on the first") from error
+        raise SettingsError(
+            f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check --master-addr and "
+            "--nnodes, and that --master-port is free on the first machine") from error
     return []
 
 

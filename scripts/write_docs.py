@@ -21,18 +21,20 @@ from settings.load import describe_settings  # noqa: E402
 
 SETTINGS_HEAD = """# Settings
 
-Written by `python scripts/write_docs.py` from `config.py`; how they are read is in the [README](../README.md#settings).
+Written by `python scripts/write_docs.py` from `config.py`. How they are read is in the
+[README](../README.md#settings).
 
-The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes nothing that is
-learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused unless
+The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes nothing that
+is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused unless
 `ALLOW_RESUME_MISMATCH` names the setting."""
+
 
 def env_example() -> str:
     """Return the text of .env.example: every setting, commented out, with its default and meaning."""
-    lines = ["# Copy this file to .env and uncomment what should differ from the default. A preset named in .env",
-             "# lies below it; a preset named elsewhere, the environment and flags lie above. MAX_STEPS here is",
-             "# --max-steps there. Empty values are ignored, and ${NAME} is expanded. Environment variables of libraries",
-             "# (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, ...) may be set here too."]
+    lines = ["# Copy this file to .env and uncomment what should differ from the default. A preset named in .env lies",
+             "# below it; a preset named elsewhere, the environment and flags lie above. MAX_STEPS here is --max-steps",
+             "# there. Empty values are ignored, and ${NAME} is expanded. Environment variables of libraries (HF_HOME,",
+             "# WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:
@@ -55,11 +57,11 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there: the device, the
-versions, the commit, what was right and what was not, and every figure."""
-HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--wheels FOLDER` installs first
-what such a machine lacks; `--parts` also takes names. Each part is a process of its own under a time limit, and one that fails
-stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
+NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there: the
+device, the versions, the commit, the errors, and every figure."""
+HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--wheels FOLDER`
+installs missing packages first; `--parts` also accepts names. Each part is a process with a time limit, and one that
+fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:
@@ -68,7 +70,8 @@ def gpu_page(records: list[dict[str, Any]]) -> str:
     Raises:
         DataError: the records do not name the GPU.
     """
-    lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "", "## How it is run", "", "```",
+    lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "",
+             "## How it is run", "", "```",
              *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),
              "python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl", "```", "", HOW_IT_RUNS, "",
              "| part | of | at most | what |", "|---|---|---|---|",
@@ -94,8 +97,9 @@ def found(records: list[dict[str, Any]]) -> list[str]:
     shown = [last[part.name] for part in PARTS if part.name in last]
     lines = ["What `scripts/gpu_suite.sh` found.", "", *table_of(machine, ("", "")), "", "## Parts", "",
              "| part | | s | what was wrong |", "|---|---|---|---|"]
-    lines += [f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {cell(record['error'] or '')} |"
-              for record in shown]
+    for record in shown:
+        error = cell(record["error"] or "")
+        lines.append(f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {error} |")
     for record in shown:
         if record["figures"]:
             lines += ["", f"## {record['part']}", *figures_of(record["figures"])]
@@ -120,9 +124,10 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
         lines += ["", *table_of(single, ("figure", "value"))]
     for name, value in several:
         for rows in (entry for entry in value.values() if isinstance(entry, list)):
-            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |", "|---|---|---|---|"]
-            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} | `{cell(row['name'])}` |"
-                      for row in rows]
+            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |",
+                      "|---|---|---|---|"]
+            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} "
+                      f"| `{cell(row['name'])}` |" for row in rows]
     return lines
 
 
@@ -140,8 +145,10 @@ def written(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu-results", type=Path, metavar="FILE", help="results.jsonl of scripts/gpu_suite.sh")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu-results", type=Path, metavar="FILE",
+                        help="results.jsonl of scripts/gpu_suite.sh")
     results = parser.parse_args().gpu_results
     if results:
         try:
