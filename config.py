@@ -237,7 +237,7 @@ class PreferenceConfig(Section):
     dpo_length_normalised: bool = fixed(False, "log-probabilities per token instead of per answer")
     dpo_sft_weight: float = fixed(0.0, "weight of an additional cross-entropy of the chosen answer", ge=0)
     dpo_reference: Literal["auto", "stored", "live"] = safe(
-        "auto", "stored = computed once; live = frozen model, or adapters off; auto = live with LoRA, else stored")
+        "auto", "stored = computed once; live = frozen copy or base; auto = live with LoRA, else stored")
     orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
 
 

@@ -38,9 +38,6 @@ HUGGINGFACE_NAMES = {
 }
 
 
-# ---------------------------------------------------------------------------------------- names and layout
-
-
 def huggingface_name(name: str) -> str:
     """Return Hugging Face's name of one of our parameters."""
     stem = name.removesuffix(".weight")
@@ -48,11 +45,6 @@ def huggingface_name(name: str) -> str:
         return f"{HUGGINGFACE_NAMES[stem]}.weight"
     _, layer, part = stem.split(".", 2)
     return f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}.weight"
-
-
-def unwrapped_name(name: str) -> str:
-    """Return the parameter's name without the parts that torch.compile and DDP add."""
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "module"))
 
 
 def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
@@ -96,22 +88,18 @@ def check_numbers(name: str, tensor: Tensor) -> None:
         raise CheckpointError(f"{name} holds numbers that are not finite; use another checkpoint")
 
 
-# -------------------------------------------------------------------------------------------- state dicts
-
-
 def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
                    vocab_size: int) -> dict[str, Tensor]:
     """Return our parameters under Hugging Face's names, on the CPU, without the padding of the vocabulary.
 
     A tied head is left out; `from_huggingface` restores the same bits.
     """
-    state = {unwrapped_name(name): tensor for name, tensor in state_dict.items()}
     shapes = parameter_shapes(model_config, vocab_size)
-    unknown, missing = set(state) - set(shapes) - {"output.weight"}, set(shapes) - set(state)
+    unknown, missing = set(state_dict) - set(shapes) - {"output.weight"}, set(shapes) - set(state_dict)
     assert not unknown and not missing, f"not the parameters of this model: {unknown or missing}"
     tensors = {}
     for name, shape in shapes.items():
-        weight = permuted(name, state[name].detach(), model_config, to_huggingface=True)
+        weight = permuted(name, state_dict[name].detach(), model_config, to_huggingface=True)
         if name in VOCABULARY:
             weight = weight[:vocab_size]
         assert weight.shape == shape, f"{name} is {tuple(weight.shape)}, expected {shape}"
@@ -120,11 +108,7 @@ def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
 
 
 def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of ids in the embedding of a Hugging Face Llama.
-
-    Raises:
-        CheckpointError: there is no embedding.
-    """
+    """Return the number of ids in a Llama's embedding. Raises CheckpointError if there is none."""
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or embedding.ndim != 2 or not len(embedding):
         raise CheckpointError("the weights lack model.embed_tokens.weight with a row for each id; use "
@@ -229,9 +213,6 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------- config.json
-
-
 def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: int, bos: Optional[int],
                        eos: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of config.json, for transformers 4.57 and 5.
@@ -318,9 +299,6 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
         raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model cannot represent; use "
                               "another")
     return settings
-
-
-# ------------------------------------------------------------------------------------------------- folders
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_config: ModelConfig, tokenizer,

@@ -19,7 +19,6 @@ from checkpoint.hf_format import (
     parameter_shapes,
     permuted,
     read_json,
-    unwrapped_name,
     write_json,
 )
 from checkpoint.tensor_files import read_tensors, write_tensors
@@ -49,12 +48,9 @@ class Adapter(NamedTuple):
                                   f"{self.base_sha256} (then in {self.base_path}); name that base")
 
 
-# -------------------------------------------------------------------------------------------------- tensors
-
-
 def peft_name(name: str) -> str:
     """Return PEFT's name of a LoRA factor, of trained token rows, or of a fully trained parameter."""
-    stem, _, last = unwrapped_name(name).rpartition(".")
+    stem, _, last = name.rpartition(".")
     suffix = {"weight": "weight", "rows": "token_adapter.trainable_tokens_delta"}.get(last, f"{last}.weight")
     return f"base_model.model.{huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
 
@@ -118,9 +114,6 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
     return state
 
 
-# ------------------------------------------------------------------------------------- adapter_config.json
-
-
 def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     targets = [name.strip() for name in config.lora_target_modules.split(",")]
@@ -156,13 +149,9 @@ def check_plain_lora(content: Mapping[str, Any]) -> None:
 
 
 def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
-    """Return `trainable_token_indices` of an adapter_config.json; a list there means the embedding.
-
-    Raises:
-        CheckpointError: the value does not fit a Llama.
-    """
+    """Return the trained token ids of an adapter_config.json. Raises CheckpointError if they are invalid."""
     found = content.get("trainable_token_indices") or {}
-    found = found if isinstance(found, dict) else {"embed_tokens": found}
+    found = found if isinstance(found, dict) else {"embed_tokens": found}  # which a list means
     token_ids = {}
     for module, ids in found.items():
         layer = next((ours for ours, name in PEFT_LAYERS.items() if module.rpartition(".")[2] == name), None)
@@ -180,25 +169,19 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 
 def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
-    """Return the LoRA settings of an adapter_config.json; the target modules come from the tensors' names.
-
-    Raises:
-        CheckpointError: a value is invalid.
-    """
+    """Return the LoRA settings of an adapter_config.json. Raises CheckpointError if a value is invalid."""
     targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
     try:
         return LoraConfig(lora_enabled=True, lora_rank=content["r"], lora_alpha=content["lora_alpha"],
                           lora_dropout=content.get("lora_dropout") or 0.0,
                           lora_rslora=content.get("use_rslora") or False,
-                          lora_target_modules=",".join(targets), lora_train_head="output.weight" in state_dict,
+                          lora_target_modules=",".join(targets),
+                          lora_train_head="output.weight" in state_dict,
                           lora_train_embeddings="tok_embeddings.weight" in state_dict)
     except ValidationError as error:
         problem = error.errors()[0]
         raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}; "
                               "copy or download it again") from error
-
-
-# --------------------------------------------------------------------------------------------------- folders
 
 
 def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:
@@ -213,11 +196,7 @@ def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfi
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
-    """Return the adapters in a folder of ours or of PEFT's.
-
-    Raises:
-        CheckpointError: there are none, a file is damaged, or they do not fit this model.
-    """
+    """Return the adapters of a folder of ours or PEFT's. Raises CheckpointError if they do not fit."""
     folder = Path(folder)
     if not os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")

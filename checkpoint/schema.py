@@ -153,11 +153,7 @@ def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
 
 
 def read_state_file(path: Path) -> dict[str, Any]:
-    """Return the content of trainer_state.json, in the form of `State`.
-
-    Raises:
-        CheckpointError: it cannot be read or does not match the schema.
-    """
+    """Return trainer_state.json in the form of `State`. Raises CheckpointError if it is invalid."""
     try:
         return parse(read_plain(path), State, path)
     except OSError as error:
@@ -185,11 +181,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a log; none if there is no log.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is no regular file.
-    """
+    """Yield the valid lines of a log, if there is one. Raises CheckpointError if it cannot be read."""
     try:
         yield from (entry.model_dump() for _, entry in read_lines(path) if entry)
     except FileNotFoundError:

@@ -49,9 +49,6 @@ def warn_on_console(text: str) -> None:
     print_safely(f"warning: {printable(text)}", sys.stderr)
 
 
-# ----------------------------------------------------------------------------------------------- writing
-
-
 class Contents(NamedTuple):
     """What a checkpoint holds."""
 
@@ -209,9 +206,6 @@ def _sealed(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
-# --------------------------------------------------------------------------------- verifying and reading
-
-
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the checkpoint's manifest, verified by its own hash; the files that it lists are not.
 
@@ -360,24 +354,13 @@ def _has(folder: Path, name: str) -> bool:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the trainer's state of a verified checkpoint (`schema.State`); empty for an imported model.
-
-    Raises:
-        CheckpointError: the file is gone or does not match the schema.
-    """
+    """Return the `schema.State`; empty for an imported model. Raises CheckpointError if it is gone."""
     return read_state_file(Path(folder) / STATE) if _has(Path(folder), STATE) else {}
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """Return the optimizer's tensors of a verified checkpoint, on the CPU; empty for an imported model.
-
-    Raises:
-        CheckpointError: the file is gone or holds no safetensors.
-    """
+    """Return the optimizer's tensors, on the CPU; like `read_state`."""
     return read_tensors(Path(folder) / OPTIMIZER) if _has(Path(folder), OPTIMIZER) else {}
-
-
-# ---------------------------------------------------------------------------------------------- deleting
 
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),

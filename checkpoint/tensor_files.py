@@ -22,11 +22,7 @@ DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor],
                   metadata: Optional[Mapping[str, str]] = None) -> None:
-    """Write a safetensors file, byte for byte as safetensors itself would.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a safetensors file, byte for byte as safetensors would. Raises OSError if it cannot."""
     # Not by safetensors.torch.save_file: it copies all tensors of a GPU to the host at once, and it is one
     # call without a heartbeat, so that a slow disk could not be told from a hang.
     ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
@@ -45,11 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor],
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on the CPU.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, or no regular file.
-    """
+    """Return a safetensors file's tensors, on the CPU. Raises CheckpointError if it cannot be read."""
     try:
         open(path, "rb", opener=plain).close()  # refuses a pipe, for which safetensors would wait
         return load_file(path)

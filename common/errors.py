@@ -74,11 +74,7 @@ class HangError(PaddockError):
 
 @contextmanager
 def requires_package(package: str, feature: str) -> Iterator[None]:
-    """A `with` block that imports a package which only `feature` needs.
-
-    Raises:
-        SettingsError: the package is not installed; the message says how to install it.
-    """
+    """A `with` block that imports a package. Raises SettingsError with the pip command if it is missing."""
     try:
         yield
     except ImportError as error:

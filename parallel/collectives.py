@@ -145,9 +145,6 @@ class Ranks:
         self.all_reduce_floats([0])
 
 
-# ---------------------------------------------------------------------------------------- joining and leaving
-
-
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     """Join the process group that torchrun describes in the environment; without torchrun, stay a single
     process.
@@ -268,9 +265,6 @@ def stop_watchdog() -> None:
         watchdog = None
 
 
-# ------------------------------------------------------------------------------------ how a process ends
-
-
 class ExitReport(NamedTuple):
     """Why this process ends, and its exit code."""
 
@@ -312,9 +306,6 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
         return ExitReport(f"rank {rank} stops, because another rank has exited; see that rank's output for "
                           f"the cause ({reason})", 1, is_secondary=True)
     return None
-
-
-# ----------------------------------------------------------------------------------------- stop signals
 
 
 class StopSignals:

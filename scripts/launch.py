@@ -94,9 +94,6 @@ def check_settings(flags: list[str], world_size: int) -> Config:
     return loaded.config
 
 
-# ---------------------------------------------------------------------------------------------------- logs
-
-
 class Logs(NamedTuple):
     """The folder with the ranks' output and error files."""
 
@@ -157,9 +154,6 @@ def take(lock: TextIO) -> bool:
     return False
 
 
-# ------------------------------------------------------------------------------------------ how a rank ended
-
-
 class RankExit(NamedTuple):
     """How a rank ended; the smallest of several is the cause."""
 
@@ -193,9 +187,6 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
         return RankExit(False, at, rank, 1, f"rank {rank} was killed by {name}{HINTS.get(name, '')}")
     code = exit_code if exit_code in CODES else 1
     return RankExit(False, at, rank, code, f"rank {rank} exited with code {exit_code}")
-
-
-# ---------------------------------------------------------------------------------------------------- launch
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
@@ -268,7 +259,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
     except (DistError, RendezvousError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingsError(
-            f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check --master-addr and "
+            f"the {args.nnodes} machine(s) could not connect at {endpoint}: {reason}; check --master-addr, "
             "--nnodes, and that --master-port is free on the first machine") from error
     return []
 

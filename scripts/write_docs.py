@@ -24,17 +24,19 @@ SETTINGS_HEAD = """# Settings
 Written by `python scripts/write_docs.py` from `config.py`. How they are read is in the
 [README](../README.md#settings).
 
-The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes nothing that
-is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused unless
+The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes
+nothing that is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused unless
 `ALLOW_RESUME_MISMATCH` names the setting."""
 
 
 def env_example() -> str:
     """Return the text of .env.example: every setting, commented out, with its default and meaning."""
-    lines = ["# Copy this file to .env and uncomment what should differ from the default. A preset named in .env lies",
-             "# below it; a preset named elsewhere, the environment and flags lie above. MAX_STEPS here is --max-steps",
-             "# there. Empty values are ignored, and ${NAME} is expanded. Environment variables of libraries (HF_HOME,",
-             "# WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, ...) may be set here too."]
+    lines = ["# Copy this file to .env and uncomment what should differ from the default. A preset named in",
+             "# .env lies below it; a preset named elsewhere, the environment and flags lie above. MAX_STEPS "
+             "here",
+             "# is --max-steps there. Empty values are ignored, and ${NAME} is expanded. Environment "
+             "variables of",
+             "# libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:
@@ -57,11 +59,12 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there: the
-device, the versions, the commit, the errors, and every figure."""
-HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--wheels FOLDER`
-installs missing packages first; `--parts` also accepts names. Each part is a process with a time limit, and one that
-fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
+NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there:
+the device, the versions, the commit, the errors, and every figure."""
+HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. With
+`--wheels FOLDER` it installs missing packages first; `--parts` also accepts names. Each part is a process with
+a time limit, and one that fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code
+of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:
@@ -92,8 +95,9 @@ def found(records: list[dict[str, Any]]) -> list[str]:
         else:
             last[record["part"]] = record
     if "capability" not in machine:
-        raise DataError(f"--gpu-results: these are results of {machine.get('device', 'an unknown device')}, and "
-                        "docs/gpu.md is about a GPU; give those of bash scripts/gpu_suite.sh --device cuda")
+        device = machine.get("device", "an unknown device")
+        raise DataError(f"--gpu-results: these are results of {device}, and docs/gpu.md is about a GPU; give "
+                        "those of bash scripts/gpu_suite.sh --device cuda")
     shown = [last[part.name] for part in PARTS if part.name in last]
     lines = ["What `scripts/gpu_suite.sh` found.", "", *table_of(machine, ("", "")), "", "## Parts", "",
              "| part | | s | what was wrong |", "|---|---|---|---|"]

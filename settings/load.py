@@ -77,9 +77,6 @@ SWITCHES = {name for name, field in Config.model_fields.items() if field.annotat
 LOADER_FLAGS = ("env_file", "config", "check")
 
 
-# ------------------------------------------------------------------------------------ names and suggestions
-
-
 def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
     """Return the known name that a misspelt one most likely means, or None."""
     name = name.lower().replace("-", "_")
@@ -116,9 +113,6 @@ def misspelt(key: str) -> Optional[str]:
         return FOREIGN_NAMES[name]
     match = next(iter(difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)), None)
     return None if match is None or ("_" not in match and name.startswith(match)) else match
-
-
-# -------------------------------------------------------------------------------------------------- layers
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -293,9 +287,6 @@ def read_preset(names: str, where: str) -> Layer:
     return Layer(values, problems)
 
 
-# ----------------------------------------------------------------------------------------- the configuration
-
-
 @dataclass(frozen=True)
 class Loaded:
     """A valid configuration, where each setting that is not at its default was found, and what to report."""
@@ -398,8 +389,8 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     """Yield conflicts between WORLD_SIZE and the launcher that started this process."""
     if "RANK" not in environ:
         if config.world_size > 1 and not check:
-            yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; start it with "
-                   f"python scripts/launch.py --nproc-per-node {config.world_size} (or torchrun), or leave it out")
+            yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use python "
+                   f"scripts/launch.py --nproc-per-node {config.world_size} (or torchrun), or leave it out")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
@@ -440,9 +431,6 @@ def is_valid_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in text
-
-
-# ------------------------------------------------------------------------------------- help, errors, exports
 
 
 class SettingLine(NamedTuple):

@@ -67,13 +67,6 @@ def test_there_and_back_is_bit_equal(config):
     assert ("lm_head.weight" in tensors) == (not config.tie_embeddings)
 
 
-def test_names_lose_what_compile_and_ddp_put_in(config):
-    state = model_of(config).state_dict()
-    wrapped = {f"module._orig_mod.{name.replace('layers.0.', 'layers.0._orig_mod.')}": tensor for name, tensor in state.items()}
-    plain, unwrapped = (hf_format.to_huggingface(s, config, VOCAB) for s in (state, wrapped))
-    assert plain.keys() == unwrapped.keys()
-
-
 def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
     """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
     model = model_of(config)
