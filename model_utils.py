@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import hf_format, store
 from checkpoint.peft_format import refuse_adapters
-from checkpoint.resume_rules import AS_SET, MODEL_SHAPE, assignments
+from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from config import Config, ModelConfig, RunConfig
@@ -190,7 +190,7 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     if gradient_dtype == "bf16":
         parallel.register_comm_hook(None, exchange_in_bf16)
     def start_waiting(parameter) -> None:
-        HEARTBEAT.waits = True
+        HEARTBEAT.is_waiting = True
 
     # The backward reaches the first parameter last, or nearly so: then it waits for the other ranks.
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -304,7 +304,7 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
                 if getattr(saved, name) != getattr(config, name)}
 
     def describe(others: dict[str, Any]) -> str:
-        return "; ".join(f"{AS_SET.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
+        return "; ".join(f"{SETTING_OF.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
                          for name, value in others.items())
 
     if others := differing(*map(str.lower, MODEL_SHAPE)):

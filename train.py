@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, Optional
 
 from common.errors import SettingsError
-from common.text import ending_with_reader, print_safely, printable, write_whole_lines
+from common.text import exit_quietly_if_unread, print_safely, printable, write_line_by_line
 from parallel.exit_report import (
     EXIT_PREEMPTED,
-    end_with_launcher,
-    first_here,
-    leave_at_signals,
-    provide_streams,
+    exit_at_signals,
+    exit_with_launcher,
+    first_on_machine,
+    open_missing_streams,
     write_error_file,
 )
 from settings.load import Loaded, exit_with, load_or_exit
@@ -25,10 +25,10 @@ USAGE = ("python train.py [--preset NAME] [--config FILE.json] [--env-file FILE]
          "[--check]")
 
 if __name__ == "__main__":
-    provide_streams()
-    end_with_launcher()
-    leave_at_signals()
-    write_whole_lines()
+    open_missing_streams()
+    exit_with_launcher()
+    exit_at_signals()
+    write_line_by_line()
     load_or_exit(sys.argv[1:], USAGE)  # before torch, whose import takes seconds: a typo is reported at once
 
 # ruff: noqa: E402
@@ -38,7 +38,7 @@ from torch import Tensor
 from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
 from model_utils import clip_scale, gradient_norm, seed_step, wrap_model
-from parallel.collectives import Interrupted, classify_exception, stop_watch
+from parallel.collectives import Interrupted, classify_exception, stop_watchdog
 from scripts.sample.world import provide_sample
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
@@ -53,20 +53,20 @@ def main(argv: Optional[list[str]] = None) -> int:
     """Run from the command line; returns the exit code."""
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     try:
-        with ending_with_reader() if loaded.check else nullcontext():
+        with exit_quietly_if_unread() if loaded.check else nullcontext():
             provide_sample(loaded.config, may_write=not loaded.check)
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
-        stop_watch()
+        stop_watchdog()
         report = classify_exception(error)
         if report is None:  # a bug of ours
             sentence = printable(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}")
             write_error_file(1, sentence, traceback.format_exc())
             raise
-        if not write_error_file(report.code, report.sentence, victim=report.victim):
+        if not write_error_file(report.code, report.sentence, is_secondary=report.is_secondary):
             if isinstance(error, SettingsError):
                 exit_with(error)
-            with first_here() if report.shared else nullcontext(True) as speaks:
+            with first_on_machine() if report.on_all_ranks else nullcontext(True) as speaks:
                 if speaks:
                     print_safely(f"error: {report.sentence}", sys.stderr)
         return report.code
@@ -160,7 +160,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     """
     HEARTBEAT.enter("forward and backward")
     config, ranks, scaler = run.config, run.ranks, run.scaler
-    units = ranks.total(torch.full((), count, dtype=torch.float64, device=ranks.device))
+    units = ranks.all_reduce(torch.full((), count, dtype=torch.float64, device=ranks.device))
     sums = accumulate_gradients(run, ddp_model, batches, (ranks.world_size / units).float())
     if scaler:
         for part in run.optimizer.parts:
@@ -170,7 +170,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     # Sums over all ranks. The norm is the same on all, but one that is NaN on one rank must count on all.
     stops = torch.full_like(norm, run.context.signals.received is not None)
     own = torch.stack([value.double() for value in (*sums.values(), norm, stops)])
-    *totals, norms, stops = ranks.total(own)
+    *totals, norms, stops = ranks.all_reduce(own)
     means = [total / units for total in totals]
 
     limit = run.progress.spike_limit(config)
@@ -180,7 +180,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), left_out.float())
 
     # The only wait for the device.
-    *means, norms, stops, norm, left_out, units = ranks.read(torch.stack(
+    *means, norms, stops, norm, left_out, units = ranks.tolist(torch.stack(
         [value.double() for value in (*means, norms, stops, norm, left_out, units)]))
     assert units > 0, "a step without a single target"
     loss, *others = means
@@ -214,7 +214,7 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
-        HEARTBEAT.move()
+        HEARTBEAT.beat()
     return sums
 
 

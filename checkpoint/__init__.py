@@ -1,1 +1,1 @@
-"""Checkpoints on disk, and the formats of Hugging Face, Meta and PEFT."""
+"""Checkpoints on disk, and the file formats of Hugging Face, Meta and PEFT."""

@@ -1,151 +1,202 @@
-"""Adapters on disk, in PEFT's format: a folder that PEFT loads onto the base, with the base's hash in a file of ours beside."""
+"""LoRA adapters in PEFT's format, and the hash of their base in a file of ours beside them."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoint.hf_format import (
     HUGGINGFACE_NAMES,
+    VOCABULARY,
     TokenIds,
-    from_peft,
+    check_numbers,
+    huggingface_name,
+    padded_rows,
+    parameter_shapes,
+    permuted,
     read_json,
-    read_tensors,
-    to_peft,
     write_json,
 )
-from checkpoint.tensor_files import write_tensors
+from checkpoint.tensor_files import read_tensors, write_tensors
 from common.errors import CheckpointError
 from config import LoraConfig, ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
-THEIR_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
+PEFT_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
 
 
 class Adapter(NamedTuple):
-    """What an adapter folder holds."""
+    """The content of an adapter folder."""
 
-    state: dict[str, Tensor]  # under our names
+    state: dict[str, Tensor]  # what LoRA trains, under our names
     config: LoraConfig
     base_path: Optional[str]  # a folder, or a name on the hub
-    base_sha256: Optional[str]  # `weights_sha256` of the base; None where PEFT made the folder
-    token_ids: TokenIds  # whose rows learn
+    base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
+    token_ids: TokenIds  # whose rows are trained
 
     def check_base(self, base_sha256: str, base: str | Path) -> None:
-        """See that these are the weights which the adapters were trained on.
-
-        Raises:
-            CheckpointError: they are others.
-        """
+        """Raise CheckpointError unless the adapters were trained on these weights."""
         if self.base_sha256 not in (None, base_sha256):
-            raise CheckpointError(f"the adapters belong to another base: the weights in {base} have SHA-256 {base_sha256}, those "
-                                  f"that the adapters were trained on had {self.base_sha256} (then in {self.base_path}); name "
-                                  "that base")
+            raise CheckpointError(f"the adapters belong to another base: the weights in {base} have SHA-256 "
+                                  f"{base_sha256}, those that the adapters were trained on had "
+                                  f"{self.base_sha256} (then in {self.base_path}); name that base")
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of a LoRA factor, of trained token rows, or of a fully trained parameter."""
+    stem, _, last = name.rpartition(".")
+    suffix = {"weight": "weight", "rows": "token_adapter.trainable_tokens_delta"}.get(last, f"{last}.weight")
+    return f"base_model.model.{huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
+
+
+def to_peft(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
+            vocab_size: int) -> dict[str, Tensor]:
+    """Return what LoRA trains under PEFT's names, on the CPU; a tied matrix both as embedding and as head."""
+    tensors = {}
+    for name, tensor in state_dict.items():
+        tensor = tensor.detach()
+        if name.endswith(".lora_B"):
+            tensor = permuted(name, tensor, model_config, to_huggingface=True)
+        if name in VOCABULARY:
+            tensor = tensor[:vocab_size]
+        tensors[peft_name(name)] = tensor.cpu().contiguous()
+    if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
+        tensors[peft_name("output.weight")] = tied.clone()
+    return tensors
+
+
+def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int, rank: int,
+              token_ids: TokenIds) -> dict[str, Tensor]:
+    """Return PEFT's tensors under our names; the inverse of `to_peft`.
+
+    Args:
+        token_ids: whose rows are trained.
+    Raises:
+        CheckpointError: a tensor is of no parameter of this model, or not of its shape.
+    """
+    remaining, state, shapes = dict(tensors), {}, {}
+    for name, shape in parameter_shapes(model_config, padded_vocab).items():
+        stem = name.removesuffix(".weight")
+        if name in VOCABULARY:
+            shapes[name] = shape
+            if ids := token_ids.get(stem):
+                shapes[f"{stem}.rows"] = (len(ids), shape[1])
+        elif len(shape) == 2:
+            shapes |= {f"{stem}.lora_A": (rank, shape[1]), f"{stem}.lora_B": (shape[0], rank)}
+    if model_config.tie_embeddings:
+        embedding = tensors.get(peft_name("tok_embeddings.weight"))
+        head = remaining.pop(peft_name("output.weight"), None)
+        if (embedding is None) != (head is None) or (head is not None and not torch.equal(embedding, head)):
+            raise CheckpointError("the adapters train head and embeddings separately, which are one matrix "
+                                  "in their base")
+    for name, shape in shapes.items():
+        tensor = remaining.pop(peft_name(name), None)
+        if tensor is None:
+            continue
+        check_numbers(peft_name(name), tensor)
+        if name in VOCABULARY:
+            tensor = padded_rows(tensor, padded_vocab)
+        if tensor.shape != shape:
+            raise CheckpointError(f"{peft_name(name)} is {tuple(tensor.shape)}, but rank and base give "
+                                  f"{shape}; use the base that the adapters were made for")
+        is_lora_b = name.endswith(".lora_B")
+        state[name] = permuted(name, tensor, model_config, to_huggingface=False) if is_lora_b else tensor
+    if remaining:
+        raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
+                              f"({len(remaining)} such tensors); use the base that the adapters were made "
+                              "for")
+    return state
 
 
 def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
-    """The content of adapter_config.json."""
+    """Return the content of adapter_config.json."""
     targets = [name.strip() for name in config.lora_target_modules.split(",")]
-    theirs = [name.rpartition(".")[2] for part, name in HUGGINGFACE_NAMES.items() if part.rpartition(".")[2] in targets]
+    modules = [name.rpartition(".")[2] for part, name in HUGGINGFACE_NAMES.items()
+               if part.rpartition(".")[2] in targets]
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)
     whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
-    rows: Any = {THEIR_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
+    rows: Any = {PEFT_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
     if tied and rows:  # a list means the embedding, which is the head too
         rows = rows["embed_tokens"]
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_path, "r": config.lora_rank,
-            "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout, "use_rslora": config.lora_rslora,
-            "target_modules": theirs, "modules_to_save": whole or None,
-            "trainable_token_indices": rows or None,
-            "ensure_weight_tying": both, "bias": "none", "fan_in_fan_out": False, "init_lora_weights": True,
-            "inference_mode": True}
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_path,
+            "r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout,
+            "use_rslora": config.lora_rslora, "target_modules": modules, "modules_to_save": whole or None,
+            "trainable_token_indices": rows or None, "ensure_weight_tying": both, "bias": "none",
+            "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
 
 def check_plain_lora(content: Mapping[str, Any]) -> None:
-    """See that an adapter_config.json describes nothing beyond LoRA itself.
-
-    Raises:
-        CheckpointError: it does.
-    """
-    # Other ways to begin change the base's weights.
-    plain = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, None, "gaussian", "orthogonal")}
-    plain |= dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora", "alora_invocation_tokens",
-                            "arrow_config", "layer_replication"), (None, False, {}, []))
-    unlike = [f"{key}={content.get(key)!r}" for key, values in plain.items() if content.get(key) not in values]
-    lacking = [key for key in ("r", "lora_alpha") if key not in content]
-    if unlike or lacking:
-        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {lacking[0]}'}; only plain LoRA can be read")
+    """Raise CheckpointError if an adapter_config.json describes more than plain LoRA."""
+    # Other values of init_lora_weights change the base's weights.
+    plain = {"peft_type": ("LORA",), "bias": ("none", None),
+             "init_lora_weights": (True, False, None, "gaussian", "orthogonal")}
+    plain |= dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora",
+                            "alora_invocation_tokens", "arrow_config", "layer_replication"),
+                           (None, False, {}, []))
+    unlike = [f"{key}={content.get(key)!r}" for key, values in plain.items()
+              if content.get(key) not in values]
+    missing = [key for key in ("r", "lora_alpha") if key not in content]
+    if unlike or missing:
+        what = ", ".join(unlike) or f"no {missing[0]}"
+        raise CheckpointError(f"{CONFIG_FILE} has {what}; only plain LoRA can be read")
 
 
 def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
-    """Whose rows learn, by an adapter_config.json's `trainable_token_indices`: a list means the embedding.
-
-    Raises:
-        CheckpointError: it is none that a Llama's adapters can have.
-    """
+    """Return the trained token ids of an adapter_config.json. Raises CheckpointError if they are invalid."""
     found = content.get("trainable_token_indices") or {}
-    found = found if isinstance(found, dict) else {"embed_tokens": found}
+    found = found if isinstance(found, dict) else {"embed_tokens": found}  # which a list means
     token_ids = {}
-    for theirs, ids in found.items():
-        layer = next((ours for ours, name in THEIR_LAYERS.items() if theirs.rpartition(".")[2] == name), None)
-        known = isinstance(ids, list) and all(type(number) is int and 0 <= number < padded_vocab for number in ids)
-        if layer is None or not known or not ids or ids != sorted(set(ids)):
-            raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={found!r:.200}; only ascending ids of embed_tokens "
-                                  f"and lm_head below {padded_vocab} can be read")
+    for module, ids in found.items():
+        layer = next((ours for ours, name in PEFT_LAYERS.items() if module.rpartition(".")[2] == name), None)
+        valid = isinstance(ids, list) and all(type(each) is int and 0 <= each < padded_vocab for each in ids)
+        if layer is None or not valid or not ids or ids != sorted(set(ids)):
+            raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={found!r:.200}; only ascending "
+                                  f"ids of embed_tokens and lm_head below {padded_vocab} can be read")
         token_ids[layer] = ids
     if tied and token_ids:
         if len(set(map(tuple, token_ids.values()))) > 1:
-            raise CheckpointError(f"{CONFIG_FILE} trains other rows of the head than of the embedding, which are one matrix in "
-                                  "the base")
+            raise CheckpointError(f"{CONFIG_FILE} trains other rows of the head than of the embedding, which "
+                                  "are one matrix in the base")
         token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
     return token_ids
 
 
 def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
-    """The settings of adapters: their scale from adapter_config.json, their places from their own names.
-
-    Raises:
-        CheckpointError: a value is none that LoRA can have.
-    """
+    """Return the LoRA settings of an adapter_config.json. Raises CheckpointError if a value is invalid."""
     targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
     try:
         return LoraConfig(lora_enabled=True, lora_rank=content["r"], lora_alpha=content["lora_alpha"],
-                          lora_dropout=content.get("lora_dropout") or 0.0, lora_rslora=content.get("use_rslora") or False,
-                          lora_target_modules=",".join(targets), lora_train_head="output.weight" in state_dict,
+                          lora_dropout=content.get("lora_dropout") or 0.0,
+                          lora_rslora=content.get("use_rslora") or False,
+                          lora_target_modules=",".join(targets),
+                          lora_train_head="output.weight" in state_dict,
                           lora_train_embeddings="tok_embeddings.weight" in state_dict)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}; get it anew") from error
+        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}; "
+                              "copy or download it again") from error
 
 
-def save_adapter_folder(folder: Path, state_dict: Mapping[str, Tensor], config: LoraConfig, model_config: ModelConfig,
-                        base_path: str, base_sha256: str, tokenizer, token_ids: Optional[TokenIds] = None) -> None:
-    """Write an adapter folder that PEFT loads onto its base, with the base's hash and the tokenizer's files.
-
-    Args:
-        state_dict: what LoRA trains, under our names.
-        base_path: the base's folder, or its name on the hub.
-        base_sha256: `weights_sha256` of the base.
-        token_ids: whose rows learn.
-    """
+def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:
+    """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files."""
     folder = Path(folder)
-    write_tensors(folder / WEIGHTS_FILE, to_peft(state_dict, model_config, tokenizer.vocab_size), {"format": "pt"})
-    write_json(folder / CONFIG_FILE, peft_config(config, model_config.tie_embeddings, base_path, token_ids or {}))
-    write_json(folder / BASE_FILE, {"base_sha256": base_sha256})
+    tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
+    config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
+    write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
+    write_json(folder / CONFIG_FILE, config)
+    write_json(folder / BASE_FILE, {"base_sha256": adapter.base_sha256})
     tokenizer.save_huggingface(folder)
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
-    """The adapters in a folder of ours or of PEFT's.
-
-    Raises:
-        CheckpointError: there are none, a file is damaged, or they do not fit this model.
-    """
+    """Return the adapters of a folder of ours or PEFT's. Raises CheckpointError if they do not fit."""
     folder = Path(folder)
     if not os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")
@@ -153,15 +204,16 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     check_plain_lora(content)
     own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
-    state = from_peft(read_tensors(folder / WEIGHTS_FILE), model_config, padded_vocab, content["r"], token_ids)
+    tensors = read_tensors(folder / WEIGHTS_FILE)
+    state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
-    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"), own.get("base_sha256"),
-                   token_ids)
+    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"),
+                   own.get("base_sha256"), token_ids)
 
 
 def refuse_adapters(folder: Path) -> None:
-    """Raises CheckpointError where a folder holds no whole model."""
+    """Raise CheckpointError if a folder holds adapters and not a whole model."""
     if os.path.exists(folder / CONFIG_FILE):
-        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: python scripts/merge_lora.py "
-                              f"{folder} --output FOLDER")
+        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: "
+                              f"python scripts/merge_lora.py {folder} --output FOLDER")

@@ -1,6 +1,6 @@
-"""What a run's folder says, as far as a reader must be able to trust it: a checkpoint's manifest and state, and lines of logs.
+"""The fields of a checkpoint's manifest and state, and of the lines of a run's logs.
 
-What an older version did not write has its default here; what this version does not know was written by a newer one.
+A field that an older version did not write has a default; an unknown field means a newer version wrote it.
 """
 
 from collections.abc import Iterator
@@ -14,18 +14,16 @@ from common.errors import CheckpointError
 from common.files import plain, read_plain
 
 FORMAT = 1
-LONGEST_LINE = 1 << 24  # bytes
-GONE = "is gone: it was pruned or deleted meanwhile; start again, or take another"
-NEWER = "it was written by a newer Paddock; go on with that"
+MAX_LINE_BYTES = 1 << 24
+GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
+NEWER = "it was written by a newer Paddock; use that version"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
-Place = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
+PathText = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
 KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid")
-Kind = TypeVar("Kind", bound=BaseModel)
-
-
-# ------------------------------------------------------------------------------------------------------------------ checkpoints
+ANY_FIELDS = ConfigDict(strict=True, extra="allow")
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class File(BaseModel):
@@ -47,47 +45,48 @@ class Manifest(BaseModel):
     step: Count
     world_size: WorldSize = 1
     val_loss: Optional[float] = None
-    written: int = Field(ge=0)  # after how many others
-    files: dict[Place, File] = Field(min_length=1)
-    sha256: str  # of all of this, but for itself
+    written: int = Field(ge=0)  # 1 + the highest number beside it: the order of writing
+    files: dict[PathText, File] = Field(min_length=1)
+    sha256: str  # of the manifest without this field
 
 
 @dataclass
 class SavedProgress:
-    """How far a run is: what a checkpoint remembers besides weights and optimizer."""
+    """What a checkpoint remembers of a run besides weights and optimizer."""
 
     __pydantic_config__: ClassVar[ConfigDict] = KNOWN_FIELDS
 
     step: Count  # finished steps
     tokens_seen: Count = 0
-    skipped_steps: Count = 0  # whose update was left out: fp16 overflows, loss spikes
-    val_loss: Optional[float] = None  # of the weights as they are now
+    skipped_steps: Count = 0  # steps without an update: fp16 overflows, loss spikes
+    val_loss: Optional[float] = None  # of the current weights
     best_val_loss: Optional[float] = None
     best_step: Count = 0
     validations_without_best: Count = 0
     wandb_run_id: Optional[str] = None
-    recent_losses: list[float] = field(default_factory=list)  # that a loss spike stands out from
-    begun_from: Optional[Place] = None  # the checkpoint that the settings named when this run began
-    base: Optional[Place] = None  # where that was: what adapters stand on, and preferences are held against
+    recent_losses: list[float] = field(default_factory=list)  # the window of the loss-spike test
+    begun_from: Optional[PathText] = None  # the start checkpoint, as the settings named it when the run began
+    base: Optional[PathText] = None  # its path: the base of adapters, the reference of preferences
     base_sha256: Optional[str] = None  # of its weights
-    base_beside: Optional[Place] = None  # where it was from the run's folder on, for a tree that is moved as a whole
-    # The metrics of the last step, while what is due after it is still to be measured: a signal may come in between.
+    base_beside: Optional[PathText] = None  # its path relative to the run's folder, for a tree that is moved
+    # The metrics of the last step, until what is due after it has been measured: a signal may come in
+    # between.
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
 
 
 class Settings(BaseModel):
-    """The settings that a checkpoint was written with, of which any version may have its own."""
+    """The settings that a checkpoint was written with; each version has its own."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ANY_FIELDS
 
     TRAINING_STAGE: str
     LORA_ENABLED: bool = False
 
 
 class Scaler(BaseModel):
-    """The loss scale of fp16, as torch keeps it."""
+    """The state of torch.amp.GradScaler."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ANY_FIELDS
 
     scale: float = Field(gt=0)
     growth_factor: float = Field(gt=0)
@@ -109,49 +108,17 @@ class State(BaseModel):
     val_loss: Optional[float] = None
 
     @model_validator(mode="after")
-    def adds_up(self) -> "State":
-        """Refuse more updates left out than there were."""
+    def check_steps(self) -> "State":
+        """Refuse more skipped steps than steps."""
         if self.progress.skipped_steps > self.progress.step:
             raise ValueError("progress.skipped_steps is more than progress.step")
         return self
 
 
-def parsed(content: bytes, kind: type[Kind], path: Path) -> dict[str, Any]:
-    """What a file of a checkpoint says, with all that its kind has.
-
-    Raises:
-        CheckpointError: it does not say what it must; names the field.
-    """
-    try:
-        return kind.model_validate_json(content).model_dump(by_alias=True)
-    except ValidationError as error:
-        faults = error.errors(include_url=False, include_context=False)
-        unknown = [fault for fault in faults if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
-        fault = (unknown or faults)[0]
-        where, what = ".".join(map(str, fault["loc"]))[:100] or "its content", fault["msg"][0].lower() + fault["msg"][1:]
-        said = f"{where} is not known to this version: {NEWER}" if unknown else f"{where}: {what}; get it anew"
-        raise CheckpointError(f"{path}: {said}, or move this checkpoint away and take another") from error
-
-
-def read_state_file(path: Path) -> dict[str, Any]:
-    """What trainer_state.json says, a `State`.
-
-    Raises:
-        CheckpointError: it cannot be read, or does not say what it must.
-    """
-    try:
-        return parsed(read_plain(path), State, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; move this checkpoint away and take another") from error
-
-
-# ------------------------------------------------------------------------------------------------------------------------- logs
-
-
 class Line(BaseModel):
     """One line of metrics.jsonl or samples.jsonl."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ANY_FIELDS
 
     step: Count
 
@@ -165,37 +132,59 @@ class LedgerLine(Line):
     updated: bool
 
 
-KINDS = {"ledger.jsonl": LedgerLine}
+def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
+    """Return the content of a checkpoint's JSON file, with defaults for missing fields.
+
+    Raises:
+        CheckpointError: it does not match the schema; names the field.
+    """
+    try:
+        return schema.model_validate_json(content).model_dump(by_alias=True)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)
+        unknown = [fault for fault in faults
+                   if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
+        fault = (unknown or faults)[0]
+        where = ".".join(map(str, fault["loc"]))[:100] or "its content"
+        what = fault["msg"][0].lower() + fault["msg"][1:]
+        problem = (f"{where} is not known to this version: {NEWER}" if unknown
+                   else f"{where}: {what}; copy it again")
+        raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
+
+
+def read_state_file(path: Path) -> dict[str, Any]:
+    """Return trainer_state.json in the form of `State`. Raises CheckpointError if it is invalid."""
+    try:
+        return parse(read_plain(path), State, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; move this checkpoint away and use "
+                              "another") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
-    """The lines of a log, one by one, each with what it says: None where it is not what a line of this file must be.
+    """Yield each line of a log, raw and parsed; None for one that does not match the schema.
 
-    The last one is left out while it is being written, or where a crash has torn it.
+    An incomplete last line is left out: it is being written, or a crash cut it short.
     Raises:
-        OSError: it cannot be read, or is no file.
+        OSError: the file cannot be read, or is no regular file.
     """
-    kind = KINDS.get(path.name, Line)
+    schema = LedgerLine if path.name == "ledger.jsonl" else Line
     with open(path, "rb", opener=plain) as file:
-        while line := file.readline(LONGEST_LINE):
+        while line := file.readline(MAX_LINE_BYTES):
             try:
-                entry = kind.model_validate_json(line)
+                entry = schema.model_validate_json(line)
             except ValidationError:
                 entry = None
-                if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                     return
             yield line.rstrip(b"\n"), entry
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """What the lines of a log say that can be read; nothing where there is no log.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no file.
-    """
+    """Yield the valid lines of a log, if there is one. Raises CheckpointError if it cannot be read."""
     try:
         yield from (entry.model_dump() for _, entry in read_lines(path) if entry)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; look at what stands there") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; check what is at this path") from error

@@ -1,4 +1,4 @@
-"""The mistakes that a user can mend, each with the exit code that tells a launcher what happened."""
+"""The errors that a user can fix, each with the exit code that tells a launcher what happened."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.text import (
-    ending_with_reader,
+    exit_quietly_if_unread,
     is_url,
     print_safely,
     print_traceback,
@@ -16,18 +16,20 @@ from common.text import (
 
 
 class PaddockError(Exception):
-    """A sentence for the user, or several: what was got, what was expected, what to change. Passwords in URLs are not shown, and
-    control characters as their escapes."""
+    """One or several sentences for the user: what was found, what was expected, what to change.
+
+    Passwords in URLs are masked and control characters are escaped.
+    """
 
     exit_code = 1
-    shared = False  # every rank raises the same, so one of a machine is to tell it
+    on_all_ranks = False  # every rank raises the same error, so one rank of each machine prints it
 
     def __init__(self, *sentences: str):
         super().__init__("\n".join(printable(without_passwords(sentence)) for sentence in sentences))
 
 
 class SettingsError(PaddockError):
-    """A setting is unknown, malformed, or cannot go with the others."""
+    """A setting is unknown, malformed, or conflicts with others."""
 
     exit_code = 2
 
@@ -39,10 +41,17 @@ class DataError(PaddockError):
 
 
 class NonFiniteError(PaddockError):
-    """A loss or gradient stopped being a number."""
+    """A loss or gradient is NaN or infinite."""
 
     exit_code = 4
-    shared = True
+    on_all_ranks = True
+
+
+class LossSpikeError(PaddockError):
+    """The loss is far above the recent ones, and LOSS_SPIKE_POLICY=stop."""
+
+    exit_code = 4
+    on_all_ranks = True
 
 
 class CheckpointError(PaddockError):
@@ -51,49 +60,40 @@ class CheckpointError(PaddockError):
     exit_code = 5
 
 
-class LossSpikeError(PaddockError):
-    """A loss lies far above the recent ones, and LOSS_SPIKE_POLICY=stop."""
-
-    exit_code = 4
-    shared = True
-
-
 class DriftError(PaddockError):
-    """The ranks' replicas of the model, which must be equal, are not."""
+    """The model's replicas differ between ranks."""
 
-    shared = True
+    on_all_ranks = True
 
 
 class HangError(PaddockError):
-    """A rank did not move for DISTRIBUTED_TIMEOUT seconds."""
+    """A rank made no progress for DISTRIBUTED_TIMEOUT seconds."""
 
     exit_code = 6
 
 
 @contextmanager
-def needing(package: str, what: str) -> Iterator[None]:
-    """A `with` block that imports a package which nothing but `what` needs.
-
-    Raises:
-        SettingsError: it is not installed; says how to.
-    """
+def requires_package(package: str, feature: str) -> Iterator[None]:
+    """A `with` block that imports a package. Raises SettingsError with the pip command if it is missing."""
     try:
         yield
     except ImportError as error:
-        raise SettingsError(f"{what} needs the package {package}: pip install {package} ({error})") from error
+        message = f"{feature} needs the package {package}: pip install {package} ({error})"
+        raise SettingsError(message) from error
 
 
 def local_path(text: str) -> Path:
-    """A path on this machine, as the type of a script's flag. Raises SettingsError for a URL."""
+    """Return a script flag's value as a local path. Raises SettingsError for a URL."""
     if is_url(text):
-        raise SettingsError(f"{text} is a URL, and it must be a path on this machine; mount what is there, or copy it")
+        raise SettingsError(f"{text} is a URL, and must be a path on this machine; mount or copy what is "
+                            "there")
     return Path(text)
 
 
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
-    """Run a script's main; a user's mistake, or Ctrl-C, ends the process with one line and an exit code."""
+    """Run a script's main; a PaddockError or Ctrl-C prints one line and exits with its code."""
     sys.excepthook = print_traceback
-    with ending_with_reader():
+    with exit_quietly_if_unread():
         try:
             main()
         except PaddockError as error:

@@ -96,7 +96,7 @@ def sha256(file: BinaryIO) -> str:
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
-        HEARTBEAT.move()
+        HEARTBEAT.beat()
     return digest.hexdigest()
 
 
@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
         if hasattr(LIBC, "sync_file_range"):
             for start in range(0, os.fstat(ahead.fileno()).st_size, BLOCK_BYTES):
                 LIBC.sync_file_range(ahead.fileno(), ctypes.c_int64(start), ctypes.c_int64(BLOCK_BYTES), SYNC_AND_WAIT)
-                HEARTBEAT.move()
+                HEARTBEAT.beat()
         os.fsync(file.fileno())
 
 

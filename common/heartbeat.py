@@ -1,4 +1,4 @@
-"""What this process is doing at the moment, for the watchdog that ends a job which hangs."""
+"""What this process is doing now: the watchdog reads it to find a job that hangs."""
 
 import threading
 import time
@@ -7,46 +7,50 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
-KEEP_SECONDS = 0.5  # between two signs of life during a long call
+BACKGROUND_SECONDS = 0.5  # between the beats of beat_in_background
 
 
 class Heartbeat:
-    """What this process is doing: a few attributes that the training thread writes and the watch reads, without a lock."""
+    """The phase and step of this process, and when it last made progress.
+
+    The training thread writes a few attributes and the watchdog's threads read them, without a lock.
+    """
 
     def __init__(self) -> None:
-        self.folder: Optional[Path] = None  # for stacks
-        self.step, self.phase, self.waits, self.moved = 0, "start-up", False, time.monotonic()
+        self.stacks_folder: Optional[Path] = None  # where the watchdog writes stack traces
+        self.step, self.phase, self.is_waiting, self.last_beat = 0, "start-up", False, time.monotonic()
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
-        """Note that a phase begins, at a step that stays until another is given."""
+        """Record that a phase begins; the step stays as it is unless one is given."""
         self.phase = phase
-        self.move()
+        self.beat()
         if step is not None:
             self.step = step
 
-    def move(self) -> None:
-        """Note that something is done, and the next begun."""
-        self.moved, self.waits = time.monotonic(), False  # in this order: one that works has moved since it waited
+    def beat(self) -> None:
+        """Record that this process made progress."""
+        # In this order: a reader must not see a process that works but last beat before it waited.
+        self.last_beat, self.is_waiting = time.monotonic(), False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A `with` block in which this process waits for the others."""
-        self.waits, self.moved = True, time.monotonic()
+        """A `with` block in which this process waits for other ranks."""
+        self.is_waiting, self.last_beat = True, time.monotonic()
         try:
             yield
         finally:
-            self.move()
+            self.beat()
 
     @contextmanager
-    def kept_moving(self) -> Iterator[None]:
-        """A `with` block in one long call that cannot say what it does, but ends by itself where nothing comes any more."""
+    def beat_in_background(self) -> Iterator[None]:
+        """A `with` block around one long call that cannot beat itself but has time-outs of its own."""
         done = threading.Event()
 
-        def keep() -> None:
-            while not done.wait(KEEP_SECONDS):
-                self.move()
+        def keep_beating() -> None:
+            while not done.wait(BACKGROUND_SECONDS):
+                self.beat()
 
-        thread = threading.Thread(target=keep, daemon=True)
+        thread = threading.Thread(target=keep_beating, daemon=True)
         thread.start()
         try:
             yield
@@ -54,9 +58,10 @@ class Heartbeat:
             done.set()
             thread.join()
 
-    def told(self) -> dict[str, Any]:
-        """The same as a JSON-like value; `still` is the seconds since it moved."""
-        return {"step": self.step, "phase": self.phase, "waits": self.waits, "still": time.monotonic() - self.moved}
+    def status(self) -> dict[str, Any]:
+        """Return the attributes as a JSON-like value, with the seconds since the last beat."""
+        return {"step": self.step, "phase": self.phase, "waiting": self.is_waiting,
+                "idle_seconds": time.monotonic() - self.last_beat}
 
 
 HEARTBEAT = Heartbeat()

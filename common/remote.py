@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.errors import DataError, needing
+from common.errors import DataError, requires_package
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely, without_passwords
 
@@ -111,7 +111,7 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
         proof: a file that it must have; asked for first, so that what cannot be had fails at once.
         wanted: patterns, as huggingface_hub.snapshot_download takes them.
     """
-    with needing("huggingface_hub", f"{name}, a name on the hub,"):
+    with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, **wanted))
@@ -121,7 +121,7 @@ def hub_folder(name: str, proof: str, is_whole: Callable[[Path], bool], **wanted
         pass
 
     def download() -> Path:
-        with HEARTBEAT.kept_moving():  # the hub's client has time-outs of its own
+        with HEARTBEAT.beat_in_background():  # the hub's client has time-outs of its own
             return Path(hub.snapshot_download(name, **wanted))
 
     ask_hub(name, lambda: hub.get_hf_file_metadata(hub.hf_hub_url(name, proof), timeout=HUB_SECONDS))
@@ -136,7 +136,7 @@ def hub_revision(name: str, revision: str) -> str:
     """
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name} is no name of a dataset on the hub, which is owner/name; mend it, or give a path")
-    with needing("huggingface_hub", f"{name}, a dataset of the hub,"):
+    with requires_package("huggingface_hub", f"{name}, a dataset of the hub,"):
         from huggingface_hub import HfApi
     try:
         return ask_hub(name, lambda: HfApi().dataset_info(name, revision=revision or None, timeout=HUB_SECONDS).sha)

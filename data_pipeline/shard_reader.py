@@ -75,7 +75,7 @@ class Shard:
         """What rows are read from. A file that was only touched is hashed again, and the run goes on."""
         def unharmed(now: os.stat_result) -> bool:
             same_size = self.sha256 is not None and now.st_size == self.status.st_size
-            return same_size and _scan(replace(self, status=now), lambda read: HEARTBEAT.move())["sha256"] == self.sha256
+            return same_size and _scan(replace(self, status=now), lambda read: HEARTBEAT.beat())["sha256"] == self.sha256
 
         return WatchedFile(self.path, self.status, scattered=True, unharmed=unharmed)
 
@@ -156,7 +156,7 @@ def open_token_set(path: str | Path, split: str, *, vocab_size: int, tokenizer_s
 
     Sizes, headers and the tokenizer's hash are always checked, at the cost of one small read a file. Contents (SHA-256
     against the manifest, every id against the vocabulary) need one pass over all bytes, so one rank does that for all:
-    `verify=VERIFY_DATA if ranks.is_main else "never"`.
+    `verify=VERIFY_DATA if ranks.is_rank0 else "never"`.
 
     Args:
         path: a prepared folder, a folder that holds exactly one, a token file (llm.c or nanoGPT `.bin`, `.npy`), a
@@ -430,7 +430,7 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
           ThreadPoolExecutor(os.cpu_count() or 1) as pool):
 
         def advance(read: int) -> None:
-            HEARTBEAT.move()
+            HEARTBEAT.beat()
             with lock:
                 bar.update(read)
 

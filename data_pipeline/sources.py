@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
-from common.errors import DataError, PaddockError, SettingsError, needing
+from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.remote import HUB_NAME, RemoteFile, first_line, hub_revision, is_transient, retry
 from common.text import without_passwords
 
@@ -304,7 +304,7 @@ def read_text(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple
 
 def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
     """The rows of a Parquet file: the one column where the file has it, else (for the caller to complain of) all."""
-    with needing("pyarrow", f"{file.url}, a Parquet file,"):
+    with requires_package("pyarrow", f"{file.url}, a Parquet file,"):
         import pyarrow.parquet as pq
     before = reading.bytes_done
     with naming(file.url), file.open() as raw:
@@ -325,7 +325,7 @@ def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tu
 
 def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
     """The rows of a dataset on the hub, streamed at one fixed commit."""
-    with needing("datasets", f"{source.name}, a dataset of the hub,"):
+    with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
     revision = source.revision if COMMIT.fullmatch(source.revision) else hub_revision(source.name, source.revision)
     with naming(f"{source.name} ({source.config or 'default'}, {source.split})"):

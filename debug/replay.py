@@ -60,7 +60,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     kept = read_json_file(file)
     merged = {**kept.values, **flags.values, "world_size": (1, "replay")}
     config, invalid = validate(merged)
-    problems = [*kept.problems, *flags.problems, *invalid.values()] or [problem.message for problem in rules(config)]
+    problems = [*kept.problems, *flags.problems, *invalid.values()] or [*rules(config)]
     if problems:
         raise SettingsError(*problems)
     return config, int(kept.values.get("world_size", (1, ""))[0])

@@ -1,4 +1,4 @@
-"""The process group: who am I, and what all ranks agree on. The one room that speaks torch.distributed."""
+"""The process group: joining it, its collectives, stop signals, and what an error means for the whole job."""
 
 import errno
 import gc
@@ -9,13 +9,12 @@ import re
 import secrets
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, Optional, Protocol, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,21 +22,30 @@ import torch.distributed as dist
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
-from common.text import print_safely
-from parallel.exit_report import JOB_TOKEN, SECOND_SIGNAL_SECONDS, stop_signals, tell_joined, write_error_file
-from parallel.network import keep_to_interface, listen_at
-from parallel.watchdog import Board, HangWatchdog
+from parallel.exit_report import (
+    JOB_TOKEN,
+    SECOND_SIGNAL_SECONDS,
+    mark_joined,
+    stop_signals,
+    write_error_file,
+)
+from parallel.network import listen_at, restrict_interface
+from parallel.watchdog import HangWatchdog, StatusStore
 
 T = TypeVar("T")
-JOIN_SECONDS = 25  # that ranks may start apart, where no launcher has gathered them
-LATER_SECONDS = 86_400  # after DISTRIBUTED_TIMEOUT the group would end a wait, also one for a rank that moves; the watch does not
+JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
+# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out would also end a wait for a slow but live
+# rank.
+GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
+watchdog: Optional[HangWatchdog] = None  # of this process's group
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among all, and the few collectives that the trainer needs.
+    """This process's rank and device, and the collectives of the trainer.
 
-    The default is a single process, for which every collective is the identity.
+    The default is a single process, where every collective returns its argument. Objects travel as JSON,
+    because torch's own object collectives unpickle what they receive.
     """
 
     rank: int = 0
@@ -46,68 +54,69 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def is_main(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """Add the values of all ranks, element by element, in float64. Collective: every rank must call it."""
-        if self.world_size == 1:
-            return [float(value) for value in values]
-        with HEARTBEAT.waiting():
-            total = torch.tensor(values, dtype=torch.float64, device=self.device)
-            dist.all_reduce(total)
-            return total.tolist()
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum the tensor over all ranks, in place, without waiting for a GPU.
 
-    def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor, with the sum of every rank's; waits for no GPU. Collective: every rank must call it."""
+        Collective: every rank must call it.
+        """
         if self.world_size > 1:
             with HEARTBEAT.waiting():
                 dist.all_reduce(tensor)
         return tensor
 
-    def read(self, tensor: torch.Tensor) -> list[float]:
-        """What the device computes, when it has done so; after an exchange of a GPU, it is here that one waits for the others."""
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return tensor
+        total = self.all_reduce(tensor.to(self.device))
+        with HEARTBEAT.waiting():
+            return total.cpu()
+
+    def all_reduce_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise sum over all ranks, in float64. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
+
+    def tolist(self, tensor: torch.Tensor) -> list[float]:
+        """Return tensor.tolist(). On a GPU this is where the host waits for the other ranks."""
         with HEARTBEAT.waiting():
             return tensor.tolist()
 
-    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
-        if self.world_size == 1:
-            return tensor
-        with HEARTBEAT.waiting():
-            total = tensor.to(self.device)
-            dist.all_reduce(total)
-            return total.cpu()
-
     def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` holds on every rank. Collective: every rank must call it."""
-        return self.sum([float(not ok)])[0] == 0
+        """Whether `ok` is true on every rank. Collective: every rank must call it."""
+        return self.all_reduce_floats([float(not ok)])[0] == 0
 
     def broadcast(self, value):
-        """Rank 0's JSON-like value, on every rank. Collective: every rank must call it."""
+        """Return rank 0's JSON-like value on every rank. Collective: every rank must call it."""
         if self.world_size == 1:
             return value
-        data = json.dumps(value).encode() if self.is_main else b""
-        size = int(self.sum([len(data)])[0])
+        data = json.dumps(value).encode() if self.is_rank0 else b""
+        size = int(self.all_reduce_floats([len(data)])[0])
         with HEARTBEAT.waiting():
             buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
             dist.broadcast(buffer, src=0)
             return json.loads(bytes(buffer.tolist()))
 
     def all_gather_json(self, value) -> list:
-        """Every rank's JSON-like value, in rank order, on every rank. Collective: every rank must call it."""
+        """Return every rank's JSON-like value, in rank order. Collective: every rank must call it."""
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
-        size = int(max(self.sum([len(data) * (rank == self.rank) for rank in range(self.world_size)])))
+        own_size = [len(data) * (rank == self.rank) for rank in range(self.world_size)]
+        size = int(max(self.all_reduce_floats(own_size)))
         with HEARTBEAT.waiting():
-            mine = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
-            everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(everyone, mine)
-            return [json.loads(bytes(buffer.tolist())) for buffer in everyone]
+            own = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
+            buffers = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(buffers, own)
+            return [json.loads(bytes(buffer.tolist())) for buffer in buffers]
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """What make() gives on this rank. A PaddockError on any rank is raised on all of them.
+        """Return make() of this rank. If it raises a PaddockError on any rank, raise that error on all of
+        them.
 
         Collective: every rank must call it.
         """
@@ -120,24 +129,25 @@ class Ranks:
             if failed is not None:
                 name, text = failed
                 error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
-                error.shared = True
+                error.on_all_ranks = True
                 raise error
         return value
 
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """What make() gives, on rank 0; None on the others. Its PaddockError is raised on every rank.
+        """Return make() on rank 0 and None on the others; its PaddockError is raised on every rank.
 
         Collective: every rank must call it.
         """
-        return self.raise_on_all(lambda: make() if self.is_main else None)
+        return self.raise_on_all(lambda: make() if self.is_rank0 else None)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective: every rank must call it."""
-        self.sum([0])
+        self.all_reduce_floats([0])
 
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
-    """Join the process group that torchrun describes in the environment; without torchrun, be alone.
+    """Join the process group that torchrun describes in the environment; without torchrun, stay a single
+    process.
 
     Args:
         device_type: "cuda" (nccl) or "cpu" (gloo).
@@ -147,86 +157,90 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     if not 0 <= rank < world_size:
-        raise SettingsError(f"RANK={rank} must be from 0 to one less than WORLD_SIZE={world_size}; a launcher sets both")
-    device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
+        raise SettingsError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}; "
+                            "a launcher sets both")
+    device = torch.device("cpu")
     if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
         processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
         if processes > gpus:
-            raise SettingsError(f"{processes} processes were started on this machine, which shows {gpus} GPUs; "
-                                f"start torchrun with --nproc_per_node {gpus} at most")
+            raise SettingsError(f"{processes} processes were started on this machine, which has {gpus} "
+                                f"visible GPUs; start torchrun with --nproc_per_node {gpus} at most")
         torch.cuda.set_device(device)
     HEARTBEAT.enter("start-up", 0)
     ranks = Ranks(rank, local_rank, world_size, device)
     if world_size > 1:
-        where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}"
         try:
-            join(ranks, timeout_seconds)
+            _init_process_group(ranks, timeout_seconds)
+        # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
         except (OSError, RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise SettingsError(f"rank {rank} of {world_size} could not join the process group at {where}: {reason}; "
-                                "check that all were started, with the same address and a free port, and GLOO_SOCKET_IFNAME "
-                                "where that is set") from error
-    tell_joined()
+            raise SettingsError(
+                f"rank {rank} of {world_size} could not join the process group at "
+                f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
+                f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
+                "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
+    mark_joined()
     return ranks
 
 
 @contextmanager
 def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
-    """A `with` block in the process group of `start_ranks`. All leave it together; after an error each by itself."""
+    """A `with` block in the process group of `start_ranks`. After an error each rank leaves by itself."""
     ranks = start_ranks(device_type, timeout_seconds)
     yield ranks
     HEARTBEAT.enter("the end")
-    ranks.barrier()  # the first to leave with a code has the launcher end those that are still closing their logs
+    # At the first exit code the launcher ends the other ranks, which may still be closing their logs.
+    ranks.barrier()
     stop_ranks()
 
 
-def join(ranks: Ranks, timeout_seconds: float) -> None:
-    """Join the group, and begin to watch over it.
-
-    Raises:
-        OSError, RuntimeError, ValueError: of torch, which has no narrower ones, and of the port at which rank 0 listens.
-    """
-    global watch
+def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
+    global watchdog
     device, place = ranks.device, {"rank": ranks.rank, "world_size": ranks.world_size}
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ValueError("an address and a number are expected")
-    backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+    restrict_interface(host, one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size))
+    store_on_rank0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     launched = "TORCHELASTIC_RUN_ID" in os.environ
-    hosted_by_main = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    patience = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
-    keep_to_interface(host, one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size))
-    with dying_at_signals():
-        _hosted = host_store(listen_at([host], int(port), patience)) if hosted_by_main and ranks.is_main else None
-        store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=patience)))
-        # By the token's hash, not the token: anyone can list the keys. Without a launcher there is none yet.
+    join_seconds = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
+    with _default_signal_handlers():
+        # The rendezvous finds rank 0's store at the port; torch's own would listen on all interfaces.
+        _hosted = store_on_rank0 and ranks.is_rank0 and host_store(listen_at([host], int(port), join_seconds))
+        store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=join_seconds)))
+
+        # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
+        # The keys hold only a hash of the job's token, because any client can list them.
         job = f"{os.environ.get(JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        here = [f"paddock-{hashlib.sha256(job.encode()).hexdigest()}/here-{rank}" for rank in range(ranks.world_size)]
-        store.set(here[ranks.rank], "yes")
-        store.wait(here, timedelta(seconds=patience))  # the group would wait as long as for any collective
-        dist.init_process_group(backend, store=store, **place, device_id=device_id,
-                                timeout=timedelta(seconds=timeout_seconds + LATER_SECONDS))
-        own_client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        # Where no launcher hands one to all, the group does, and not the store.
+        prefix = f"paddock-{hashlib.sha256(job.encode()).hexdigest()}"
+        arrived = [f"{prefix}/here-{rank}" for rank in range(ranks.world_size)]
+        store.set(arrived[ranks.rank], "yes")
+        store.wait(arrived, timedelta(seconds=join_seconds))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, **place,
+                                device_id=device if device.type == "cuda" else None,
+                                timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
+
+        # The watchdog has a connection of its own. Without a launcher the secret token comes through the
+        # group and not through the store, which strangers can read.
+        client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
         token = os.environ.pop(JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
-    watch = HangWatchdog(HEARTBEAT, Board(own_client, token, ranks.world_size), hosted_by_main, ranks.rank, timeout_seconds, report_end)
+    statuses = StatusStore(client, token, ranks.world_size)
+    watchdog = HangWatchdog(HEARTBEAT, statuses, store_on_rank0, ranks.rank, timeout_seconds)
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:
-    """A store behind a socket, which it takes over. It lives as long as this object, or another that is opened at that port:
-    torch's own stores, which would listen everywhere, find it there."""
+    """Return a TCPStore on a listening socket, which it takes over.
+
+    It lives as long as the returned object or another store of this process at that port.
+    """
     host, port = listening.getsockname()[:2]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                          master_listen_fd=listening.detach())
 
 
-watch: Optional[HangWatchdog] = None  # of this process's group
-
-
 @contextmanager
-def dying_at_signals() -> Iterator[None]:
-    """A `with` block in C++, where a Python handler would have to wait: a stop signal ends the process, which has nothing to
-    save."""
+def _default_signal_handlers() -> Iterator[None]:
+    """A `with` block of C++ calls, where no Python handler could run: a stop signal ends the process."""
     handlers = {number: signal.signal(number, signal.SIG_DFL) for number in stop_signals()}
     try:
         yield
@@ -235,117 +249,102 @@ def dying_at_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def report_end(sentence: str, table: str, speaks: bool) -> int:
-    """Leave word of an end that the watch makes, print it where this rank speaks for all and no launcher will say it, and return
-    the exit code: of a hang, or, without a table, of a rank that has lost another."""
-    code = HangError.exit_code if table else 1
-    if not write_error_file(code, sentence, table, victim=not table) and speaks:
-        print_safely(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
-    return code
-
-
 def stop_ranks() -> None:
     """Leave the process group, if one was joined."""
-    stop_watch()
+    stop_watchdog()
     if dist.is_initialized():
-        gc.collect()  # a model that is wrapped for the group must not outlive it: its end can hang then
+        gc.collect()  # a DDP model that outlives the group can hang when it is destroyed
         dist.destroy_process_group()
 
 
-def stop_watch() -> None:
-    """No more look for hangs. Where one is being reported, wait: this process ends with the report."""
-    global watch
-    if watch is not None:
-        watch.stop()
-        watch = None
+def stop_watchdog() -> None:
+    """Stop looking for hangs. If one is being reported, wait: the report ends this process."""
+    global watchdog
+    if watchdog is not None:
+        watchdog.stop()
+        watchdog = None
 
 
 class ExitReport(NamedTuple):
-    """How a process ends: what to say of it, and its exit code."""
+    """Why this process ends, and its exit code."""
 
     sentence: str
     code: int
-    victim: bool = False  # another rank is the cause
-    shared: bool = False  # by every rank
+    is_secondary: bool = False  # the cause is on another rank
+    on_all_ranks: bool = False
+
+
+# torch, gloo and nccl have no error classes for these.
+NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
+TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
 def classify_exception(error: Exception) -> Optional[ExitReport]:
-    """How a process ends that was ended by this error; None for one that is nobody's but ours, and needs its traceback."""
-    rank, reason = os.environ.get("RANK", "0"), (str(error).splitlines() or [""])[0][:200]
+    """Return how the process ends after an error, or None for a bug, which needs its traceback."""
+    rank, text = os.environ.get("RANK", "0"), str(error)
+    reason = (text.splitlines() or [""])[0][:200]
     if isinstance(error, PaddockError):
-        return ExitReport(str(error), error.exit_code, shared=error.shared)
-    if out_of_memory(error):
-        return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower MICRO_BATCH_SIZE (the step stays "
-                      "the same), set ACTIVATION_CHECKPOINTING=block, or lower MAX_SEQ_LEN; --check forecasts what is needed", 1)
-    if isinstance(error, RuntimeError) and (found := re.search(NOT_DETERMINISTIC, str(error))):
-        return ExitReport(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; set it to false",
-                      SettingsError.exit_code)
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_TIME):
-        return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for another that did not come within "
-                      f"DISTRIBUTED_TIMEOUT ({reason}); where a phase is merely slow, raise it", HangError.exit_code)
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in LOST):
-        return ExitReport(f"rank {rank} stops, because another has ended; the cause is in that one's output ({reason})", 1,
-                      victim=True)
+        return ExitReport(text, error.exit_code, on_all_ranks=error.on_all_ranks)
+    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if out_of_memory or getattr(error, "errno", None) == errno.ENOMEM or (
+            isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower "
+                          "MICRO_BATCH_SIZE (the step stays the same), set ACTIVATION_CHECKPOINTING=block, "
+                          "or lower MAX_SEQ_LEN; --check estimates what is needed", 1)
+    if not isinstance(error, RuntimeError):
+        return None
+    if found := re.search(NOT_DETERMINISTIC, text):
+        return ExitReport(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; "
+                          "set it to false", SettingsError.exit_code)
+    if any(words in text for words in TIMED_OUT):
+        return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
+                          f"another rank longer than DISTRIBUTED_TIMEOUT ({reason}); raise it if that is "
+                          "merely slow",
+                          HangError.exit_code)
+    if any(words in text for words in CONNECTION_LOST):
+        return ExitReport(f"rank {rank} stops, because another rank has exited; see that rank's output for "
+                          f"the cause ({reason})", 1, is_secondary=True)
     return None
 
 
-# What torch, gloo and nccl say of it; there is no class for any.
-NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
-OUT_OF_TIME = ("Timed out waiting", "Watchdog caught collective operation timeout")
-LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the machine, had no more memory to give."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
 class StopSignals:
-    """Remembers TERM, INT, USR1 and HUP, for the loop to save and leave; a second one, a moment later, quits at once.
+    """Remembers TERM, INT, USR1 and HUP, so that the training loop saves and exits; a later second one exits
+    at once.
 
-    They mean what they meant before when the `with` block is left.
+    Leaving the `with` block restores the handlers.
     """
 
     def __init__(self) -> None:
         self.received: Optional[int] = None
-        self.at = 0.0
+        self.received_at = 0.0
 
     def __enter__(self) -> "StopSignals":
-        self.before = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        self.handlers = {number: signal.signal(number, self._handle) for number in stop_signals()}
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame) -> None:
         now = time.monotonic()
-        if self.received is not None and now - self.at > SECOND_SIGNAL_SECONDS:
-            write_error_file(1, f"rank {os.environ.get('RANK', 0)} left at a second {signal.Signals(number).name}, without saving")
-            os._exit(128 + number)
         if self.received is None:
-            self.received, self.at = number, now
+            self.received, self.received_at = number, now
+        elif now - self.received_at > SECOND_SIGNAL_SECONDS:
+            name = signal.Signals(number).name
+            write_error_file(1, f"rank {os.environ.get('RANK', 0)} exited at a second {name}, without saving")
+            os._exit(128 + number)
 
 
 class Interrupted(Exception):
-    """A stop signal came in the middle of something long; all ranks raise it together."""
+    """A stop signal arrived during a long phase; all ranks raise it together."""
 
 
 def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
-    """Collective: every rank must call it, and all raise Interrupted when one of them was signalled."""
+    """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""
     if not ranks.all_agree(signals.received is None):
         raise Interrupted
-
-
-class Log(Protocol):
-    """Where messages for the user go."""
-
-    def info(self, text: str) -> None: ...
-
-    def warn(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -354,7 +353,7 @@ class RunContext:
 
     ranks: Ranks
     signals: StopSignals
-    log: Log
+    log: Any  # has info(text) and warn(text)
 
     def leave_if_stopped(self) -> None:
         """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""

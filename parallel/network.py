@@ -1,6 +1,6 @@
-"""Where a job listens: on one machine at loopback alone, across machines at MASTER_ADDR and on the interface that leads there.
+"""Where a job listens: on one machine at loopback only, across machines at MASTER_ADDR and its interface.
 
-What torch opens by itself listens everywhere, and it trusts whoever comes.
+What torch opens by default listens on all interfaces and trusts every client.
 """
 
 import fcntl
@@ -14,24 +14,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Optional
 
-LOOPBACK = ("127.0.0.1", "::1")  # the second where there is no IPv4
-NAME_SECONDS = 25.0  # that a name may be unknown: a cluster's own names come after the machine that bears them
+LOOPBACK = ("127.0.0.1", "::1")  # the second for machines without IPv4
+RESOLVE_SECONDS = 25.0  # how long a host name may be unknown: a cluster's DNS can lag behind its machines
 SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 
-def listen_at(hosts: Sequence[str], port: int, patience: float = NAME_SECONDS) -> socket.socket:
-    """A socket that listens at one address of this machine, the first of some that can be had.
+def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_SECONDS) -> socket.socket:
+    """Return a socket that listens at the first of these addresses that is available on this machine.
 
     Args:
-        port: 0 for any that is free.
-        patience: seconds to wait for a name that is not known.
+        port: 0 for any free one.
+        resolve_seconds: how long to wait for an unknown host name.
     Raises:
-        OSError: there is none: taken, not this machine's, unknown.
+        OSError: no address is available: in use, not of this machine, or unknown.
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + resolve_seconds
     while True:
         try:
-            found = [each for host in hosts for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            found = [each for host in hosts
+                     for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
             break
         except socket.gaierror:
             if time.monotonic() > deadline:
@@ -46,27 +47,29 @@ def listen_at(hosts: Sequence[str], port: int, patience: float = NAME_SECONDS) -
     raise failures[-1]
 
 
-def keep_to_interface(master_addr: str, one_machine: bool) -> None:
-    """Have gloo and nccl, in this process, listen on one interface: loopback for ranks that are all on one machine, else the one
-    that leads to MASTER_ADDR. What the user has said stays."""
+def restrict_interface(master_addr: str, one_machine: bool) -> None:
+    """Make gloo and nccl of this process listen on one interface only, unless the user has named some.
+
+    The interface is loopback if all ranks are on one machine, otherwise the one that leads to MASTER_ADDR.
+    """
     if one_machine or master_addr in LOOPBACK:
         interface = loopback_interface()
     else:
         interface = interface_towards(master_addr)
-        if interface == loopback_interface():  # a name that this machine has for itself; others could not come
+        if interface == loopback_interface():  # a name of this machine for itself: no other could connect
             interface = None
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # that one, and not all whose names begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it would match as a prefix
 
 
 def loopback_interface() -> Optional[str]:
-    """The name of the interface that no other machine can reach."""
+    """Return the name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
 
 
 def interface_towards(host: str) -> Optional[str]:
-    """The interface that holds the route to a host, or None where that is not to be found out. Nothing is sent."""
+    """Return the interface that packets to a host take, or None if it cannot be found. Sends nothing."""
     with suppress(OSError):
         family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -77,7 +80,7 @@ def interface_towards(host: str) -> Optional[str]:
 
 
 def interface_addresses() -> Iterator[tuple[str, str]]:
-    """(interface, address) of this machine: the first IPv4 address of each, and all of IPv6 (Linux)."""
+    """Yield (interface, address): the first IPv4 address of each interface and all IPv6 addresses (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What each rank is doing, told among all of them, so that a hang ends in a report and not in silence."""
+"""Ranks exchange what they are doing, so that a hang ends with a report and not in silence."""
 
 import faulthandler
 import hmac
@@ -15,236 +15,266 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any, Optional
 
+from common.errors import HangError
 from common.heartbeat import Heartbeat
+from common.text import print_safely
+from parallel.exit_report import write_error_file
 
-TELL_SECONDS = 0.5  # between two words to the others: what is known of one that is stopped is no older
-HEAR_SECONDS = 2.0  # between two looks at what they said
-URGENT_SECONDS = 0.1  # of both, once there is an alarm
-ANSWER_SECONDS = 4.0  # that a rank has to write its stacks, and a store to answer
-GONE_SECONDS = 5.0  # in vain for a rank that has ended; what waits on the CPU learns of it at once, what waits on a GPU does not
+PUBLISH_SECONDS = 0.5  # between two publications of this rank's status
+POLL_SECONDS = 2.0  # between two reads of the others' statuses
+ALARM_SECONDS = 0.1  # between both after an alarm
+RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for a store to answer
+# How long to wait for an exited rank: a CPU collective fails at once by itself, a wait on a GPU does not.
+EXITED_RANK_SECONDS = 5.0
 
 
-class Board:
-    """Where each rank hangs out what it does, and reads of the others: a store, which any stranger who comes to its port can list
-    and overwrite. So all is sealed with a secret that never goes there, and what is not as expected is left where it hangs.
+class StatusStore:
+    """The status of each rank in a key-value store, signed with the job's secret.
+
+    Anyone who connects to the store's port can list and overwrite its keys, so whatever is not signed, not
+    newer or not of the expected form is ignored. The secret itself never goes to the store.
 
     Args:
-        store: like torch's TCPStore, a client that nobody else uses.
+        store: like torch's TCPStore; a client that nobody else uses.
         token: the secret of this job.
     """
 
-    LONGEST = 1000  # of what a rank says, in bytes
-    FIELDS = {"step": int, "phase": str, "waits": bool, "still": float, "host": str, "pid": int, "ready": bool, "alarm": bool,
-              "told": bool, "at": float, "rank": int}
+    MAX_BYTES = 1000
+    FIELDS = {"step": int, "phase": str, "waiting": bool, "idle_seconds": float, "host": str, "pid": int,
+              "stacks_written": bool, "alarm": bool, "reported": bool, "sent_at": float, "rank": int}
 
     def __init__(self, store: Any, token: str, world_size: int):
         self.store, self.secret = store, token.encode()
-        self.keys = [f"paddock-{self._seal(b'keys').decode()}/rank-{rank}" for rank in range(world_size)]
+        self.keys = [f"paddock-{self._sign(b'keys').decode()}/rank-{rank}" for rank in range(world_size)]
         self.newest = [-math.inf] * world_size
 
-    def tell(self, state: dict[str, Any]) -> None:
-        """Hang out what a rank does: FIELDS, of which `at` must grow."""
-        text = json.dumps(state).encode()
-        self.store.set(self.keys[state["rank"]], self._seal(text) + text)
+    def publish(self, status: dict[str, Any]) -> None:
+        """Publish this rank's status: FIELDS, of which `sent_at` must grow."""
+        text = json.dumps(status).encode()
+        self.store.set(self.keys[status["rank"]], self._sign(text) + text)
 
-    def hear(self) -> dict[int, dict[str, Any]]:
-        """What is new, by rank; blocks until each has spoken, and where the store does not answer."""
+    def poll(self) -> dict[int, dict[str, Any]]:
+        """Return the new statuses by rank; blocks until every rank has published its first."""
         news = {}
-        for rank, sealed in enumerate(self.store.multi_get(self.keys)):
-            state = self._opened(sealed)
-            if state and state["rank"] == rank and state["at"] > self.newest[rank]:  # an old one may be hung out again
-                news[rank], self.newest[rank] = state, state["at"]
+        for rank, signed in enumerate(self.store.multi_get(self.keys)):
+            status = self._verified(signed)
+            # A stranger may replay an old status, or another rank's.
+            if status and status["rank"] == rank and status["sent_at"] > self.newest[rank]:
+                news[rank], self.newest[rank] = status, status["sent_at"]
         return news
 
-    def _seal(self, text: bytes) -> bytes:
+    def _sign(self, text: bytes) -> bytes:
         return hmac.new(self.secret, text, "sha256").hexdigest().encode()
 
-    def _opened(self, sealed: bytes) -> Optional[dict[str, Any]]:
-        seal, text = sealed[:64], sealed[64:self.LONGEST]
-        if not hmac.compare_digest(seal, self._seal(text)):
+    def _verified(self, signed: bytes) -> Optional[dict[str, Any]]:
+        signature, text = signed[:64], signed[64:self.MAX_BYTES]
+        if not hmac.compare_digest(signature, self._sign(text)):
             return None
-        state = json.loads(text)
-        as_expected = state.keys() == self.FIELDS.keys() and all(type(state[name]) is kind for name, kind in self.FIELDS.items())
-        return state if as_expected and state["pid"] > 0 and state["still"] >= 0 else None
+        status = json.loads(text)
+        well_formed = (status.keys() == self.FIELDS.keys()
+                       and all(type(status[name]) is kind for name, kind in self.FIELDS.items()))
+        return status if well_formed and status["pid"] > 0 and status["idle_seconds"] >= 0 else None
 
 
 class HangWatchdog:
-    """Two threads in every rank: one tells the others through a store what this rank does and hears what they do; one ends this
-    process when it, or any rank, has not moved for too long. They are two, because a store can hang as well.
+    """Two threads in every rank: one exchanges statuses, one ends this process if any rank hangs.
 
-    A rank that waits is not what hangs as long as any rank is known to move: a save may take long. It also leaves when it waits
-    in vain for one that has ended on this machine, as it does in a kernel on a GPU.
+    A hang is a rank that makes no progress for too long. A rank that waits does not hang while any rank makes
+    progress: a save may take long. A rank also exits if it waits, in a GPU kernel, for a rank of this machine
+    that has exited. There are two threads, because the store can hang as well.
 
     Args:
-        hosted_by_main: whether the board's store lives in the process of rank 0, and not in a launcher.
-        report: leaves word of the end and returns its exit code; gets the sentence, a table of what each rank does (empty: it is
-            no hang, another rank has ended), and whether this rank speaks for all.
+        store_on_rank0: the store lives in the process of rank 0, and not in a launcher.
     """
 
-    def __init__(self, pulse: Heartbeat, board: Board, hosted_by_main: bool, rank: int, timeout_seconds: float,
-                 report: Callable[[str, str, bool], int]):
-        self.pulse, self.board, self.hosted_by_main, self.rank = pulse, board, hosted_by_main, rank
-        self.timeout, self.report = timeout_seconds, report
-        self.interval = min(HEAR_SECONDS, timeout_seconds / 10)
+    def __init__(self, heartbeat: Heartbeat, store: StatusStore, store_on_rank0: bool, rank: int,
+                 timeout_seconds: float):
+        self.heartbeat, self.store, self.store_on_rank0, self.rank = heartbeat, store, store_on_rank0, rank
+        self.timeout = timeout_seconds
+        self.interval = min(POLL_SECONDS, timeout_seconds / 10)
         self.place = {"host": socket.gethostname()[:255], "pid": os.getpid(), "rank": rank}
-        self.states: list[dict[str, Any]] = [{**pulse.told(), **self.place, "ready": False} for _ in board.keys]
-        self.heard = [time.monotonic()] * len(board.keys)  # when each state came
-        self.neighbours: set[int] = set()  # ranks whose processes were seen on this machine
-        self.answered = time.monotonic()  # when the store did
-        self.alarm = False  # some rank has not moved for too long
-        self.ready = False  # this rank's stacks are written
-        self.told = False  # some rank has reported
-        self.awake = -math.inf  # since when, if this process has overslept
-        self.stopped, self.woken = False, threading.Event()
-        pulse.move()
-        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._talk, self._guard)]
+        self.statuses: list[dict[str, Any]] = [{**heartbeat.status(), **self.place, "stacks_written": False}
+                                               for _ in store.keys]
+        self.received_at = [time.monotonic()] * len(store.keys)
+        self.local_ranks: set[int] = set()  # other ranks whose processes were seen on this machine
+        self.store_answered_at = time.monotonic()
+        self.alarm = False  # some rank has made no progress for too long
+        self.stacks_written = False
+        self.reported = False  # by some rank
+        self.resumed_at = -math.inf  # when this process was last found to have been suspended
+        self.stopped, self.wake_up = False, threading.Event()
+        heartbeat.beat()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._exchange, self._watch)]
         for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
-        """End both threads; but where the alarm was given already, wait for the end that they make of this process."""
+        """Stop both threads.
+
+        After an alarm, wait instead: the watching thread is about to end this process.
+        """
         while self.alarm and self.threads[1].is_alive():
-            time.sleep(URGENT_SECONDS)
+            time.sleep(ALARM_SECONDS)
         self.stopped = True
-        self.woken.set()
+        self.wake_up.set()
         for thread in self.threads:
-            thread.join(HEAR_SECONDS)
+            thread.join(POLL_SECONDS)
 
-    def _talk(self) -> None:
-        # A store ends with the process that hosts it: who needs that one fails in a collective, or does not move.
+    def _exchange(self) -> None:
+        # A store ends with the process that hosts it; the other ranks then fail in a collective, or hang.
         with suppress(RuntimeError):
-            self._tell()
-            self._hear()  # at once, so that each knows the others' processes
+            self._publish()
+            self._poll()  # at once, so that each rank knows the others' processes
             while not self.stopped:
-                self._tell()
-                if self.alarm or time.monotonic() - self.answered >= self.interval:
-                    self._hear()
+                self._publish()
+                if self.alarm or time.monotonic() - self.store_answered_at >= self.interval:
+                    self._poll()
                 if self.alarm:
-                    time.sleep(URGENT_SECONDS)
+                    time.sleep(ALARM_SECONDS)
                 else:
-                    self.woken.wait(TELL_SECONDS)
+                    self.wake_up.wait(PUBLISH_SECONDS)
 
-    def _tell(self) -> None:
-        """Say what this rank does."""
-        self.board.tell({**self.pulse.told(), **self.place, "ready": self.ready, "alarm": self.alarm, "told": self.told,
-                         "at": time.monotonic()})
+    def _publish(self) -> None:
+        self.store.publish({**self.heartbeat.status(), **self.place, "stacks_written": self.stacks_written,
+                            "alarm": self.alarm, "reported": self.reported, "sent_at": time.monotonic()})
 
-    def _hear(self) -> None:
-        """Read what all ranks do; blocks where the store does not answer."""
-        for other, state in self.board.hear().items():
-            self.states[other], self.heard[other] = state, time.monotonic()
-            if other != self.rank and self._runs(other):
-                self.neighbours.add(other)
-            self.alarm, self.told = self.alarm or state["alarm"], self.told or state["told"]
-        self.answered = time.monotonic()
+    def _poll(self) -> None:
+        for other, status in self.store.poll().items():
+            self.statuses[other], self.received_at[other] = status, time.monotonic()
+            if other != self.rank and self._runs_here(other):
+                self.local_ranks.add(other)
+            self.alarm, self.reported = self.alarm or status["alarm"], self.reported or status["reported"]
+        self.store_answered_at = time.monotonic()
 
-    def _guard(self) -> None:
-        seen = complete = time.monotonic()
+    def _watch(self) -> None:
+        last_look = all_ran_at = time.monotonic()
         while not self.stopped:
             now = time.monotonic()
-            if now - seen > 1 + 3 * self.interval:  # it was stopped itself, as with a job that is suspended for a while
-                self.awake = now
-            seen = now
-            if self.alarm or now - max(self._moved(), self.awake) > self.timeout:
-                self._end()
-            gone = [rank for rank in self.neighbours if not self._runs(rank)] if self.pulse.waits else []
-            if not gone:
-                complete = now
-            elif now - max(complete, self.awake) > GONE_SECONDS:
-                os._exit(self.report(f"rank {self.rank} stops, because rank {min(gone)} has ended; the cause is in that one's "
-                                     "output", "", True))
-            self.woken.wait(self.interval / 2)
+            if now - last_look > 1 + 3 * self.interval:  # suspended, perhaps with the whole job
+                self.resumed_at = now
+            last_look = now
 
-    def _moved(self) -> float:
-        """When this rank moved, or, while it waits, any rank, as far as is known."""
-        if not self.pulse.waits:
-            return self.pulse.moved
-        return max(self.pulse.moved, *(heard - state["still"] for heard, state in zip(self.heard, self.states)))
+            if self.alarm or now - max(self._last_progress(), self.resumed_at) > self.timeout:
+                self._end_process()
 
-    def _runs(self, rank: int) -> bool:
-        """Whether a rank's process is there; only for ranks of this machine."""
+            exited = [rank for rank in self.local_ranks if not self._runs_here(rank)]
+            if not (exited and self.heartbeat.is_waiting):
+                all_ran_at = now
+            elif now - max(all_ran_at, self.resumed_at) > EXITED_RANK_SECONDS:
+                self._report(1, f"rank {self.rank} stops, because rank {min(exited)} has exited; see that "
+                                "rank's output for the cause")
+                os._exit(1)
+            self.wake_up.wait(self.interval / 2)
+
+    def _last_progress(self) -> float:
+        """When this rank made progress; while it waits, when any rank did, as far as is known."""
+        if not self.heartbeat.is_waiting:
+            return self.heartbeat.last_beat
+        return max(self.heartbeat.last_beat, *(received - status["idle_seconds"] for received, status
+                                               in zip(self.received_at, self.statuses)))
+
+    def _runs_here(self, rank: int) -> bool:
+        """Whether a rank's process is running on this machine."""
         try:
-            os.kill(self.states[rank]["pid"], 0)
+            os.kill(self.statuses[rank]["pid"], 0)
         except ProcessLookupError:
             return False
         except PermissionError:
             pass
-        return self.states[rank]["host"] == self.place["host"]
+        return self.statuses[rank]["host"] == self.place["host"]
 
-    def _end(self) -> None:
-        """Write the stacks, let the others do so, report it unless another rank does, and leave."""
-        self.alarm, patience = True, self.interval + ANSWER_SECONDS
-        self.woken.set()
+    def _end_process(self) -> None:
+        """Write the stacks, let the other ranks write theirs, report unless another rank does, and exit."""
+        self.alarm, wait_seconds = True, self.interval + RESPONSE_SECONDS
+        self.wake_up.set()
         self._write_stacks()
-        self.ready = True
-        self._wait(patience, lambda: all(state["ready"] for state in self.states))
-        connected = time.monotonic() - self.answered < ANSWER_SECONDS
+        self.stacks_written = True
+        self._wait(wait_seconds, lambda: all(status["stacks_written"] for status in self.statuses))
+
+        # The lowest rank that responds speaks for all; without the store, the lowest one of this machine.
+        connected = time.monotonic() - self.store_answered_at < RESPONSE_SECONDS
         if connected:
-            silent = [rank for rank, state in enumerate(self.states) if not state["ready"] and rank != self.rank]
-            speaker = min({*range(len(self.states))} - {*silent})
-        else:  # nothing is known of the others but who hosts the store
-            silent = [0] if self.hosted_by_main and self.rank > 0 else []
-            speaker = min(rank for rank, state in enumerate(self.states)
-                          if state["host"] == self.place["host"] and rank not in silent)
-        self.states[self.rank] |= self.pulse.told()
-        self.heard[self.rank] = time.monotonic()
-        overslept = time.monotonic() - self.awake < self.timeout  # and knows least of all
-        if self.rank != speaker or overslept:
-            self._wait(patience, lambda: self.told)
-        speaks = not self.told and not overslept and (connected or self.rank == speaker)
-        exit_code = self.report(self._sentence(silent, connected), self._table(silent), speaks)
-        told_at, self.told = time.monotonic(), True
-        self._wait(patience if connected else 0, lambda: self.answered > told_at + URGENT_SECONDS)
-        for rank in silent:  # one that was only stopped can now leave by itself
-            if self.states[rank]["host"] == self.place["host"] and rank != self.rank:
+            silent = [rank for rank, status in enumerate(self.statuses)
+                      if not status["stacks_written"] and rank != self.rank]
+            speaker = min({*range(len(self.statuses))} - {*silent})
+        else:
+            silent = [0] if self.store_on_rank0 and self.rank > 0 else []
+            speaker = min(rank for rank, status in enumerate(self.statuses)
+                          if status["host"] == self.place["host"] and rank not in silent)
+        self.statuses[self.rank] |= self.heartbeat.status()
+        self.received_at[self.rank] = time.monotonic()
+        was_suspended = time.monotonic() - self.resumed_at < self.timeout  # and knows less than the others
+        if self.rank != speaker or was_suspended:
+            self._wait(wait_seconds, lambda: self.reported)
+        speaks = not self.reported and not was_suspended and (connected or self.rank == speaker)
+        self._report(HangError.exit_code, self._sentence(silent, connected), self._table(silent), speaks)
+
+        # Publish that it is reported. A silent rank that was only suspended can then exit by itself.
+        reported_at, self.reported = time.monotonic(), True
+        self._wait(wait_seconds if connected else 0,
+                   lambda: self.store_answered_at > reported_at + ALARM_SECONDS)
+        for rank in silent:
+            if self.statuses[rank]["host"] == self.place["host"] and rank != self.rank:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.kill(self.states[rank]["pid"], signal.SIGCONT)
-        os._exit(exit_code)
+                    os.kill(self.statuses[rank]["pid"], signal.SIGCONT)
+        os._exit(HangError.exit_code)
+
+    def _report(self, code: int, sentence: str, table: str = "", speaks: bool = True) -> None:
+        """Report why this process ends: to the launcher, or on stderr if this rank speaks for all."""
+        if not write_error_file(code, sentence, table, is_secondary=not table) and speaks:
+            print_safely(f"{table}\nerror: {sentence}".lstrip(), sys.stderr)
 
     def _wait(self, seconds: float, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not until():
-            time.sleep(URGENT_SECONDS / 2)
+            time.sleep(ALARM_SECONDS / 2)
 
     def _write_stacks(self) -> None:
-        """Of all threads, into the folder for them; before there is one, to the error stream."""
-        if self.pulse.folder is None:
+        """Write the stacks of all threads into their folder, or to stderr while there is none."""
+        if self.heartbeat.stacks_folder is None:
             faulthandler.dump_traceback(sys.stderr)
             return
         try:
-            self.pulse.folder.mkdir(exist_ok=True)
-            with open(self.pulse.folder / f"stacks-rank-{self.rank}.txt", "w", encoding="utf-8") as file:
+            self.heartbeat.stacks_folder.mkdir(exist_ok=True)
+            path = self.heartbeat.stacks_folder / f"stacks-rank-{self.rank}.txt"
+            with open(path, "w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
         except OSError as error:
             print(f"no stacks of rank {self.rank}: {error}", file=sys.stderr, flush=True)
 
     def _table(self, silent: list[int]) -> str:
-        """A line for each rank: what it does, and since when."""
-        lines = ["A rank does not move:"]
-        for rank, state in enumerate(self.states):
-            still = state["still"] + time.monotonic() - self.heard[rank]
-            lines.append(f"  rank {rank}: {state['phase']}, step {state['step']}{', waits for the others' * state['waits']}"
-                         f"{', does not answer' * (rank in silent)}; {still:.0f} s since it moved")
+        """One line for each rank: its phase, and the seconds since its last progress."""
+        lines = ["Status of each rank:"]
+        for rank, status in enumerate(self.statuses):
+            idle_seconds = status["idle_seconds"] + time.monotonic() - self.received_at[rank]
+            lines.append(f"  rank {rank}: {status['phase']}, step {status['step']}"
+                         f"{', waits for others' * status['waiting']}"
+                         f"{', does not respond' * (rank in silent)}; {idle_seconds:.0f} s without progress")
         return "\n".join(lines)
 
     def _sentence(self, silent: list[int], connected: bool) -> str:
-        """Who does not move, where, and what to do."""
-        doing: dict[tuple, list[int]] = {}
-        for rank, state in enumerate(self.states):
-            doing.setdefault((rank not in silent, state["waits"], state["phase"], state["step"]), []).append(rank)
-        who = ", ".join(clause(ranks, *what) for what, ranks in sorted(doing.items()))  # suspects first
-        unknown = "" if connected else (f" as far as is known (the store through which ranks speak, in "
-                                        f"{'rank 0' if self.hosted_by_main else 'the first launcher'}, does not answer)")
-        where = "above" if self.pulse.folder is None else f"in {self.pulse.folder / 'stacks-rank-*.txt'}"
-        return (f"hang: {who}{unknown}, and nothing moved for DISTRIBUTED_TIMEOUT={self.timeout:g} s. The stacks are {where}. "
-                "The same command goes on from the last checkpoint; where a phase is merely slow, raise DISTRIBUTED_TIMEOUT")
+        """Which ranks hang in which phase, and what to do."""
+        groups: dict[tuple, list[int]] = {}
+        for rank, status in enumerate(self.statuses):
+            # Suspects sort first.
+            key = (rank not in silent, status["waiting"], status["phase"], status["step"])
+            groups.setdefault(key, []).append(rank)
+        who = ", ".join(describe_ranks(ranks, *key) for key, ranks in sorted(groups.items()))
+        host = "rank 0" if self.store_on_rank0 else "the first launcher"
+        unknown = "" if connected else f" as far as is known (the status store in {host} does not respond)"
+        folder = self.heartbeat.stacks_folder
+        where = "above" if folder is None else f"in {folder / 'stacks-rank-*.txt'}"
+        return (f"hang: {who}{unknown}, and no rank made progress for DISTRIBUTED_TIMEOUT={self.timeout:g} "
+                f"s. The stack traces are {where}. The same command resumes from the last checkpoint; if a "
+                "phase is merely slow, raise DISTRIBUTED_TIMEOUT")
 
 
-def clause(ranks: list[int], answers: bool, waits: bool, phase: str, step: int) -> str:
-    """"ranks 0, 2-7 wait in save (step 500)"."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), key=lambda entry: entry[1] - entry[0])]
+def describe_ranks(ranks: list[int], responds: bool, waits: bool, phase: str, step: int) -> str:
+    """Return a clause such as "ranks 0, 2-7 wait in save (step 500)"."""
+    runs = [[rank for _, rank in run]
+            for _, run in groupby(enumerate(ranks), key=lambda item: item[1] - item[0])]
     names = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     one = len(ranks) == 1
-    verb = ("waits" if one else "wait") if waits else ("is" if one else "are")
-    return (f"rank{'' if one else 's'} {names} {verb} in {phase} (step {step})"
-            + ("" if answers else " and does not answer" if one else " and do not answer"))
+    noun, wait, be, do = ("rank", "waits", "is", "does") if one else ("ranks", "wait", "are", "do")
+    silence = "" if responds else f" and {do} not respond"
+    return f"{noun} {names} {wait if waits else be} in {phase} (step {step}){silence}"

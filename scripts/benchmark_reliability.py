@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -62,7 +63,7 @@ def main() -> None:
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     clock = Clock()
     clock.watch(store, "_sync_and_hash", "hash")
-    clock.watch(store, "_sync_folder", "folders")
+    clock.watch(store, "sync_folder", "folders")
     clock.watch(store, "save", "save")
     clock.watch(train, "train_step", "step")
     clock.watch(diagnostics, "checksums", "drift")
@@ -71,7 +72,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix="benchmark-") as folder:
         changes = {"output_dir": folder, "run_name": "run", "resume": "auto", "max_steps": STEPS, "save_every": 1, "keep_last": 1,
                    "drift_check_every": 1, "validate_every": 0, "hellaswag_every": 0, "sample_every": 0, "wandb_enabled": False}
-        train.train(type(loaded)(config.model_copy(update=changes), loaded.sources, [], False, {}))
+        train.train(replace(loaded, config=config.model_copy(update=changes), notes=[], warnings=[], check=False))
         size = sum(path.stat().st_size for path in Path(folder).rglob("checkpoints/*/*"))
     seconds = clock.seconds
     step, drift, save = (statistics.median(seconds[name][1:]) for name in ("step", "drift", "save"))  # the first one warms up

@@ -242,7 +242,8 @@ def checkpoint(task) -> None:
     def write(folder: Path) -> None:
         save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors")
 
-    saved = clock(task, "save in all", lambda: store.save(folder / "checkpoints", 1, ranks, write, {}, states, size))
+    contents = store.Contents(1, write, {}, states, size)
+    saved = clock(task, "save in all", lambda: store.save(folder / "checkpoints", contents, ranks))
     clock(task, "verify", lambda: store.verify(saved))
     clock(task, "load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)

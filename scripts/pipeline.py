@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from checkpoint.schema import read_entries  # noqa: E402
-from common.errors import PaddockError, SettingsError, needing, run_script  # noqa: E402
+from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from model_utils import load_model_folder  # noqa: E402
@@ -112,7 +112,8 @@ def preference_accuracy(folder: Path) -> float:
 
 def trained_fraction(adapter: Path, base: Path) -> float:
     """The adapters' parameters as a share of the base's."""
-    from checkpoint.hf_format import load_model_weights, read_tensors
+    from checkpoint.hf_format import load_model_weights
+    from checkpoint.tensor_files import read_tensors
 
     trained = sum(tensor.numel() for tensor in read_tensors(adapter / "adapter_model.safetensors").values())
     return trained / sum(tensor.numel() for tensor in load_model_weights(base).values())
@@ -181,7 +182,7 @@ def table(summary: dict) -> str:
 
 def draw(output: Path) -> None:
     """One panel a stage: how its validation went."""
-    with needing("matplotlib", "a plot"):
+    with requires_package("matplotlib", "a plot"):
         import matplotlib
 
     matplotlib.use("Agg")

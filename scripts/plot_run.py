@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint.schema import read_entries  # noqa: E402
-from common.errors import PaddockError, needing, run_script
+from common.errors import PaddockError, requires_package, run_script
 from common.text import show  # noqa: E402
 
 
@@ -18,7 +18,7 @@ def read_metrics(run: Path) -> list[dict]:
 
 def draw(run: Path, output: Path, title: str) -> None:
     """Loss above, and accuracy below where it was measured."""
-    with needing("matplotlib", "a plot"):
+    with requires_package("matplotlib", "a plot"):
         import matplotlib
 
     matplotlib.use("Agg")

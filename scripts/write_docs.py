@@ -1,4 +1,4 @@
-"""Write what the settings say of themselves into .env.example and the README's table, or a suite's results into docs/gpu.md.
+"""Write .env.example and docs/settings.md from the settings, or docs/gpu.md from a suite's results.
 
     python scripts/write_docs.py
     python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl
@@ -16,18 +16,27 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu_suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402, I001
 
-from config import describe_settings  # noqa: E402
-from common.errors import DataError, run_script# noqa: E402
+from common.errors import DataError, run_script  # noqa: E402
+from settings.load import describe_settings  # noqa: E402
 
-BEGIN, END = "<!-- settings -->", "<!-- /settings -->"
+SETTINGS_HEAD = """# Settings
+
+Written by `python scripts/write_docs.py` from `config.py`. How they are read is in the
+[README](../README.md#settings).
+
+The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes
+nothing that is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused unless
+`ALLOW_RESUME_MISMATCH` names the setting."""
 
 
 def env_example() -> str:
-    """The text of .env.example: every setting, commented out, with its default and meaning."""
-    lines = ["# Copy this file to .env and uncomment what is to differ from the default. Below it lies the preset that it names;",
-             "# above it lie one that is named elsewhere, the environment and the flags: MAX_STEPS here is --max-steps there.",
-             "# An empty value counts as not given, and ${NAME} is expanded. Keys of libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG,",
-             "# CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, ...) may stand here too."]
+    """Return the text of .env.example: every setting, commented out, with its default and meaning."""
+    lines = ["# Copy this file to .env and uncomment what should differ from the default. A preset named in",
+             "# .env lies below it; a preset named elsewhere, the environment and flags lie above. MAX_STEPS "
+             "here",
+             "# is --max-steps there. Empty values are ignored, and ${NAME} is expanded. Environment "
+             "variables of",
+             "# libraries (HF_HOME, WANDB_MODE, NCCL_DEBUG, CUDA_VISIBLE_DEVICES, ...) may be set here too."]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", "", f"# {section}"]
         for _, name, default, meaning, _ in settings:
@@ -35,43 +44,37 @@ def env_example() -> str:
     return "\n".join(lines) + "\n"
 
 
-def settings_table() -> str:
-    """The README's table of settings, with the markers around it."""
-    lines = [BEGIN]
+def settings_page() -> str:
+    """Return the text of docs/settings.md: a table of settings for each section."""
+    lines = [SETTINGS_HEAD]
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        lines += ["", f"**{section}**", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", "| setting | default | meaning | on resume |", "|---|---|---|---|"]
         lines += [f"| `{name}` | {f'`{default}`' if default else ''} | {cell(meaning)} | {on_resume} |"
                   for _, name, default, meaning, on_resume in settings]
-    return "\n".join([*lines, "", END])
+    return "\n".join(lines) + "\n"
 
 
 def cell(text: str) -> str:
-    """Text as the cell of a Markdown table shows it."""
+    """Return a text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def with_table(readme: str) -> str:
-    """The README with the table as it should be."""
-    before, _, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    assert end, f"README.md has no {BEGIN} and {END}"
-    return before + settings_table() + after
-
-
-NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there: the device, the
-versions, the commit, what was right and what was not, and every figure."""
-HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--wheels FOLDER` installs first
-what such a machine lacks; `--parts` also takes names. Each part is a process of its own under a time limit, and one that fails
-stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
+NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there:
+the device, the versions, the commit, the errors, and every figure."""
+HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. With
+`--wheels FOLDER` it installs missing packages first; `--parts` also accepts names. Each part is a process with
+a time limit, and one that fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code
+of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:
-    """docs/gpu.md: what the suite found last, if it has been run, and how it is run.
+    """Return the text of docs/gpu.md: what the suite found last, if it has been run, and how to run it.
 
     Raises:
-        DataError: the records do not say on what GPU they were found.
+        DataError: the records do not name the GPU.
     """
-    lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "", "## How it is run", "", "```",
+    lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "",
+             "## How it is run", "", "```",
              *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),
              "python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl", "```", "", HOW_IT_RUNS, "",
              "| part | of | at most | what |", "|---|---|---|---|",
@@ -80,7 +83,7 @@ def gpu_page(records: list[dict[str, Any]]) -> str:
 
 
 def found(records: list[dict[str, Any]]) -> list[str]:
-    """The last result of each part, of those that were run on the device and commit of the last header."""
+    """Return the tables of the last result of each part, for the device and commit of the last header."""
     machine: dict[str, Any] = {}
     last: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -92,13 +95,15 @@ def found(records: list[dict[str, Any]]) -> list[str]:
         else:
             last[record["part"]] = record
     if "capability" not in machine:
-        raise DataError(f"--gpu-results: these are results of {machine.get('device', 'an unknown device')}, and docs/gpu.md "
-                        "tells of a GPU; give those of bash scripts/gpu_suite.sh --device cuda")
+        device = machine.get("device", "an unknown device")
+        raise DataError(f"--gpu-results: these are results of {device}, and docs/gpu.md is about a GPU; give "
+                        "those of bash scripts/gpu_suite.sh --device cuda")
     shown = [last[part.name] for part in PARTS if part.name in last]
     lines = ["What `scripts/gpu_suite.sh` found.", "", *table_of(machine, ("", "")), "", "## Parts", "",
              "| part | | s | what was wrong |", "|---|---|---|---|"]
-    lines += [f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {cell(record['error'] or '')} |"
-              for record in shown]
+    for record in shown:
+        error = cell(record["error"] or "")
+        lines.append(f"| {record['part']} | {verdict(record)} | {record['seconds']:.0f} | {error} |")
     for record in shown:
         if record["figures"]:
             lines += ["", f"## {record['part']}", *figures_of(record["figures"])]
@@ -106,7 +111,7 @@ def found(records: list[dict[str, Any]]) -> list[str]:
 
 
 def figures_of(figures: dict[str, Any]) -> list[str]:
-    """The tables of a part: what has several figures each, side by side; the rest; the profiler's rows."""
+    """Return the tables of a part: comparisons side by side, single figures, the profiler's rows."""
     lines: list[str] = []
     several = [(name, value) for name, value in figures.items() if isinstance(value, dict)]
     by_columns: dict[tuple, list[tuple[str, dict]]] = {}
@@ -123,28 +128,31 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
         lines += ["", *table_of(single, ("figure", "value"))]
     for name, value in several:
         for rows in (entry for entry in value.values() if isinstance(entry, list)):
-            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |", "|---|---|---|---|"]
-            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} | `{cell(row['name'])}` |"
-                      for row in rows]
+            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |",
+                      "|---|---|---|---|"]
+            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} "
+                      f"| `{cell(row['name'])}` |" for row in rows]
     return lines
 
 
 def table_of(values: dict[str, Any], heading: tuple[str, str]) -> list[str]:
-    """Names and values, one a line."""
+    """Return a table of names and values."""
     rows = (f"| {cell(name)} | {written(value)} |" for name, value in values.items())
     return [f"| {' | '.join(heading)} |", "|---|---|", *rows]
 
 
 def written(value: Any) -> str:
-    """A figure as a table has it."""
+    """Return a figure as text."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else cell(str(value))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu-results", type=Path, metavar="FILE", help="results.jsonl of scripts/gpu_suite.sh")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu-results", type=Path, metavar="FILE",
+                        help="results.jsonl of scripts/gpu_suite.sh")
     results = parser.parse_args().gpu_results
     if results:
         try:
@@ -154,8 +162,7 @@ def main() -> None:
         (ROOT / "docs" / "gpu.md").write_text(gpu_page(records), encoding="utf-8")
         return
     (ROOT / ".env.example").write_text(env_example(), encoding="utf-8")
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    (ROOT / "docs" / "settings.md").write_text(settings_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

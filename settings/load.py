@@ -1,7 +1,7 @@
-"""The layers that settings are read from: defaults < `.env` < preset < JSON file < environment < flags; a preset that `.env`
-itself names lies below it.
+"""Reading settings: defaults < `.env` < preset < JSON file < environment < flags.
 
-Everything that is wrong in any of them is told at once, with file and line. Nothing is read at import.
+A preset that `.env` itself names lies below `.env`. All mistakes in all layers are reported at once, each
+with its file and line. Nothing is read at import.
 """
 
 import difflib
@@ -14,7 +14,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Optional
+from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
 
 from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
@@ -22,15 +22,15 @@ from pydantic import ValidationError
 
 from common.errors import SettingsError
 from common.files import read_text
-from common.text import ending_with_reader, print_safely, printable, show, without_passwords
-from config import SECRETS, Config, describe_settings, rules
-from parallel.exit_report import first_here
+from common.text import exit_quietly_if_unread, print_safely, printable, show, without_passwords
+from config import SECRETS, SECTIONS, Config, on_resume, rules
+from parallel.exit_report import first_on_machine
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 
 
 class Layer(NamedTuple):
-    """Settings from one place: name -> (value, where it stands); and what `.env` has for the libraries beside us."""
+    """Settings from one place: name -> (value, where it was found); and the libraries' keys in `.env`."""
 
     values: dict[str, tuple[Any, str]]
     problems: list[str]
@@ -39,153 +39,70 @@ class Layer(NamedTuple):
 
 # What other trainers call these settings.
 FOREIGN_NAMES = {
-    "max_lr": "learning_rate", "lr": "learning_rate", "max_learning_rate": "learning_rate", "peak_lr": "learning_rate",
-    "min_lr": "min_learning_rate", "batch_size": "micro_batch_size", "max_batch_size": "micro_batch_size",
-    "per_device_train_batch_size": "micro_batch_size", "global_batch_size": "total_batch_size",
-    "grad_accum_steps": "total_batch_size", "gradient_accumulation_steps": "total_batch_size", "block_size": "max_seq_len",
-    "context_length": "max_seq_len", "seq_len": "max_seq_len", "seq_length": "max_seq_len", "max_length": "max_seq_len",
-    "max_iters": "max_steps", "num_iterations": "max_steps", "epochs": "max_steps", "num_epochs": "max_steps",
-    "num_train_epochs": "max_steps", "warmup_iters": "warmup_steps", "lr_scheduler": "lr_schedule",
-    "lr_scheduler_type": "lr_schedule", "grad_clip": "max_grad_norm", "clip_grad": "max_grad_norm", "dtype": "precision",
-    "bf16": "precision", "fp16": "precision", "eval_interval": "validate_every", "eval_every": "validate_every",
-    "eval_steps": "validate_every", "save_interval": "save_every", "save_steps": "save_every", "log_interval": "log_every",
-    "logging_steps": "log_every", "out_dir": "output_dir", "data_path": "pretrain_data_path", "data_dir": "pretrain_data_path",
-    "n_layer": "n_layers", "num_layers": "n_layers", "num_hidden_layers": "n_layers", "n_head": "n_heads",
-    "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads", "n_embd": "dim", "d_model": "dim",
-    "hidden_size": "dim", "intermediate_size": "ffn_dim", "hidden_dim": "ffn_dim", "vocab_size": "tokenizer_path",
-    "gradient_checkpointing": "activation_checkpointing", "resume_from": "resume", "use_wandb": "wandb_enabled"}
-# Settings that hold several values, which JSON may write as a list, and what stands between the values elsewhere.
+    foreign: name for name, names in {
+        "learning_rate": "max_lr lr max_learning_rate peak_lr",
+        "min_learning_rate": "min_lr",
+        "micro_batch_size": "batch_size max_batch_size per_device_train_batch_size",
+        "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
+        "max_seq_len": "block_size context_length seq_len seq_length max_length",
+        "max_steps": "max_iters num_iterations epochs num_epochs num_train_epochs",
+        "warmup_steps": "warmup_iters",
+        "lr_schedule": "lr_scheduler lr_scheduler_type",
+        "max_grad_norm": "grad_clip clip_grad",
+        "precision": "dtype bf16 fp16",
+        "validate_every": "eval_interval eval_every eval_steps",
+        "save_every": "save_interval save_steps",
+        "log_every": "log_interval logging_steps",
+        "output_dir": "out_dir",
+        "pretrain_data_path": "data_path data_dir",
+        "n_layers": "n_layer num_layers num_hidden_layers",
+        "n_heads": "n_head num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "dim": "n_embd d_model hidden_size",
+        "ffn_dim": "intermediate_size hidden_dim",
+        "tokenizer_path": "vocab_size",
+        "activation_checkpointing": "gradient_checkpointing",
+        "resume": "resume_from",
+        "wandb_enabled": "use_wandb",
+    }.items() for foreign in names.split()}
+# Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|"}
-# Keys of the libraries beside us, which `.env` may hold too.
+# Environment variables of libraries, which `.env` may contain too.
 LIBRARIES = re.compile(
-    "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|CUDA|CUBLAS|CUDNN|NVIDIA|NCCL|GLOO|TORCH"
-    "|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+"
-    "|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
+    "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|CUDA|CUBLAS|CUDNN"
+    "|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS|ONEDNN|DNNL"
+    "|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
-OWN_FLAGS = ("env_file", "config", "check")
+LOADER_FLAGS = ("env_file", "config", "check")
 
 
 def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
-    """The known name that a misspelt one most likely means, or None."""
+    """Return the known name that a misspelt one most likely means, or None."""
     name = name.lower().replace("-", "_")
     if name in FOREIGN_NAMES:
         return FOREIGN_NAMES[name]
-    matches = difflib.get_close_matches(name[:60], known, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    return next(iter(difflib.get_close_matches(name[:60], known, n=1, cutoff=0.6)), None)
 
 
 def unknown(where: str, name: str) -> str:
-    """What to say of a name in a file that is no setting."""
+    """Return the message for an unknown name in a file."""
     guess = nearest(name)
-    return (f"{where}: unknown setting {shown(name)}"
-            + (f"; did you mean {guess.upper()}?" if guess else "; --help lists every setting"))
+    advice = f"did you mean {guess.upper()}?" if guess else "--help lists every setting"
+    return f"{where}: unknown setting {shortened(name)}; {advice}"
 
 
-def shown(text: str) -> str:
-    """Text from a user on one line, not longer than what a line of a report can bear."""
+def shortened(text: str) -> str:
+    """Return a user's text on one line of at most 80 characters."""
     text = printable(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
-    """The settings of a `.env` file, each with its line, and the libraries' keys in it. Empty values count as not given.
-
-    `${NAME}` and `${NAME:-default}` are expanded as python-dotenv does: from the environment, else from the lines above.
-    """
-    values, problems, above = {}, [], {}
-    known = ChainMap(environ, above)
-    try:
-        text = read_text(path, "utf-8-sig")
-    except (OSError, ValueError) as error:
-        return Layer({}, [f"{path}: cannot be read: {reason(error)}"])
-    for binding in parse_stream(io.StringIO(text)):
-        # A binding's text may begin with blank and comment lines; its own line is the first with something in it.
-        blank = len(binding.original.string) - len(binding.original.string.lstrip())
-        where = f"{path}:{binding.original.line + binding.original.string[:blank].count(chr(10))}"
-        key, value = binding.key, binding.value
-        if re.match(r"[^=]*=[^\S\n]+#", binding.original.string[blank:]):
-            value = ""  # nothing but a comment, which the parser takes for the value
-        if key is None and not binding.error:
-            continue
-        # The line itself is not repeated: it may hold a secret.
-        if binding.error or value is None:
-            problems.append(f"{where}: not of the form NAME=value")
-            continue
-        atoms = [*parse_variables(value)]
-        unset = [atom for atom in atoms if isinstance(atom, Variable) and atom.default is None and atom.name not in known]
-        above[key] = value = "".join(atom.resolve(known) for atom in atoms)
-        name = key.lower() if key.lower() in Config.model_fields else key
-        if unset:
-            problems.append(f"{where}: {shown(key)} needs a variable that is neither set in the environment nor above; "
-                            "set it, or write ${NAME:-default}")
-        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelt(name)):
-            problems.append(unknown(where, key))
-        elif name in values:
-            problems.append(f"{where}: {key} is set a second time (first at {values[name][1]}); keep one")
-        else:
-            values[name] = (value, where)
-    given = {name: pair for name, pair in values.items() if pair[0] != ""}
-    return Layer({name: pair for name, pair in given.items() if name in Config.model_fields}, problems,
-                 {name: value for name, (value, _) in given.items() if name not in Config.model_fields})
-
-
-def read_json_file(path: Path) -> Layer:
-    """The settings of a JSON file, flat or grouped in sections of any name."""
-    values, problems = {}, []
-    try:
-        # As pairs, because a dictionary would hide a name that is there twice.
-        content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=Pairs)
-    except OSError as error:
-        return Layer({}, [f"{path}: cannot be read: {reason(error)}"])
-    except (ValueError, RecursionError) as error:
-        return Layer({}, [f"{path}: not valid JSON: {reason(error)}"])
-    if not isinstance(content, Pairs):
-        return Layer({}, [f"{path}: expected an object of settings, such as {{\"max_steps\": 1000}}"])
-    for section, key, value in leaves(content):
-        name, where = key.lower().replace("-", "_"), f"{path}: {shown(section + key)}"
-        if name not in Config.model_fields:
-            problems.append(unknown(str(path) + (f" in {shown(section[:-1])}" if section else ""), key))
-        elif name in values:
-            problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
-        elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
-            values[name] = (LISTS[name].join(value), where)
-        else:
-            values[name] = (value, where)
-    return Layer(values, problems)
-
-
-class Pairs(tuple):
-    """A JSON object, as the pairs that it is written with."""
-
-
-def leaves(content: Pairs, section: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(section with a dot behind it, key, value) of everything that is not a section."""
-    for key, value in content:
-        if isinstance(value, Pairs):
-            yield from leaves(value, f"{section}{key}.")
-        else:
-            yield section, key, value
-
-
-def reason(error: Exception) -> str:
-    """Why a file cannot be read, without its path."""
-    return getattr(error, "strerror", None) or str(error)
-
-
-def read_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
-    """The settings of the process environment, and warnings of keys that look like a misspelt setting."""
-    values = {name: (environ[name.upper()], "environment")
-              for name in Config.model_fields if environ.get(name.upper(), "") != ""}
-    warnings = [f"environment: {key} is no setting; did you mean {guess.upper()}?"
-                for key in environ if (guess := misspelt(key)) is not None]
-    return Layer(values, []), warnings
-
-
 def misspelt(key: str) -> Optional[str]:
-    """The setting that a key of the process environment seems to mean, or None.
+    """Return the setting that an environment variable seems to mean, or None.
 
-    The environment is full of other programs' keys: COMPILER, DEVICES, LOCAL_WORLD_SIZE are nobody's mistake.
+    Stricter than `nearest`, because the environment holds other programs' variables: COMPILER, DEVICES and
+    LOCAL_WORLD_SIZE are no mistakes.
     """
     name = key.lower()
     if key != key.upper():
@@ -198,8 +115,101 @@ def misspelt(key: str) -> Optional[str]:
     return None if match is None or ("_" not in match and name.startswith(match)) else match
 
 
+def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
+    """Return the settings and libraries' keys of a `.env` file, each with its line. Empty values are ignored.
+
+    `${NAME}` and `${NAME:-default}` are expanded as by python-dotenv: from the environment, then from earlier
+    lines.
+    """
+    # python-dotenv's parser and not its dotenv_values, which reports neither lines nor duplicates nor
+    # mistakes.
+    values, problems, earlier = {}, [], {}
+    known = ChainMap(environ, earlier)
+    try:
+        text = read_text(path, "utf-8-sig")
+    except (OSError, ValueError) as error:
+        return Layer({}, [f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"])
+    for binding in parse_stream(io.StringIO(text)):
+        # A binding may begin with blank and comment lines; its own line is the first with something in it.
+        source = binding.original.string
+        blank = len(source) - len(source.lstrip())
+        where = f"{path}:{binding.original.line + source[:blank].count(chr(10))}"
+        key, value = binding.key, binding.value
+        if re.match(r"[^=]*=[^\S\n]+#", source[blank:]):
+            value = ""  # a comment only, which the parser takes for the value
+        if key is None and not binding.error:
+            continue
+        # The line itself is not repeated: it may hold a secret.
+        if binding.error or value is None:
+            problems.append(f"{where}: not of the form NAME=value")
+            continue
+
+        atoms = [*parse_variables(value)]
+        unset = [atom for atom in atoms
+                 if isinstance(atom, Variable) and atom.default is None and atom.name not in known]
+        earlier[key] = value = "".join(atom.resolve(known) for atom in atoms)
+        name = key.lower() if key.lower() in Config.model_fields else key
+        if unset:
+            problems.append(f"{where}: {shortened(key)} uses a variable that is set neither in the "
+                            "environment nor in an earlier line; set it, or write ${NAME:-default}")
+        elif name not in Config.model_fields and (not LIBRARIES.fullmatch(name) or misspelt(name)):
+            problems.append(unknown(where, key))
+        elif name in values:
+            problems.append(f"{where}: {key} is set a second time (first at {values[name][1]}); keep one")
+        else:
+            values[name] = (value, where)
+    given = {name: pair for name, pair in values.items() if pair[0] != ""}
+    return Layer({name: pair for name, pair in given.items() if name in Config.model_fields}, problems,
+                 {name: value for name, (value, _) in given.items() if name not in Config.model_fields})
+
+
+class Pairs(tuple):
+    """A JSON object as its pairs, because a dictionary would hide duplicate names."""
+
+
+def read_json_file(path: Path) -> Layer:
+    """Return the settings of a JSON file, flat or grouped in sections of any name."""
+    values, problems = {}, []
+    try:
+        content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=Pairs)
+    except OSError as error:
+        return Layer({}, [f"{path}: cannot be read: {error.strerror or error}"])
+    except (ValueError, RecursionError) as error:
+        return Layer({}, [f"{path}: not valid JSON: {error}"])
+    if not isinstance(content, Pairs):
+        return Layer({}, [f"{path}: expected an object of settings, such as {{\"max_steps\": 1000}}"])
+
+    def leaves(content: Pairs, section: str = "") -> Iterator[tuple[str, str, Any]]:
+        for key, value in content:
+            if isinstance(value, Pairs):
+                yield from leaves(value, f"{section}{key}.")
+            else:
+                yield section, key, value
+
+    for section, key, value in leaves(content):
+        name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
+        if name not in Config.model_fields:
+            problems.append(unknown(f"{path} in {shortened(section[:-1])}" if section else str(path), key))
+        elif name in values:
+            problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
+        elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
+            values[name] = (LISTS[name].join(value), where)
+        else:
+            values[name] = (value, where)
+    return Layer(values, problems)
+
+
+def read_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
+    """Return the settings of the process environment, and warnings of variables like a misspelt setting."""
+    values = {name: (environ[name.upper()], "environment")
+              for name in Config.model_fields if environ.get(name.upper(), "") != ""}
+    warnings = [f"environment: {key} is no setting; did you mean {guess.upper()}?"
+                for key in environ if (guess := misspelt(key)) is not None]
+    return Layer(values, []), warnings
+
+
 class Flags(NamedTuple):
-    """What stands on the command line."""
+    """The command line."""
 
     layer: Layer
     env_file: Optional[str]
@@ -209,28 +219,31 @@ class Flags(NamedTuple):
 
 
 def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
-    """The settings among the flags. `extra` names flags of a script of its own, handed back in `rest`."""
+    """Return the settings among the flags. `extra` names a script's own flags, returned in `rest`."""
+    # Not by argparse: it stops at the first mistake, repeats the value of a secret in its message, and takes
+    # a value such as -1e-3 for a flag.
     values, problems, rest, config_files = {}, [], {}, []
     env_file, check = None, False
     own = {name.replace("-", "_") for name in extra}
+    known = (*Config.model_fields, *own, *LOADER_FLAGS)
     arguments = list(argv)
     while arguments:
-        argument = arguments.pop(0)
-        flag, has_value, value = argument.partition("=")
+        flag, has_value, value = arguments.pop(0).partition("=")
         name = flag.lstrip("-").lower().replace("-", "_")
         if not flag.startswith("-"):
-            # What follows the sign is not repeated: it may be a secret.
-            problems.append(f"command line: {shown(flag + has_value)} has no name; write --name value")
+            # What follows "=" is not repeated: it may be a secret.
+            problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name value")
             continue
-        # What follows is the value, unless it is a flag, or the flag needs none.
+        # The next argument is the value, unless it is a flag or this one needs none.
         if not has_value and arguments and not arguments[0].startswith("--") and name != "check":
             value, has_value = arguments.pop(0), "="
         elif not has_value and (name == "check" or name in SWITCHES):
             value, has_value = "true", "="
-        if not flag.startswith("--") or (name not in Config.model_fields and name not in own and name not in OWN_FLAGS):
-            problems.append(unknown_flag(flag, [*Config.model_fields, *own, *OWN_FLAGS]))
+
+        if not flag.startswith("--") or name not in known:
+            problems.append(unknown_flag(flag, known))
         elif name in SECRETS:
-            problems.append(f"command line: {flag} is a secret, which a flag would show to everyone; "
+            problems.append(f"command line: {flag} is a secret, which everyone could read in a process list; "
                             f"set {name.upper()} in .env or the environment")
         elif not has_value or (value == "" and name in (*own, "env_file", "config")):
             problems.append(f"command line: {flag} needs a value")
@@ -248,17 +261,17 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
 
 
 def unknown_flag(flag: str, known: Sequence[str]) -> str:
-    """What to say of a flag that is none."""
+    """Return the message for an unknown flag."""
     name = flag.lstrip("-").lower().replace("-", "_")
+    guess, value = name if name in known else nearest(name, known), ""
     if name.removeprefix("no_") in SWITCHES:
-        return f"command line: unknown flag {flag}; did you mean --{name.removeprefix('no_').replace('_', '-')} false?"
-    guess = name if name in known else nearest(name, known)
-    return f"command line: unknown flag {shown(flag)}" + (
-        f"; did you mean --{guess.replace('_', '-')}?" if guess else "; --help lists every setting")
+        guess, value = name.removeprefix("no_"), " false"
+    advice = f"did you mean --{guess.replace('_', '-')}{value}?" if guess else "--help lists every setting"
+    return f"command line: unknown flag {shortened(flag)}; {advice}"
 
 
 def read_preset(names: str, where: str) -> Layer:
-    """The settings of one preset, or of several with commas."""
+    """Return the settings of one preset, or of several separated by commas."""
     values, problems = {}, []
     known = {file.stem: file for file in sorted(PRESETS_DIR.glob("*.env"))}
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -268,14 +281,15 @@ def read_preset(names: str, where: str) -> Layer:
             problems += layer.problems
         else:
             guess = nearest(name, known)
-            problems.append(f"{where}: unknown preset {shown(name)}; " + (f"did you mean {guess}? " if guess in known else "")
-                            + f"there are {', '.join(known)}")
+            advice = f"did you mean {guess}? " if guess in known else ""
+            problems.append(f"{where}: unknown preset {shortened(name)}; {advice}available: "
+                            f"{', '.join(known)}")
     return Layer(values, problems)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A valid configuration, where each setting that is not at its default was read, and what to tell and warn of."""
+    """A valid configuration, where each setting that is not at its default was found, and what to report."""
 
     config: Config
     sources: dict[str, str]
@@ -287,43 +301,44 @@ class Loaded:
 
 
 def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) -> list[Layer]:
-    """All layers, the lowest first."""
+    """Return all layers, the lowest first."""
     env_path = Path(flags.env_file or ".env")
-    there = flags.env_file or env_path.is_file()
-    layers = [read_env_file(env_path, environ) if there else Layer({}, []), *map(read_json_file, map(Path, flags.config_files)),
-              environment, flags.layer]
+    exists = flags.env_file or env_path.is_file()
+    layers = [read_env_file(env_path, environ) if exists else Layer({}, []),
+              *map(read_json_file, map(Path, flags.config_files)), environment, flags.layer]
     naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
     if naming is not None:
         names, where = layers[naming].values["preset"]
-        # Whoever names one on the command line wants it whatever `.env` holds; what `.env` holds beside its own changes that.
-        layers.insert(min(naming, 1), read_preset(names, where) if isinstance(names, str) else Layer({}, []))
+        preset = read_preset(names, where) if isinstance(names, str) else Layer({}, [])
+        # A preset on the command line is above `.env`; one that `.env` names is changed by the rest of
+        # `.env`.
+        layers.insert(min(naming, 1), preset)
     return layers
 
 
 def peek(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """What run.sh needs before there is anything to check: the presets that a command line leads to, and the environment with
-    what `.env` has for the libraries. What is wrong is told by the program that it starts."""
+    """Return the presets, and the environment with `.env`'s exports, for run.sh; nothing is validated."""
     layers = read_layers(read_flags(argv), os.environ, read_environment(os.environ)[0])
     preset = next((layer.values["preset"][0] for layer in reversed(layers) if "preset" in layer.values), "")
     return str(preset), {**exported(layers), **os.environ}
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
-    """What the layers have for the libraries."""
+    """Return the libraries' keys of all layers."""
     return {name: value for layer in layers for name, value in layer.exports.items()}
 
 
-def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *, extra_flags: Sequence[str] = (),
-                complete: bool = True) -> Loaded:
+def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *,
+                extra_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
     """Read all layers and return the configuration.
 
     Args:
         argv: flags, without the program's name.
         environ: the process environment; None = os.environ.
-        extra_flags: names of flags that are a script's own, returned in `rest`.
-        complete: also check what holds between settings; scripts that need only a few settings pass False.
+        extra_flags: names of a script's own flags, returned in `rest`.
+        complete: also check the rules between settings; scripts that need only a few settings pass False.
     Raises:
-        SettingsError: everything that is wrong in any layer, one line each.
+        SettingsError: all mistakes in all layers, one line each.
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, extra_flags)
@@ -335,69 +350,82 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     problems = [problem for layer in layers for problem in layer.problems]
     config, invalid = validate(merged)
     if config.micro_batch_size == 0:
-        config = config.model_copy(update={"micro_batch_size": max(1, config.rows_per_step // config.world_size)})
+        rows = max(1, config.rows_per_step // config.world_size)
+        config = config.model_copy(update={"micro_batch_size": rows})
     problems += invalid.values()
     if complete:
         if "world_size" not in invalid:
             problems += launch_problems(config, environ, flags.check)
-        problems += [problem.message for problem in rules(config) if not set(problem.settings) & set(invalid)]
+        # A rule about a setting that is invalid in itself would only confuse.
+        invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
+        problems += [message for message in rules(config) if not invalid_names.search(message)]
     if problems:
         raise SettingsError(*problems)
-    return Loaded(config, {name: where for name, (_, where) in merged.items()}, [*notes(layers, merged, environ)], warnings,
-                  flags.check, flags.rest, exported(layers))
+    sources = {name: where for name, (_, where) in merged.items()}
+    return Loaded(config, sources, [*notes(layers, merged, environ)], warnings, flags.check, flags.rest,
+                  exported(layers))
 
 
-def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]], environ: Mapping[str, str]) -> Iterator[str]:
-    """What may surprise: what a preset changes of `.env`, what the environment decides, where names without a prefix may be
-    meant for another program, and what is handed on."""
-    beaten = [f"{name.upper()}={value}" for name, (value, where) in merged.items()
-              if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
-    if beaten:
-        yield f"From the preset, which overrules .env: {', '.join(beaten)}"
-    given = [f"{name.upper()}={shown(without_passwords(value))}" for name, (value, where) in merged.items()
+def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],
+          environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield what may surprise: what a preset overrides, what the environment sets, and what libraries get."""
+    overridden = [f"{name.upper()}={value}" for name, (value, where) in merged.items()
+                  if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
+    if overridden:
+        yield f"From the preset, which overrides .env: {', '.join(overridden)}"
+    given = [f"{name.upper()}={shortened(without_passwords(value))}"
+             for name, (value, where) in merged.items()
              if where == "environment" and name not in (*SECRETS, "world_size")]  # torchrun sets the latter
     if given:
         yield f"From the environment: {', '.join(given)}"
-    for where, same in ((".env", True), ("the environment, which overrules .env", False)):
-        if names := [name for name, value in exported(layers).items() if (environ.get(name, value) == value) is same]:
+    for where, same in ((".env", True), ("the environment, which overrides .env", False)):
+        names = [name for name, value in exported(layers).items()
+                 if (environ.get(name, value) == value) is same]
+        if names:
             yield f"For the libraries, from {where}: {', '.join(names)}"
 
 
 def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> Iterator[str]:
-    """What is wrong between WORLD_SIZE and the launcher that started this process."""
+    """Yield conflicts between WORLD_SIZE and the launcher that started this process."""
     if "RANK" not in environ:
         if config.world_size > 1 and not check:
-            yield (f"WORLD_SIZE={config.world_size}, but this process was not started by a launcher; start it with "
-                   f"python scripts/launch.py --nproc-per-node {config.world_size} (or torchrun), or leave WORLD_SIZE out")
+            yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use python "
+                   f"scripts/launch.py --nproc-per-node {config.world_size} (or torchrun), or leave it out")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
-        yield f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; leave the setting out"
+        yield (f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; leave the "
+               "setting out")
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
-    """The configuration, with defaults in place of values that are invalid, and one message for each of those."""
+    """Return the configuration, with defaults in place of invalid values, and a message for each of those."""
     nothing = ("", "none", "null")
-    values = {name: None if name in OPTIONAL and isinstance(value, str) and value.strip().lower() in nothing else value
-              for name, (value, _) in merged.items()}
-    invalid = {name: "expected one value, not a list" for name, value in values.items() if isinstance(value, list)}
-    # JSON's true is no number, although Python counts with it.
-    invalid |= {name: "expected a number or text" for name, value in values.items()
-                if isinstance(value, bool) and name not in SWITCHES}
-    invalid |= {name: "holds a NUL or half a character; take it out" for name, value in values.items()
-                if isinstance(value, str) and not is_sound(value)}
+    values = {name: None if name in OPTIONAL and isinstance(value, str) and value.strip().lower() in nothing
+              else value for name, (value, _) in merged.items()}
+    invalid = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            invalid[name] = "expected one value, not a list"
+        elif isinstance(value, bool) and name not in SWITCHES:  # JSON's true, which Python counts as 1
+            invalid[name] = "expected a number or text"
+        elif isinstance(value, str) and not is_valid_text(value):
+            invalid[name] = "contains a NUL or an invalid character; remove it"
     try:
         Config(**values)
     except ValidationError as error:
         for detail in error.errors():
             invalid.setdefault(str(detail["loc"][0]), detail["msg"][0].lower() + detail["msg"][1:])
-    messages = {name: f"{merged[name][1]}: {name.upper()}={'***' if name in SECRETS else shown(str(merged[name][0]))}: {message}"
-                for name, message in invalid.items()}
+    messages = {}
+    for name, message in invalid.items():
+        value, where = merged[name]
+        shown = "***" if name in SECRETS else shortened(str(value))
+        messages[name] = f"{where}: {name.upper()}={shown}: {message}"
     return Config(**{name: value for name, value in values.items() if name not in invalid}), messages
 
 
-def is_sound(text: str) -> bool:
-    """Whether a text could be a file's name: without a NUL, and nothing but characters and a system's undecodable bytes."""
+def is_valid_text(text: str) -> bool:
+    """Whether a text could be a file name: without NUL, and of surrogates only undecodable bytes."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -405,30 +433,54 @@ def is_sound(text: str) -> bool:
     return "\0" not in text
 
 
+class SettingLine(NamedTuple):
+    """What the help and the documents say of a setting."""
+
+    section: str
+    name: str
+    default: str  # empty = none
+    meaning: str
+    on_resume: str  # safe | curve | fixed
+
+
+def describe_settings() -> Iterator[SettingLine]:
+    """Yield every setting, in order."""
+    for section in SECTIONS:
+        for name, info in section.model_fields.items():
+            default = "" if info.default is None else str(info.default)
+            choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+            meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
+            default = default.lower() if info.annotation is bool else default
+            title = section.__name__.removesuffix("Config")
+            yield SettingLine(title, name.upper(), default, meaning, on_resume(name))
+
+
 def help_text(usage: str) -> str:
-    """What --help prints: every setting with its default and meaning."""
+    """Return what --help prints: every setting with its default and meaning."""
     lines = [usage, "",
-             "Order: defaults < .env < preset < JSON < environment < flags; a preset that .env itself names lies below it.",
+             "Order: defaults < .env < preset < JSON < environment < flags; a preset named in .env lies "
+             "below it.",
              "MAX_STEPS in .env is --max-steps as a flag.", "",
-             f"  --preset NAME        one of {', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
+             "  --preset NAME        one of "
+             f"{', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
              "  --config FILE.json   settings from a JSON file, flat or in sections",
              "  --env-file FILE      settings from this file instead of .env",
-             "  --check              tell everything that can be known before the run, and end"]
+             "  --check              report everything that can be known before the run, and exit"]
     section = None
-    for group, name, default, meaning, _ in describe_settings():
-        if group != section:
-            lines += ["", group]
-            section = group
-        flag = f"{name} in .env" if name.lower() in SECRETS else f"--{name.lower().replace('_', '-')}"
-        lines.append(f"  {flag:<30} [{default or 'none'}] {meaning}")
+    for line in describe_settings():
+        if line.section != section:
+            section = line.section
+            lines += ["", section]
+        is_secret = line.name.lower() in SECRETS
+        flag = f"{line.name} in .env" if is_secret else f"--{line.name.lower().replace('_', '-')}"
+        lines.append(f"  {flag:<30} [{line.default or 'none'}] {line.meaning}")
     return "\n".join(lines)
 
 
 def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
-    """The configuration, with what `.env` has for the libraries exported; or the end of the process, after --help or with what
-    is wrong."""
+    """Return the configuration with `.env`'s exports exported; exits after --help or with all mistakes."""
     if "--help" in argv or "-h" in argv:
-        with first_here() as first, ending_with_reader():
+        with first_on_machine() as first, exit_quietly_if_unread():
             if first:
                 show(*help_text(usage).split("\n"))
         raise SystemExit(0)
@@ -441,16 +493,17 @@ def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
 
 
 def exit_with(error: SettingsError) -> NoReturn:
-    """Print what is wrong, once on each machine, and exit with code 2."""
+    """Print the mistakes, once on each machine, and exit with code 2."""
     lines = str(error).splitlines()
-    with first_here() as first:
+    with first_on_machine() as first:
         if first:
-            print_safely("\n  ".join([f"{len(lines)} thing{'s' if len(lines) > 1 else ''} to mend in the settings:", *lines]), sys.stderr)
+            title = f"{len(lines)} error{'s' if len(lines) > 1 else ''} in the settings:"
+            print_safely("\n  ".join([title, *lines]), sys.stderr)
     raise SystemExit(error.exit_code)
 
 
 def export(loaded: Loaded) -> None:
-    """Put secrets and libraries' keys that came from `.env` where the libraries look for them: before they are imported."""
+    """Put `.env`'s secrets and libraries' keys into the environment, before the libraries are imported."""
     for name, value in loaded.exports.items():
         os.environ.setdefault(name, value)
     for name in SECRETS:

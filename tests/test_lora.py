@@ -325,7 +325,7 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     content = peft_format.peft_config(wanted, tied, "", ids_of(config, changes)) | {"inference_mode": False,
                                                                                       "base_model_name_or_path": None}
     theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
-    peft.set_peft_model_state_dict(theirs, hf_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
+    peft.set_peft_model_state_dict(theirs, peft_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -335,7 +335,7 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
                  if parameter.requires_grad}
     for reduction in ("sum", "none"):
-        of_ours = hf_format.to_peft(learn(ours, reduction=reduction), config, VOCAB)
+        of_ours = peft_format.to_peft(learn(ours, reduction=reduction), config, VOCAB)
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
@@ -350,8 +350,9 @@ def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer)
     """Adapter and base folders of a model."""
     base, sha256 = base_folder(folder / "base", model.config, tokenizer)
     (folder / "adapter").mkdir()
-    peft_format.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), settings(**changes), model.config,
-                                      str(base), sha256, tokenizer, lora.trained_token_ids(model))
+    adapter = peft_format.Adapter(lora.adapter_state_dict(model), settings(**changes), str(base), sha256,
+                                  lora.trained_token_ids(model))
+    peft_format.save_adapter_folder(folder / "adapter", adapter, model.config, tokenizer)
     return folder / "adapter", base
 
 
@@ -466,11 +467,11 @@ def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
 
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
     tied = shape(tie_embeddings=True)
-    tensors = hf_format.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
+    tensors = peft_format.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
     for change in ({}, {"base_model.model.lm_head.weight": torch.zeros(VOCAB, 64)}):
         apart = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name} | change
         with pytest.raises(CheckpointError, match="one matrix in their base"):
-            hf_format.from_peft(apart, tied, padded(VOCAB), 4, {})
+            peft_format.from_peft(apart, tied, padded(VOCAB), 4, {})
 
 
 # ----------------------------------------------------------------------------------------------------------------- the script
@@ -520,7 +521,7 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     hf_format.save_weights(other, tensors)
     hashes = [hf_format.weights_sha256(hf_format.load_model_weights(folder)) for folder in (other, base)]
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
-    factors = hf_format.read_tensors(adapter / "adapter_model.safetensors")
+    factors = peft_format.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
     save_file(factors, adapter / "adapter_model.safetensors")
     refused("lora_A.weight holds numbers that are not finite", output)

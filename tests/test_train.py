@@ -250,12 +250,12 @@ def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, w
         copy = TinyRun.__new__(TinyRun)
         copy.output_dir = Path(shutil.copytree(finished.output_dir, finished.output_dir.with_name(f"way-{number}")))
         copy.settings = finished.settings | UNMEASURED | {"OUTPUT_DIR": copy.output_dir}
-        assert copy.train(**({} if "bring back" in way.lower() else changes) | settings_of(way)) == 0, way
+        assert copy.train(**({} if "restore what" in way.lower() else changes) | settings_of(way)) == 0, way
 
 
 def test_a_mismatch_can_be_allowed_by_name(finished, capsys):
     assert finished.train(SEED=7, ALLOW_RESUME_MISMATCH="SEED") == 0
-    assert "another run than before, as ALLOW_RESUME_MISMATCH permits: SEED was 1337, is 7" in capsys.readouterr().err
+    assert "different run than before, as ALLOW_RESUME_MISMATCH permits: SEED was 1337, is 7" in capsys.readouterr().err
     assert finished.steps_saved() == [2, 4, 6, 8]
 
 

@@ -35,7 +35,7 @@ def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
         for name, value in {"count": objective.count(batch), "loss": total, **metrics}.items():
             sums[name] = sums.get(name, 0) + value.double()
     model.train()
-    count, *totals = context.ranks.sum(torch.stack([*sums.values()]).tolist())
+    count, *totals = context.ranks.all_reduce_floats(torch.stack([*sums.values()]).tolist())
     loss, *others = (total / count for total in totals)
     return loss, dict(zip([*sums][2:], others))
 
@@ -54,7 +54,7 @@ def hellaswag(run: Run) -> dict[str, float]:
                 run.log.info(f"{config.hellaswag_name}: {share:.0%} of {len(tasks):,} items | "
                              f"ETA: {duration((now - started) * (1 - share) / share)}")
                 reported = now
-    counts = Counts(*(int(value) for value in ranks.sum(list(counts))))
+    counts = Counts(*(int(value) for value in ranks.all_reduce_floats(list(counts))))
     return {"hellaswag_acc": counts.accuracy, "hellaswag_acc_norm": counts.accuracy_norm,
             "hellaswag_n": counts.n, "hellaswag_stderr": counts.standard_error}
 

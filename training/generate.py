@@ -57,7 +57,7 @@ def continue_prompts(model: Transformer, prompts: Sequence[Sequence[int]], draws
     written: list[list[int]] = [[] for _ in prompts]
     unfinished = set(range(len(prompts)))
     for position in range(max_new_tokens):
-        HEARTBEAT.move()
+        HEARTBEAT.beat()
         next_B = choose(logits_BV, draws_BT[:, position].to(device), temperature, top_p, top_k)
         for row, token in enumerate(next_B.tolist()):
             if token in stop_ids:

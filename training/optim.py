@@ -162,4 +162,4 @@ class Optimizer:
         for key, (part, parameter, entry) in places.items():
             # A fused AdamW counts its steps on the device.
             part.state[parameter][entry] = tensors[key].to(parameter.device)
-            HEARTBEAT.move()
+            HEARTBEAT.beat()

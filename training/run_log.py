@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from checkpoint.schema import read_lines
-from common.errors import CheckpointError, needing
+from common.errors import CheckpointError, requires_package
 from common.files import NotAFileError, plain
 from common.text import duration, print_safely, print_traceback, printable
 from config import Config
@@ -180,7 +180,7 @@ def abandoning_trackers() -> Iterator[None]:
 
 def start_wandb(config: Config, run_dir: Path, run_id: str):
     """A wandb run: online if there is a key, else offline, unless WANDB_MODE is set."""
-    with needing("wandb", "WANDB_ENABLED=true"):
+    with requires_package("wandb", "WANDB_ENABLED=true"):
         import wandb
     mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
     return wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir,
@@ -192,7 +192,7 @@ class TensorBoard:
     """TensorBoard's event files in the run's folder."""
 
     def __init__(self, run_dir: Path, step: int):
-        with needing("tensorboard", "TENSORBOARD_ENABLED=true"):
+        with requires_package("tensorboard", "TENSORBOARD_ENABLED=true"):
             from torch.utils.tensorboard import SummaryWriter
 
         # On a full disk its thread dies with a traceback; the next call raises the same error, which counts.

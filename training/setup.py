@@ -223,7 +223,7 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         ranks = stack.enter_context(joined_ranks(device.type, config.distributed_timeout))
         inputs = open_inputs(config, ranks)
         folder = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
-        HEARTBEAT.folder = folder.path / "log"
+        HEARTBEAT.stacks_folder = folder.path / "log"
         start = find_start(config, inputs, folder.path, ranks)
         log = RunLog(config, ranks.rank, device.type)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))

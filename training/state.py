@@ -235,7 +235,7 @@ def follow_folder(run: Run) -> bool:
         path = getattr(run, name)
         if path and path.is_relative_to(before):
             setattr(run, name, run.folder / path.relative_to(before))
-    HEARTBEAT.folder = run.folder / "log"
+    HEARTBEAT.stacks_folder = run.folder / "log"
     run.log.follow(run.folder, run.progress.step)
     run.log.warn(f"{before} was renamed to {run.folder} during the run, which continues there. To resume it "
                  f"later: {how_to_resume(run)}")
@@ -296,17 +296,17 @@ def write_checkpoint(run: Run) -> None:
 
     def write_model(folder: Path) -> None:
         if config.lora_enabled:
-            peft_format.save_adapter_folder(folder, lora.adapter_state_dict(run.model), config, config,
-                                            progress.base, progress.base_sha256, run.inputs.tokenizer,
-                                            lora.trained_token_ids(run.model))
+            adapter = peft_format.Adapter(lora.adapter_state_dict(run.model), config, progress.base,
+                                          progress.base_sha256, lora.trained_token_ids(run.model))
+            peft_format.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
             return
         hf_format.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer,
                                     config.max_seq_len)
 
     checkpoints_dir = run.folder / "checkpoints"
-    run.saved = store.save(checkpoints_dir, progress.step, run.ranks, write_model, state,
-                           cut_padding(run.optimizer.state_tensors(), run.model),
-                           weight_bytes=trained_bytes(run.model), warn=run.log.warn)
+    contents = store.Contents(progress.step, write_model, state,
+                              cut_padding(run.optimizer.state_tensors(), run.model), trained_bytes(run.model))
+    run.saved = store.save(checkpoints_dir, contents, run.ranks, run.log.warn)
     protected = [run.started_from] if run.started_from else []
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,
                                            run.log.warn))

@@ -16,7 +16,7 @@ ROWS_SHOWN = 16
 
 def append_ledger(run: Run, result: StepResult) -> None:
     """Append the step's line to ledger.jsonl, which `scripts/replay_step.py` compares a replay with."""
-    if run.ranks.is_main:
+    if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         facts = {"rows_crc32": f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}", "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}

@@ -67,13 +67,6 @@ def test_there_and_back_is_bit_equal(config):
     assert ("lm_head.weight" in tensors) == (not config.tie_embeddings)
 
 
-def test_names_lose_what_compile_and_ddp_put_in(config):
-    state = model_of(config).state_dict()
-    wrapped = {f"module._orig_mod.{name.replace('layers.0.', 'layers.0._orig_mod.')}": tensor for name, tensor in state.items()}
-    plain, unwrapped = (hf_format.to_huggingface(s, config, VOCAB) for s in (state, wrapped))
-    assert plain.keys() == unwrapped.keys()
-
-
 def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
     """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
     model = model_of(config)
@@ -104,14 +97,15 @@ def test_a_transformers_model_gives_its_logits_in_ours(config):
 
 def test_permutation_is_the_one_of_transformers_own_converter():
     """Their script's formula, written out: rows of a head, pairs apart, become its halves."""
-    weight = torch.randn(4 * 16, 8)
+    weight, config, name = torch.randn(4 * 16, 8), ModelConfig(n_heads=4), "layers.0.attention.wq.weight"
     expected = torch.empty_like(weight)
     for head in range(4):
         for i in range(8):
             for half in range(2):
                 expected[16 * head + 8 * half + i] = weight[16 * head + 2 * i + half]
-    assert torch.equal(hf_format._pairs_to_halves(weight, 4), expected)
-    assert torch.equal(hf_format._halves_to_pairs(expected, 4), weight)
+    assert torch.equal(hf_format.permuted(name, weight, config, to_huggingface=True), expected)
+    assert torch.equal(hf_format.permuted(name, expected, config, to_huggingface=False), weight)
+    assert hf_format.permuted("layers.0.attention.wv.weight", weight, config, to_huggingface=True) is weight
 
 
 def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):

@@ -38,8 +38,8 @@ def write_model(folder: Path) -> None:
 
 def save(folder: Path, step: int, val_loss=None, write=write_model, **options) -> Path:
     optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
-    return store.save(folder, step, Ranks(), write, {**STATE, "progress": {"step": step}, "val_loss": val_loss}, optimizer,
-                            **options)
+    state = {**STATE, "progress": {"step": step}, "val_loss": val_loss}
+    return store.save(folder, store.Contents(step, write, state, optimizer), Ranks(), **options)
 
 
 def names(folder: Path) -> list[str]:
@@ -65,9 +65,9 @@ def test_saved_checkpoint_reads_back(tmp_path):
 
 def test_optimizer_state_may_be_empty_or_of_any_layout(tmp_path):
     matrix = torch.arange(6.0).view(2, 3).T
-    folder = store.save(tmp_path, 1, Ranks(), write_model, {}, {"matrix": matrix})
+    folder = store.save(tmp_path, store.Contents(1, write_model, {}, {"matrix": matrix}), Ranks())
     assert torch.equal(store.read_optimizer(folder)["matrix"], matrix)
-    assert store.read_optimizer(store.save(tmp_path, 2, Ranks(), write_model, {}, {})) == {}
+    assert store.read_optimizer(store.save(tmp_path, store.Contents(2, write_model, {}, {}), Ranks())) == {}
 
 
 def test_no_checkpoint_is_none_and_not_an_error(tmp_path):
@@ -323,7 +323,7 @@ def test_too_little_room_is_found_before_writing(tmp_path):
         raise AssertionError("written in spite of too little room")
 
     with pytest.raises(CheckpointError, match=r"1,000,000,000,000,000,000 bytes needed, [\d,]+ free"):
-        store.save(tmp_path / "checkpoints", 1, Ranks(), never, {}, {}, weight_bytes=10**18)
+        store.save(tmp_path / "checkpoints", store.Contents(1, never, {}, {}, model_bytes=10**18), Ranks())
     assert names(tmp_path / "checkpoints") == []
 
 
@@ -335,7 +335,7 @@ def test_files_of_tensors_have_the_bytes_that_safetensors_gives_them(tmp_path, m
     tensors |= {"scalar": torch.tensor(2.5), "matrix": torch.arange(12.0).view(3, 4), "empty": torch.zeros(2, 0)}
     save_file(tensors, tmp_path / "theirs", metadata)
     write_tensors(tmp_path / "ours", tensors | {"matrix": torch.arange(12.0).view(3, 4).T.contiguous().T}, metadata)
-    tensor_files.sync(tmp_path / "ours")
+    store.sync(tmp_path / "ours")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
@@ -343,7 +343,7 @@ def no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["write_files", "bare", "write_tensors", "_sync_and_hash", "_sync_folder"])
+@pytest.mark.parametrize("where", ["write_files", "bare", "write_tensors", "_sync_and_hash", "sync_folder"])
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     good = save(tmp_path, 1)
 
@@ -365,7 +365,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("where", ["write_files", "tokenizer", "write_tensors", "_sync_and_hash", "_sync_folder", "os.rename"])
+@pytest.mark.parametrize("where", ["write_files", "tokenizer", "write_tensors", "_sync_and_hash", "sync_folder", "os.rename"])
 @pytest.mark.parametrize("failures", [1, len(store.RETRY_SECONDS), len(store.RETRY_SECONDS) + 1])
 def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_path, monkeypatch, where, failures):
     """Whichever call it is that fails; and not for ever."""
@@ -398,7 +398,7 @@ def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_pa
         bad = save(tmp_path, 2, write=lambda folder: place.write(folder), warn=told.append)
         assert store.newest_verified(tmp_path) == (bad, []) and names(tmp_path) == [good.name, bad.name]
     assert tuple(waited) == store.RETRY_SECONDS[:failures]
-    assert len(told) == len(waited) and all("step-00000002 could not be written" in text and "tried again in" in text
+    assert len(told) == len(waited) and all("step-00000002 could not be written" in text and "trying again in" in text
                                             for text in told)
 
 
@@ -425,7 +425,7 @@ def test_a_file_size_limit_is_named(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         for tensors, word in (({}, "File too large"), (large, "ulimit -f unlimited")):
             try:
-                store.save(tmp_path, 2, Ranks(), write_large, {}, tensors)
+                store.save(tmp_path, store.Contents(2, write_large, {}, tensors), Ranks())
             except CheckpointError as error:
                 assert word in str(error)
             else:
@@ -555,7 +555,7 @@ def test_locate_takes_names_and_paths(tmp_path, capsys):
     (second / "config.json").unlink()
     assert store.locate(str(run), elsewhere) == first
     error = capsys.readouterr().err
-    assert error.startswith("warning: a checkpoint is passed over: ") and "step-00000002/config.json is missing" in error
+    assert error.startswith("warning: skipping a checkpoint: ") and "step-00000002/config.json is missing" in error
     with pytest.raises(CheckpointError, match="no checkpoint 'step-00000009'"):
         store.locate("step-00000009", run)
 
@@ -621,14 +621,14 @@ def two_ranks(rank: int, port: int, folder: Path, results) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     ranks = start_ranks("cpu", 30)
-    store.save(folder, 1, ranks, write_model, {}, {})
+    store.save(folder, store.Contents(1, write_model, {}, {}), ranks)
 
     def full(folder: Path) -> None:
         assert rank == 0, "rank 0 alone writes"
         no_space()
 
     try:
-        store.save(folder, 2, ranks, full, {}, {})
+        store.save(folder, store.Contents(2, full, {}, {}), ranks)
     except CheckpointError as error:
         results.put((rank, str(error)))
     ranks.barrier()

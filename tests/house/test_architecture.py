@@ -235,8 +235,7 @@ def write_docs():
 def test_the_documents_tell_of_the_settings_as_they_are():
     docs, again = write_docs(), "run python scripts/write_docs.py"
     assert (ROOT / ".env.example").read_text(encoding="utf-8") == docs.env_example(), again
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert readme == docs.with_table(readme), again
+    assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == docs.settings_page(), again
 
 
 def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):

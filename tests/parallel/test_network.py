@@ -13,9 +13,9 @@ from parallel.network import (
     LOOPBACK,
     interface_addresses,
     interface_towards,
-    keep_to_interface,
     listen_at,
     loopback_interface,
+    restrict_interface,
 )
 
 
@@ -44,7 +44,7 @@ def test_a_name_may_become_known_later_but_not_for_ever(monkeypatch):
     listen_at(["node-0"], 0).close()
     answers = [socket.gaierror("never")]
     with pytest.raises(socket.gaierror, match="never"):
-        listen_at(["node-0"], 0, patience=0.01)
+        listen_at(["node-0"], 0, resolve_seconds=0.01)
 
 
 def test_ranks_of_one_machine_keep_to_loopback_and_others_to_the_way_to_the_first(monkeypatch):
@@ -53,7 +53,7 @@ def test_ranks_of_one_machine_keep_to_loopback_and_others_to_the_way_to_the_firs
             monkeypatch.setenv(name, said.get(name, ""))
             if name not in said:
                 monkeypatch.delenv(name)
-        keep_to_interface(host, one_machine)
+        restrict_interface(host, one_machine)
         return os.environ.get("GLOO_SOCKET_IFNAME"), os.environ.get("NCCL_SOCKET_IFNAME")
 
     loopback = loopback_interface()

@@ -173,7 +173,7 @@ def test_the_page_does_not_mix_commits_or_machines():
 
 @pytest.mark.parametrize("records", [[SPEED], [HEADER | {"figures": {"device": "CPU (2 threads)"}}, BAD]])
 def test_the_page_takes_results_of_a_gpu_only(records):
-    with pytest.raises(DataError, match="docs/gpu.md tells of a GPU"):
+    with pytest.raises(DataError, match="docs/gpu.md is about a GPU"):
         write_docs.gpu_page(records)
 
 

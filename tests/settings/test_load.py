@@ -23,14 +23,14 @@ from config import (
     LoraConfig,
     ModelConfig,
     PreferenceConfig,
-    describe_settings,
     on_resume,
 )
-from parallel.exit_report import first_here
+from parallel.exit_report import first_on_machine
 from settings.load import (
     FOREIGN_NAMES,
     LISTS,
     PRESETS_DIR,
+    describe_settings,
     exit_with,
     export,
     help_text,
@@ -98,7 +98,7 @@ def test_a_preset_is_above_env_unless_env_names_it(named):
 def test_what_a_preset_changes_of_env_is_told():
     env = "LEARNING_RATE=2e-5\nDIM=128\nPRECISION=bf16\nMAX_SEQ_LEN=2048\nSEED=1\n"
     notes = load("--preset", "1.3b", "--dim", "1024", env=env).notes
-    assert notes[0] == "From the preset, which overrules .env: LEARNING_RATE=4e-4"
+    assert notes[0] == "From the preset, which overrides .env: LEARNING_RATE=4e-4"
     assert not any("preset" in note for note in load(env=f"{env}PRESET=1.3b\n").notes)
 
 
@@ -301,7 +301,7 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     loaded = load_config([], {**os.environ, **DATA})
     assert {*loaded.sources} == {"pretrain_data_path", "tokenizer_path"} and "HF_ASSETS_CACHE" not in loaded.exports
     ours, theirs = (note for note in loaded.notes if note.startswith("For the libraries"))
-    assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrules .env: OMP_NUM_THREADS")
+    assert "HF_HOME" in ours and "OMP_NUM_THREADS" not in ours and theirs.endswith("overrides .env: OMP_NUM_THREADS")
     assert "canary" not in ours + repr(loaded), "some are secrets"
     export(loaded)
     assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
@@ -322,7 +322,8 @@ def test_variables_in_env_are_expanded():
     assert loaded.exports == {"HF_HOME": "/somewhere/a/b/hub"}
     assert load(env=env, environ={"HOME": "/x", "RUN_NAME": "c"}).config.output_dir == "/x/c/b"
     assert problems(env="\nHF_TOKEN=canary${canary}\n") == [
-        ".env:2: HF_TOKEN needs a variable that is neither set in the environment nor above; set it, or write ${NAME:-default}"]
+        ".env:2: HF_TOKEN uses a variable that is set neither in the environment nor in an earlier line; "
+        "set it, or write ${NAME:-default}"]
 
 
 def test_what_run_sh_asks_for_is_what_the_program_will_have(monkeypatch):
@@ -380,7 +381,7 @@ def test_what_other_trainers_call_a_setting_leads_to_a_setting():
 
 
 def test_an_unknown_preset_gets_its_nearest_neighbour():
-    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? there are 1.3b, 3b")
+    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? available: 1.3b, 3b")
     for outside in ("../presets/debug", "x" * 5000, "\0"):
         assert "unknown preset" in problems(env=f"PRESET={outside}\n")[0]
 
@@ -468,7 +469,7 @@ def test_a_script_can_do_without_what_training_needs():
 
 @pytest.mark.parametrize("flags, words", [
     (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
-                                       "world size = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
+                                       "WORLD_SIZE = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
     (("--total-batch-size", "5"), "try 8192"),
     (("--total-batch-size", "4096"), "try 8192, or MICRO_BATCH_SIZE=0"),
     (("--world-size", "3", "--check"), "8 * 1024 * 3 = 24576"),
@@ -482,23 +483,23 @@ def test_a_script_can_do_without_what_training_needs():
     (("--run-name", "../x"), "RUN_NAME"),
     (("--output-dir=",), "OUTPUT_DIR is empty"),
     (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs has a variable or a command in it that nothing expands"),
-    (("--pretrain-data-path", "$HOME/data"), "write what it stands for (.env knows ${NAME})"),
+    (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
     (("--teacher-model", "`cat name`"), "nothing expands"),
-    (("--run-name", "ä" * 101), "takes 202 bytes, and must take 200 at most"),
+    (("--run-name", "ä" * 101), "has 202 bytes, and may have 200"),
     (("--training-stage", "sft"), "SFT_DATA_PATH is not set; prepare data with scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
     (("--training-stage", "dpo", "--instruct-checkpoint", "a"), "DPO_DATA_PATH is not set; prepare data with "
                                                                 "scripts/load_dpo_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--dpo-loss", "ipo",
-      "--dpo-label-smoothing", "0.1"), "DPO_LABEL_SMOOTHING goes with DPO_LOSS=sigmoid"),
+      "--dpo-label-smoothing", "0.1"), "DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid"),
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--distillation-enabled",
-      "--teacher-model", "b"), "DISTILLATION_ENABLED goes with the stages pretrain and sft"),
+      "--teacher-model", "b"), "DISTILLATION_ENABLED works in the stages pretrain and sft"),
     (("--lora-enabled",), "LORA_ENABLED=true needs a base to adapt"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
-    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and it must be a path on this machine")
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a path on this machine")
       for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
       for url in ("s3://x/y", "file:/x")),
 ])
@@ -556,7 +557,7 @@ def test_errors_are_printed_by_one_process_a_node_with_exit_code_2(launcher, cap
     with pytest.raises(SystemExit) as caught:
         exit_with(SettingsError("a", "b"))
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "2 things to mend in the settings:\n  a\n  b\n"
+    assert capsys.readouterr().err == "2 errors in the settings:\n  a\n  b\n"
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit):
         exit_with(SettingsError("a"))
@@ -567,16 +568,16 @@ def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_pat
     (tmp_path / "1").mkdir()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(KeyError), first_here() as first:
+    with pytest.raises(KeyError), first_on_machine() as first:
         assert first
         raise KeyError("ended before it had told all, so the next one does")
     entered = []
 
     def come_second():
-        with first_here() as first:
+        with first_on_machine() as first:
             entered.append(first)
 
-    with first_here() as first:
+    with first_on_machine() as first:
         second = threading.Thread(target=come_second)
         second.start()
         second.join(0.1)
@@ -584,7 +585,7 @@ def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_pat
     second.join()
     assert entered == [False]
     (tmp_path / "told").unlink()
-    for expected in ("1 thing to mend in the settings:\n  a\n", ""):
+    for expected in ("1 error in the settings:\n  a\n", ""):
         with pytest.raises(SystemExit):
             exit_with(SettingsError("a"))
         assert capsys.readouterr().err == expected

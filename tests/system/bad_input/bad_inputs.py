@@ -77,8 +77,8 @@ def make_farm(folder: Path) -> None:
     adapters = LoraConfig(lora_enabled=True, lora_rank=4)
     base_sha256 = hf_format.weights_sha256(hf_format.load_model_weights(folder / "model"))
     lora.add_adapters(model, adapters, torch.Generator().manual_seed(0))
-    peft_format.save_adapter_folder(folder / "adapter", lora.adapter_state_dict(model), adapters, SHAPE, "model", base_sha256,
-                                      tokenizer)
+    adapter = peft_format.Adapter(lora.adapter_state_dict(model), adapters, "model", base_sha256, {})
+    peft_format.save_adapter_folder(folder / "adapter", adapter, SHAPE, tokenizer)
     (folder / ".env").write_text(lines(*[f"{name}={value}" for name, value in {
         **TINY, "OUTPUT_DIR": "runs", "PRETRAIN_DATA_PATH": "set", "SFT_DATA_PATH": "chats", "DPO_DATA_PATH": "pairs",
         "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl", "MAX_STEPS": 1}.items()]))

@@ -28,7 +28,7 @@ SECONDS = 60  # until a command is taken to hang
 HARMLESS = re.compile(r"out(/\.known-files\.json|/\.\w+\.lock)?|\w+/\.verified\.json|"
                       r"runs(/run(/(config\.json|run\.lock|log.*|\w+\.jsonl|checkpoints))?)?")
 # Somewhere a last line says what is expected, or what to do.
-ADVICE = re.compile(r"; |[Ss]et |must|expected|should|needs|try |did you mean|--help|invalid|required|not set|both|goes with|"
+ADVICE = re.compile(r"; |[Ss]et |must|expected|should|needs|try |did you mean|--help|invalid|required|not set|both|goes with|works with|"
                     r"not of the form|a second time|exceed|unable|valid|cannot be read|is no ")
 
 
@@ -163,7 +163,7 @@ def test_all_that_is_wrong_with_the_settings_is_told_at_once_and_once(command, c
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
                            "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == code, done.stderr
-    told = ["6 things to mend in the settings:", "MAX_STEPS=five: input should be a valid integer", "did you mean LEARNING_RATE?",
+    told = ["6 errors in the settings:", "MAX_STEPS=five: input should be a valid integer", "did you mean LEARNING_RATE?",
             "N_KV_HEADS=2 must divide N_HEADS=5", "RUN_NAME='../x' must be", "unknown flag --chekc; did you mean --check?"]
     assert [done.stderr.count(words) for words in told] == [1] * len(told), done.stderr
     if "importtime" in command:

@@ -264,7 +264,7 @@ def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_r
     job = run.start(WORLD, plant)
     assert job.wait() == codes, job.text()
     survivor = job.outputs[1 if plant is die_in_the_save_of_rank_0 else 0].read_text()
-    assert "stops, because another has ended" in survivor and "Traceback" not in survivor
+    assert "stops, because another rank has exited" in survivor and "Traceback" not in survivor
     if plant is fail_on_rank_1:
         assert "ZeroDivisionError: planted on rank 1" in job.outputs[1].read_text()
     assert run.steps_saved() == saved

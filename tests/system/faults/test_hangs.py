@@ -17,7 +17,7 @@ from common.errors import DataError
 from common.heartbeat import HEARTBEAT, Heartbeat
 from objectives import base
 from parallel import collectives, watchdog
-from parallel.watchdog import Board, HangWatchdog, clause
+from parallel.watchdog import HangWatchdog, StatusStore, describe_ranks
 from training import evaluation
 
 WORLD = 2
@@ -29,18 +29,18 @@ def is_rank(rank: int) -> bool:
 
 
 def stop_here() -> None:
-    time.sleep(2 * watchdog.TELL_SECONDS)  # until all know where it is
+    time.sleep(2 * watchdog.PUBLISH_SECONDS)  # until all know where it is
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stop_rank_1_in_a_step() -> None:
-    watchdog.ANSWER_SECONDS = 1.5
+    watchdog.RESPONSE_SECONDS = 1.5
     if is_rank(1):
         do_in_step(3, stop_here)
 
 
 def stop_rank_0_in_hellaswag() -> None:
-    watchdog.ANSWER_SECONDS = 1.5
+    watchdog.RESPONSE_SECONDS = 1.5
     if is_rank(0):
         during(evaluation, "evaluate_batches", stop_here, 2)
 
@@ -89,9 +89,9 @@ def wait_for_each_other() -> None:
 
 def lose_rank_1() -> None:
     """Where rank 0 does not learn of it: as if it waited in a kernel on a GPU."""
-    watchdog.GONE_SECONDS = 1
+    watchdog.EXITED_RANK_SECONDS = 1
     if is_rank(1):
-        do_in_step(3, lambda: (time.sleep(2 * watchdog.TELL_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
+        do_in_step(3, lambda: (time.sleep(2 * watchdog.PUBLISH_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
     else:
         wait_for_each_other()
 
@@ -106,13 +106,13 @@ FORWARD = "forward and backward (step 3)"
 
 
 @pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
-    pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not answer, rank 0 waits in {FORWARD}, and nothing "
+    pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not respond, rank 0 waits in {FORWARD}, and no rank "
                                            "moved", {0: "all_reduce"}, marks=pytest.mark.slow),
-    (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not answer, rank 1 waits in {HELLASWAG} as far as is known "
-                                  "(the store through which ranks speak, in rank 0, does not answer)", {1: "all_reduce"}),
-    (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and nothing moved",
+    (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not respond, rank 1 waits in {HELLASWAG} as far as is known "
+                                  "(the status store in rank 0 does not respond)", {1: "all_reduce"}),
+    (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and no rank made progress",
      {0: "backward", 1: "stall"}),
-    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and nothing moved",
+    (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and no rank made progress",
      {0: "stall", 1: "all_reduce"})])
 def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
     run = tiny_run()
@@ -132,7 +132,7 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
 def test_ranks_that_all_wait_are_a_hang(tiny_run):
     job = tiny_run().start(WORLD, wait_for_each_other, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert job.wait(TIMEOUT + 35) == [6, 6], job.text()
-    assert "error: hang: ranks 0-1 wait in data (step 3), and nothing moved" in job.text()
+    assert "error: hang: ranks 0-1 wait in data (step 3), and no rank made progress" in job.text()
 
 
 def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
@@ -146,7 +146,7 @@ def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
 def test_a_rank_that_waits_for_one_that_has_ended_leaves(tiny_run):
     job = tiny_run().start(WORLD, lose_rank_1)
     assert job.wait(30) == [1, -signal.SIGKILL], job.text()
-    assert "error: rank 0 stops, because rank 1 has ended" in job.text() and "hang" not in job.text()
+    assert "error: rank 0 stops, because rank 1 has exited" in job.text() and "hang" not in job.text()
 
 
 def pause() -> None:
@@ -166,8 +166,8 @@ def test_a_job_that_was_suspended_for_longer_goes_on(tiny_run):
 
 def leave_the_group_to_notice() -> None:
     collectives.HangWatchdog = lambda *_: None
-    collectives.stop_watch = lambda: None
-    collectives.LATER_SECONDS = 0
+    collectives.stop_watchdog = lambda: None
+    collectives.GROUP_TIMEOUT_MARGIN_SECONDS = 0
     if is_rank(1):
         do_in_step(3, lambda: time.sleep(TIMEOUT + 3))
 
@@ -178,13 +178,13 @@ def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
     job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert job.wait() == [6, 1], job.text()
     assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
-    assert "rank 1 stops, because another has ended" in job.text()
+    assert "rank 1 stops, because another rank has exited" in job.text()
 
 
 def test_ranks_are_named_in_ranges():
-    assert clause([0, 2, 3, 4, 7], True, True, "save", 5) == "ranks 0, 2-4, 7 wait in save (step 5)"
-    assert clause([1, 2], False, False, "HellaSwag", 5) == "ranks 1-2 are in HellaSwag (step 5) and do not answer"
-    assert clause([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
+    assert describe_ranks([0, 2, 3, 4, 7], True, True, "save", 5) == "ranks 0, 2-4, 7 wait in save (step 5)"
+    assert describe_ranks([1, 2], False, False, "HellaSwag", 5) == "ranks 1-2 are in HellaSwag (step 5) and do not respond"
+    assert describe_ranks([1], True, False, "samples", 5) == "rank 1 is in samples (step 5)"
 
 
 def leave_early() -> None:
@@ -194,7 +194,7 @@ def leave_early() -> None:
 
     before = threading.active_count()
     assert run() == WORLD
-    assert not torch.distributed.is_initialized() and collectives.watch is None and threading.active_count() == before
+    assert not torch.distributed.is_initialized() and collectives.watchdog is None and threading.active_count() == before
 
 
 def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
@@ -217,53 +217,55 @@ class Store:
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_a_watch_ends_when_it_is_stopped(broken):
+def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
     store, before = Store(), threading.active_count()
-    watch = HangWatchdog(Heartbeat(), Board(store, "secret", 1), True, 0, 60, lambda *_: pytest.fail("a hang was reported"))
+    monkeypatch.setattr(HangWatchdog, "_report", lambda *_: pytest.fail("a hang was reported"))
+    watch = HangWatchdog(Heartbeat(), StatusStore(store, "secret", 1), True, 0, 60)
     store.broken = broken
-    time.sleep(1.2 * watchdog.TELL_SECONDS)
+    time.sleep(1.2 * watchdog.PUBLISH_SECONDS)
     watch.stop()
     assert threading.active_count() == before and watch.alarm is False
 
 
 def test_what_a_stranger_hangs_out_is_left_there():
     """Who has no secret, has seen another's words, or is of another version."""
-    store, state = Store(), {**Heartbeat().told(), "host": "here", "pid": 7, "ready": False, "alarm": False, "told": False, "at": 1.0}
-    board, stranger = Board(store, "secret", 2), Board(store, "guessed", 2)
+    store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
+                            "reported": False, "sent_at": 1.0}
+    board, stranger = StatusStore(store, "secret", 2), StatusStore(store, "guessed", 2)
     first, second = board.keys
     assert board.keys != stranger.keys and "secret" not in first
     for rank in range(2):
-        board.tell({**state, "rank": rank})
-    heard = board.hear()
-    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.hear() == {}, "nothing new"
+        board.publish({**state, "rank": rank})
+    heard = board.poll()
+    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.poll() == {}, "nothing new"
     old = store.values[second]
-    board.tell({**state, "rank": 1, "at": 2.0})
-    board.hear()
+    board.publish({**state, "rank": 1, "sent_at": 2.0})
+    board.poll()
     stranger.keys = board.keys
-    stranger.tell({**state, "rank": 1, "at": 3.0, "alarm": True})
+    stranger.publish({**state, "rank": 1, "sent_at": 3.0, "alarm": True})
     for value in (store.values[second], old, store.values[first], b"", b"yes", b"\0" * 10_000, b"\xff" * 64 + b"[" * 10_000):
         store.values[second] = value
-        assert board.hear() == {}
-    for changes in ({"pid": -1}, {"pid": "7"}, {"alarm": 1}, {"still": -1.0}, {"rank": 0}, {"phase": "x" * 2000}, {"more": 1}):
-        other = Board(store, "secret", 2)
+        assert board.poll() == {}
+    for changes in ({"pid": -1}, {"pid": "7"}, {"alarm": 1}, {"idle_seconds": -1.0}, {"rank": 0}, {"phase": "x" * 2000}, {"more": 1}):
+        other = StatusStore(store, "secret", 2)
         other.keys = [second, second]
-        other.tell({**state, "rank": 1, "at": 4.0, **changes})
-        assert board.hear() == {}, changes
-    board.tell({**state, "rank": 1, "at": 5.0})
-    assert board.hear() == {1: {**state, "rank": 1, "at": 5.0}}
+        other.publish({**state, "rank": 1, "sent_at": 4.0, **changes})
+        assert board.poll() == {}, changes
+    board.publish({**state, "rank": 1, "sent_at": 5.0})
+    assert board.poll() == {1: {**state, "rank": 1, "sent_at": 5.0}}
 
 
 def test_a_pulse_knows_what_is_done():
     mine = Heartbeat()
     mine.enter("save", 7)
     with mine.waiting():
-        told = mine.told()
-        assert (told["phase"], told["step"], told["waits"]) == ("save", 7, True) and 0 <= told["still"] < 60
+        told = mine.status()
+        assert (told["phase"], told["step"], told["waiting"]) == ("save", 7, True) and 0 <= told["idle_seconds"] < 60
     with pytest.raises(RuntimeError), mine.waiting():
         raise RuntimeError("closed by peer")
-    assert mine.told()["waits"] is False, "it has an end to make"
+    assert mine.status()["waiting"] is False, "it has an end to make"
     mine.enter("data")
-    assert (mine.told()["phase"], mine.told()["step"], mine.told()["waits"]) == ("data", 7, False)
+    assert (mine.status()["phase"], mine.status()["step"], mine.status()["waiting"]) == ("data", 7, False)
 
 
 # -------------------------------------------------------------------------------------------------------------- out of memory
@@ -312,4 +314,4 @@ def test_when_memory_runs_out_there_is_advice_and_no_hang(plant, rank, tiny_run)
     (RuntimeError("shapes do not fit"), None, None), (OSError(28, "No space left"), None, None), (KeyError("x"), None, None)])
 def test_one_place_explains_every_end(error, code, victim):
     ending = collectives.classify_exception(error)
-    assert (ending and ending.code, ending and ending.victim) == (code, victim)
+    assert (ending and ending.code, ending and ending.is_secondary) == (code, victim)

@@ -36,16 +36,16 @@ def folder(tmp_path_factory):
 
 def check_collectives() -> None:
     ranks = start_ranks("cpu", 60)
-    assert (ranks.world_size, ranks.is_main) == (WORLD, ranks.rank == 0)
+    assert (ranks.world_size, ranks.is_rank0) == (WORLD, ranks.rank == 0)
     places = listening(os.getpid())
-    assert len(places) == 1 + ranks.is_main and all(address.is_loopback for address, _ in places), "gloo's, and rank 0's store"
+    assert len(places) == 1 + ranks.is_rank0 and all(address.is_loopback for address, _ in places), "gloo's, and rank 0's store"
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback_interface() in os.environ["NCCL_SOCKET_IFNAME"]
-    assert ranks.sum([ranks.rank + 1, 0.5]) == [3.0, 1.0]
+    assert ranks.all_reduce_floats([ranks.rank + 1, 0.5]) == [3.0, 1.0]
     assert ranks.all_agree(True) and not ranks.all_agree(ranks.rank == 0) and not ranks.all_agree(False)
     for value in (None, {"step": [1, 2.5, "Grüße"]}, ""):
-        assert ranks.broadcast(value if ranks.is_main else "something else") == value
+        assert ranks.broadcast(value if ranks.is_rank0 else "something else") == value
     assert ranks.all_gather_json("x" * (1 + 5 * ranks.rank)) == ["x", "xxxxxx"]
-    assert ranks.on_rank0(lambda: "made" if ranks.is_main else 1 / 0) == ("made" if ranks.is_main else None)
+    assert ranks.on_rank0(lambda: "made" if ranks.is_rank0 else 1 / 0) == ("made" if ranks.is_rank0 else None)
     assert ranks.raise_on_all(lambda: ranks.rank) == ranks.rank
 
     for bad_rank, text in ((0, "no such file"), (1, "rank 1: no such file")):
@@ -57,7 +57,7 @@ def check_collectives() -> None:
             ranks.raise_on_all(fail)
             raise AssertionError("the error of one rank was not raised on all")
         except DataError as error:
-            assert str(error) == text and error.shared
+            assert str(error) == text and error.on_all_ranks
     stop_ranks()
 
 
@@ -67,7 +67,7 @@ def test_collectives(folder):
 
 def test_alone_every_collective_is_the_identity():
     ranks = Ranks()
-    assert ranks.sum([1, 2.5]) == [1.0, 2.5] and ranks.broadcast({"a": 1}) == {"a": 1} and ranks.all_gather_json(3) == [3]
+    assert ranks.all_reduce_floats([1, 2.5]) == [1.0, 2.5] and ranks.broadcast({"a": 1}) == {"a": 1} and ranks.all_gather_json(3) == [3]
     assert ranks.on_rank0(lambda: 5) == 5 and ranks.all_agree(True) and not ranks.all_agree(False)
     with pytest.raises(errors.DataError, match="^as it was$"):
         ranks.raise_on_all(lambda: (_ for _ in ()).throw(DataError("as it was")))
@@ -179,7 +179,7 @@ def test_what_all_ranks_share_is_told_once(code, changes, tiny_run):
     job = tiny_run().start(WORLD, **changes)
     assert job.wait() == [code] * WORLD, job.text()
     text = job.text()
-    assert text.count("error: ") + text.count("to mend in the settings") == 1 and "Traceback" not in text, text
+    assert text.count("error: ") + text.count(" in the settings:") == 1 and "Traceback" not in text, text
 
 
 def test_a_refused_resume_is_told_once(whole, prepared):

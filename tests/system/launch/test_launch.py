@@ -32,7 +32,7 @@ from config import Config
 from parallel import collectives
 from parallel.exit_report import JOB_TOKEN, LAUNCHER_PID, stop_signals
 from parallel.network import LOOPBACK, listen_at
-from parallel.watchdog import TELL_SECONDS, Board
+from parallel.watchdog import PUBLISH_SECONDS, StatusStore
 from training import evaluation, optim, setup, state
 
 WORLD = 2
@@ -57,7 +57,7 @@ def plant() -> None:
 
 def act(what: str) -> None:
     if what == "SIGSTOP":
-        time.sleep(3 * TELL_SECONDS)  # until all know where it is
+        time.sleep(3 * PUBLISH_SECONDS)  # until all know where it is
     Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
     receiver, _, name = what.rpartition(" ")
     if name == "exception":
@@ -107,7 +107,7 @@ def test_settings_are_read_as_for_all_ranks(tiny_run):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_path):
-    code = ("import os, sys; from parallel import exit_report; exit_report.provide_streams(); file = open(sys.argv[1], 'w'); "
+    code = ("import os, sys; from parallel import exit_report; exit_report.open_missing_streams(); file = open(sys.argv[1], 'w'); "
             "os.write(1, b'lost'); print('lost', flush=True); print('lost', file=sys.stderr); "
             "file.write(f'{file.fileno() > 2} {[os.get_inheritable(stream) for stream in range(3)]}')")
     command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, tmp_path / "file"]
@@ -181,15 +181,15 @@ def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, ra
     assert told_seconds(run) < 10 * busy()
     text, cause = command.text(), command.last_line()
     if what == "exception":
-        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. What each rank printed ")
+        assert cause.startswith(f"error: rank {rank}: ZeroDivisionError: planted. The output of each rank ")
         assert text.count("Traceback") == 1 and "in act" in text
     else:
-        assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). What each rank printed ")
+        assert cause.startswith(f"error: rank {rank} was killed by SIGKILL (out of memory? see dmesg). The output of each rank ")
         assert "Traceback" not in text
     assert "stops, because another" not in text and "elastic" not in text
     folder = next((run.output_dir / "launch").glob("*/*/attempt_0"))
     if what == "exception" and rank == 1:
-        assert cause.endswith(f"was in {folder.parent.parent}, which was deleted meanwhile")
+        assert cause.endswith(f"was in {folder.parent.parent}, which was deleted")
         return
     assert cause.endswith(f"is in {folder.parent.parent}")
     if what == "exception":
@@ -204,7 +204,7 @@ def test_when_one_rank_fails_all_are_gone_and_the_cause_is_told(what, moment, ra
 def test_the_exit_code_says_what_it_was(code, changes, told, tiny_run):
     with launch(tiny_run(), **changes) as command:
         assert command.wait() == code, command.text()
-    assert told in command.last_line() and command.text().count(command.last_line().split(". What each")[0][-60:]) == 1
+    assert told in command.last_line() and command.text().count(command.last_line().split(". The output")[0][-60:]) == 1
     assert "Traceback" not in command.text()
 
 
@@ -216,8 +216,8 @@ def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
         assert command.wait() == 6, command.text()
     assert told_seconds(run) < timeout + 35
     told = command.last_line()
-    assert told.startswith(f"error: hang: rank {rank} is in HellaSwag (step 3) and does not answer, rank {1 - rank} waits in ")
-    assert f"rank {rank}: HellaSwag, step 3, does not answer; " in command.text() and "Traceback" not in command.text()
+    assert told.startswith(f"error: hang: rank {rank} is in HellaSwag (step 3) and does not respond, rank {1 - rank} waits in ")
+    assert f"rank {rank}: HellaSwag, step 3, does not respond; " in command.text() and "Traceback" not in command.text()
     assert "in hellaswag" in (run.folder / "log" / f"stacks-rank-{1 - rank}.txt").read_text()
 
 
@@ -242,13 +242,13 @@ def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
     assert len(token) == 64 and not any(token.encode() in path.read_bytes() for path in shown)
 
     store, bomb = dist.TCPStore(str(address), port, is_master=False), base64.b64encode(pickle.dumps(Bomb(tmp_path / "pwned")))
-    board, spoken = Board(store, token, WORLD), {}
-    assert store.check(board.keys), "else nothing is said of them below"
-    for key in (*board.keys, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
+    statuses, polled = StatusStore(store, token, WORLD), {}
+    assert store.check(statuses.keys), "else nothing is said of them below"
+    for key in (*statuses.keys, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
         store.set(key, bomb)
     with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
         loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # since then
+        command.wait_for(lambda: polled.update(statuses.poll()) or len(polled) == WORLD)  # since then
         time.sleep(2)  # and listened
     assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
 
@@ -291,12 +291,12 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
             held.enter_context(logs.lock)
             return logs.folder
 
-        live = [begin() for _ in range(launcher.KEPT + 3)]
+        live = [begin() for _ in range(launcher.KEPT_FOLDERS + 3)]
         assert len({*live}) == len(live) and all(folder.is_dir() for folder in live)
         held.close()
         newest, other = begin(), begin(1)
         left = {*(tmp_path / "launch").iterdir()}
-        assert len(left) == launcher.KEPT + 1 and other in left and newest in left
+        assert len(left) == launcher.KEPT_FOLDERS + 1 and other in left and newest in left
         shutil.rmtree(tmp_path / "launch")
         (tmp_path / "launch").symlink_to("nowhere")
         with pytest.raises(CheckpointError, match="launch cannot be written: File exists"):
@@ -305,7 +305,7 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
 
 @pytest.mark.parametrize(("nnodes", "found", "told"), [
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
-    (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which no other can reach"), (2, ("192.0.2.7", 9), "")])
+    (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
 def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nnodes, found, told, launcher, monkeypatch):
     def listen_at(hosts, port):
         if isinstance(found, OSError):
@@ -319,10 +319,10 @@ def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nno
 
 
 def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
-    told = launcher.ending(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
-    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was shortened while it was read?")
-    assert launcher.ending(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
-    assert launcher.ending(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
+    told = launcher.rank_exit(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
+    assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was truncated while it was read?")
+    assert launcher.rank_exit(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
+    assert launcher.rank_exit(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
 
 
 # ------------------------------------------------------------------------------------------------------------------- signals
@@ -390,7 +390,7 @@ def test_a_second_signal_quits_at_once_and_is_told(tiny_run):
         assert command.process.poll() is None, "the first one is remembered, and no more"
         command.process.send_signal(signal.SIGTERM)
         assert command.wait(30) == 1
-    assert "left at a second SIGTERM, without saving" in command.last_line()
+    assert "exited at a second SIGTERM, without saving" in command.last_line()
 
 
 def stall() -> None:
@@ -488,6 +488,6 @@ def test_two_launchers_are_one_job(killed, tiny_run):
     if killed:
         assert codes == [1, 1]
         assert "rank 1 was killed by SIGKILL" in commands[1].last_line()
-        assert "rank 0 stops, because another has ended" in commands[0].last_line()
+        assert "rank 0 stops, because another rank has exited" in commands[0].last_line()
     else:
         assert codes == [0, 0] and run.steps_saved()[-1] == 6
