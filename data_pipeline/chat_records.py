@@ -1,7 +1,7 @@
 """Chats and preference pairs in the shapes that data sets have, told by their columns and brought to one: lists of messages.
 
-A message is {"role", "content"} with the roles system, user and assistant. A chat is at most one system message, then turns of
-user and assistant, who answers last.
+A message is {"role", "content"} with the roles system, user and assistant. A chat is at most one system
+message, then turns of user and assistant, who answers last.
 """
 
 import os
@@ -86,8 +86,8 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
         dialogs = [instruction_in(record)]
     elif {"prompt", "completion"} <= filled:
         if "label" in filled:
-            raise DataError("is labelled good or bad by itself (prompt, completion, label), and learning from unpaired labels is "
-                            "not supported; give the good ones without the label")
+            raise DataError("is labelled good or bad by itself (prompt, completion, label), and learning "
+                            "from unpaired labels is not supported; give the good ones without the label")
         dialogs = [[*messages_in("prompt", record["prompt"], "user"),
                     *messages_in("completion", record["completion"], "assistant")]]
     elif {"chosen", "rejected"} <= filled:
@@ -105,11 +105,11 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
     """
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing and {"completion", "label"} <= set(record):
-        raise DataError("is labelled good or bad by itself (prompt, completion, label), and learning from unpaired labels is not "
-                        "supported; give pairs of a chosen and a rejected answer")
+        raise DataError("is labelled good or bad by itself (prompt, completion, label), and learning from "
+                        "unpaired labels is not supported; give pairs of a chosen and a rejected answer")
     if missing:
-        raise DataError(f"has no {' and no '.join(missing)}: it has {columns_of(record)}, expected chosen and rejected, with or "
-                        "without a prompt")
+        raise DataError(f"has no {' and no '.join(missing)}: it has {columns_of(record)}, expected chosen "
+                        "and rejected, with or without a prompt")
     prompt = prompt_in(record)
     chosen, rejected = (spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -257,8 +257,8 @@ def in_order(messages: Messages, last: str) -> Messages:
     for number, message in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
         if message["role"] != expected:
-            raise DataError(f"message {number + 1 + len(messages) - len(turns)} is the {message['role']}'s, expected the "
-                            f"{expected}'s: after one system message at most, user and assistant take turns")
+            raise DataError(f"message {number + 1 + len(messages) - len(turns)} is the {message['role']}'s, "
+                            f"expected the {expected}'s: after one system message at most, user and assistant take turns")
     if turns[-1]["role"] != last:
         if last == "assistant":
             raise DataError("has no assistant turn" if len(turns) == 1 else

@@ -1,7 +1,7 @@
 """Chats as token ids: Llama 3's own format, or the chat template of a Hugging Face tokenizer.
 
-A chat is a list of {"role", "content"}. Encoded, it is cut into *segments*, each with whether it is learned from: the words of
-every assistant turn with the control token that ends the turn are, headers and what others say are not.
+A chat is a list of {"role", "content"}. Encoded, it is cut into *segments*, each with whether it is learned
+from: the words of every assistant turn with the control token that ends the turn are, headers and what others say are not.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ class ChatFormat:
         missing = [name for name in ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
                    if name not in tokenizer.special_ids]
         if missing:
-            raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; set TOKENIZER_PATH to "
-                            "one that has them, or put a chat_template.jinja beside the tokenizer.json")
+            raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; "
+                            "set TOKENIZER_PATH to one that has them, or put a chat_template.jinja beside the tokenizer.json")
         self.tokenizer = tokenizer
         self.end_of_turn_id = tokenizer.special_ids["<|eot_id|>"]
         self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
@@ -95,9 +95,9 @@ class ChatFormat:
 class TemplateFormat:
     """A Hugging Face chat template, rendered in jinja2's sandbox; what people write in a chat stays text.
 
-    The ids are those of transformers' apply_chat_template, with two exceptions. A control token's literal in a message is encoded
-    as text. And there is no `strftime_now`, so that the same chats are the same tokens on every day; a template that asks for the
-    date uses the one that it has to fall back on, or cannot be used.
+    The ids are those of transformers' apply_chat_template, with two exceptions. A control token's literal in
+    a message is encoded as text. And there is no `strftime_now`, so that the same chats are the same tokens
+    on every day; a template that asks for the date uses the one that it has to fall back on, or cannot be used.
 
     Raises:
         DataError: from each method too: the template cannot be rendered, or the answers' places in it cannot be told.
@@ -133,11 +133,11 @@ class TemplateFormat:
                 raise DataError(f"it ends the assistant's turns in either of {self.tokenizer.decode(sorted(ends))}")
             if not ends <= {self.tokenizer.eot_id, self.tokenizer.eos_id}:
                 # What a saved folder says of where to stop comes from there.
-                raise DataError(f"it ends the assistant's turns in {self.tokenizer.decode(ends)}; name that as eot_token in the "
-                                "tokenizer_config.json beside its tokenizer.json")
+                raise DataError(f"it ends the assistant's turns in {self.tokenizer.decode(ends)}; name that "
+                                "as eot_token in the tokenizer_config.json beside its tokenizer.json")
         except DataError as error:
-            raise DataError(f"the tokenizer's chat template cannot be learned from: {error}; put another chat_template.jinja "
-                            "beside its tokenizer.json") from error
+            raise DataError(f"the tokenizer's chat template cannot be learned from: {error}; put another "
+                            "chat_template.jinja beside its tokenizer.json") from error
         return ends.pop()
 
     @property
@@ -153,8 +153,8 @@ class TemplateFormat:
             if message["role"] == "assistant":
                 before = self._render(messages[:index], True)
                 if not rendered.startswith(before):
-                    raise DataError("its rendering up to an answer is not how the whole begins, so it would be learned otherwise "
-                                    "than it is asked for")
+                    raise DataError("its rendering up to an answer is not how the whole begins, so it would "
+                                    "be learned otherwise than it is asked for")
                 cuts += [len(before), self._end_of_answer(rendered, len(before), message["content"])]
         parts = self._encode_parts(rendered[:cuts[-1]] if cuts else "", cuts, mark)
         return [(ids, number % 2 == 1) for number, ids in enumerate(parts[:-1])]
@@ -195,8 +195,8 @@ class TemplateFormat:
         if found is None:
             raise DataError("the chat template ends an answer in no control token, so it would not be learned where to stop")
         if rendered[start:found.start()].strip() != content.strip():
-            raise DataError("the chat template writes something else than the assistant's words between the header that asks for "
-                            f"them and the end of the turn: {rendered[start:found.start()][:80]!r}")
+            raise DataError("the chat template writes something else than the assistant's words between the "
+                            f"header that asks for them and the end of the turn: {rendered[start:found.start()][:80]!r}")
         token = self.tokenizer.special_ids[found[0].strip()]
         if self.end_of_turn_id not in (None, token):
             raise DataError(f"the chat template ends this answer in {found[0]}, and others in another control token")
@@ -205,8 +205,8 @@ class TemplateFormat:
     def _encode_parts(self, rendered: str, cuts: Sequence[int], mark: str) -> list[list[int]]:
         """The ids of the parts of a rendering that its cuts (ascending) leave: one more than there are cuts.
 
-        Control tokens separate the text: each stretch between two of them is encoded as a whole, so a cut within it has to fall
-        between two of its tokens.
+        Control tokens separate the text: each stretch between two of them is encoded as a whole, so a cut
+        within it has to fall between two of its tokens.
         """
         parts: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
         start = 0

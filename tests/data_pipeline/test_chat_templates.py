@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from data_pipeline.chat_templates import ChatFormat, TemplateFormat, load_chat_format
-from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
+from data_pipeline.train_bpe import train_bpe
+from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
              "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")
