@@ -128,12 +128,11 @@ A preparation that was stopped continues where it was.""")
 
     # Where the records are.
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
-        f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on "
-        "any fsspec URL"
-        + (" [fineweb-edu]" if is_text else ""))
-    add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": 0.7'
-        f', and any of config split revision files{" column documents" if is_text else ""}}}, ...], "seed": 0, '
-        f'"stop": "first_exhausted" | "all_exhausted"}}; weights are fractions of the {items}')
+        f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
+        f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
+    add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
+        f'0.7, and any of config split revision files{" column documents" if is_text else ""}}}, ...], '
+        f'"seed": 0, "stop": "first_exhausted" | "all_exhausted"}}; weights are fractions of the {items}')
     add("--config-name", "NAME", "the hub dataset's config")
     add("--split", "NAME", "the hub dataset's split [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
@@ -147,7 +146,7 @@ A preparation that was stopped continues where it was.""")
     # What is done with them.
     add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
-        choices=("fail", "skip"), default="fail")
+        default="fail")
     add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
         default=OUTPUTS[kind])
     return parser
@@ -180,7 +179,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     options = PreparationOptions(
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
-        max_documents=given.get("max_documents", given.get("max_examples")), system_prompt=config.system_prompt)
+        max_documents=given.get("max_documents", given.get("max_examples")),
+        system_prompt=config.system_prompt)
     if kind == "documents":
         return prepare_pretrain(source, local_path(flags.output), options)
     return prepare_examples(kind, source, local_path(flags.output), options)

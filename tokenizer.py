@@ -1,4 +1,4 @@
-"""Text to token ids and back, with Llama 3's tokenizer over a BPE file in tiktoken's format, or any Hugging Face tokenizer.
+"""Text to token ids and back: Llama 3's tokenizer over a tiktoken file, or any Hugging Face tokenizer.
 
 Text never becomes a control token: a literal `<|eot_id|>` in a document is encoded as its ten characters.
 """
@@ -22,17 +22,18 @@ from common.tokenizer_json import byte_level_json, write_tokenizer_files
 from config import SAMPLE
 
 # How Llama 3 splits text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
-PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-           r"|\s+(?!\S)|\s+")
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 # In the order of Meta's code for Llama 3.1. Other releases name the spare tokens differently (the folder on
-# the hub has a reserved token at 5, later code `<|image|>` at 11); the tokens that a text model uses have the same number in all of them.
+# the hub has a reserved token at 5, later code `<|image|>` at 11); the tokens that a text model uses have the
+# same number in all of them.
 NAMED_SPECIALS = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
-    "<|python_tag|>")
-SPECIALS = NAMED_SPECIALS + tuple(f"<|reserved_special_token_{2 + i}|>" for i in range(256 - len(NAMED_SPECIALS)))
+    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>",
+    "<|eot_id|>", "<|python_tag|>")
+SPECIALS = NAMED_SPECIALS + tuple(f"<|reserved_special_token_{number}|>" for number in range(2, 247))
 
-# tiktoken's regex engine overflows its stack on longer runs. Meta's code cuts at the same places, so the ids agree.
+# tiktoken's regex engine overflows its stack on longer runs. Meta's code cuts at the same places: same ids.
 MAX_PIECE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 RUN, SPACE = re.compile(r"\s+|\S+"), re.compile(r"\s")
@@ -42,10 +43,11 @@ KNOWN_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos_token": ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]"),
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]"),
-    "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<turn|>", "<|end_of_turn|>",
-                  "<|END_OF_TURN_TOKEN|>"),
+    "eot_token": ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<turn|>",
+                  "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"),
 }
-HUGGINGFACE_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
+HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja"]
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
 # Renders what chat_templates.ChatFormat encodes.
@@ -66,7 +68,7 @@ class Documents:
     """What both tokenizers share."""
 
     def encode_document(self, text: str) -> list[int]:
-        """Return the ids of a prepared document: `[bos] + ids + [eos]`, or `[eos] + ids` without a bos of its own."""
+        """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos."""
         ids = self.encode(text)
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
@@ -95,7 +97,7 @@ class Tokenizer(Documents):
         return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of text of any length, as Meta's reference gives them. A lone surrogate counts as U+FFFD."""
+        """Return the ids of text of any length, as Meta's code does. A lone surrogate counts as U+FFFD."""
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
@@ -106,7 +108,7 @@ class Tokenizer(Documents):
     def save_huggingface(self, folder: str | Path) -> None:
         """Write a folder with which `transformers.AutoTokenizer.from_pretrained` gives the same ids.
 
-        As with Meta's own folders a plain call there puts the bos in front, `add_special_tokens=False` does not.
+        As with Meta's own folders a plain call puts the bos in front, `add_special_tokens=False` does not.
         """
         names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
                  "pad_token": "<|finetune_right_pad_id|>"}
@@ -128,24 +130,25 @@ class HuggingFaceTokenizer(Documents):
                             "a new copy") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # else a literal <|eot_id|> in text becomes the control token
+        self._tokenizer.encode_special_tokens = True  # so that a literal <|eot_id|> in text stays text
         # Whether pieces encoded apart decode to the whole text: byte-level without a space in front.
         self._can_split = (self._document.get("decoder") or {}).get("type") == "ByteLevel" and (
             '"add_prefix_space": true' not in json.dumps(self._document.get("pre_tokenizer")))
 
         config = {}
-        for other in ("tokenizer_config.json", "special_tokens_map.json"):
+        for other in CONFIG_FILES:
             if os.path.lexists(file.parent / other):
                 config = {**_read_json(file.parent / other, name), **config}
         self.control_tokens = self._control_tokens(config, name)
-        self.chat_template = _chat_template(file.parent / "chat_template.jinja", config.get("chat_template"), name)
+        self.chat_template = _chat_template(file.parent, config.get("chat_template"), name)
 
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}
         if "eos_token" not in ids:
             raise DataError(f"TOKENIZER_PATH={name}: {file} has no end-of-sequence token of a known name; "
                             "name it as eos_token in a tokenizer_config.json beside it")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.special_tokens = [token for token in self._document.get("added_tokens") or () if token["special"]]
+        added_tokens = self._document.get("added_tokens") or ()
+        self.special_tokens = [token for token in added_tokens if token["special"]]
         self.special_ids = {token["content"]: token["id"] for token in self.special_tokens}
         self.eos_id = ids["eos_token"]
         self.bos_id = ids.get("bos_token") if ids.get("bos_token") != self.eos_id else None
@@ -170,16 +173,18 @@ class HuggingFaceTokenizer(Documents):
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of all that decides an id: the parts of tokenizer.json that encode, and a document's bos and eos."""
-        parts = [self._document.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-        return hashlib.sha256(json.dumps([parts, self.bos_id, self.eos_id], sort_keys=True).encode()).hexdigest()
+        """Hex digest of all that decides an id: parts of tokenizer.json, and a document's bos and eos."""
+        parts = [self._document.get(part)
+                 for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+        content = json.dumps([parts, self.bos_id, self.eos_id], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text of any length, without bos or eos. A lone surrogate counts as U+FFFD."""
         return self._encode(self._tokenizer, text)
 
     def encode_further(self, text: str) -> list[int]:
-        """Return the ids of text after a control token, without the space that some tokenizers put at the beginning."""
+        """Return the ids of text after a control token: some tokenizers put a space before other texts."""
         return self._encode(self._later_tokenizer, text)
 
     def _encode(self, tokenizer, text: str) -> list[int]:
@@ -190,7 +195,7 @@ class HuggingFaceTokenizer(Documents):
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json fails on the text that begins "
-                            f"{text[:40]!r} ({error}); leave that text out, or take another tokenizer") from None
+                            f"{text[:40]!r} ({error}); leave it out, or take another tokenizer") from None
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
     @cached_property
@@ -211,7 +216,7 @@ class HuggingFaceTokenizer(Documents):
     def save_huggingface(self, folder: str | Path) -> None:
         """Write a folder with which `transformers.AutoTokenizer.from_pretrained` gives the same ids.
 
-        The tokenizer.json decides whether a plain call there adds a bos; `add_special_tokens=False` never does.
+        The tokenizer.json decides whether a plain call adds a bos; `add_special_tokens=False` never does.
         """
         names = {role: token for role, token in self.control_tokens.items()
                  if role != "eot_token" or token not in KNOWN_NAMES[role]}
@@ -226,7 +231,7 @@ class HuggingFaceTokenizer(Documents):
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:
-    """Return the tokenizer of TOKENIZER_PATH: a file in tiktoken's format, a tokenizer.json or its folder, or a hub name.
+    """Return a tokenizer from a tiktoken file, a tokenizer.json or its folder, or a name on the hub.
 
     Args:
         backend: "tiktoken", "huggingface", or "auto", which decides by the look of the path.
@@ -241,29 +246,33 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
     if backend == "huggingface" and on_hub:
         try:
             file = hub_folder(path, "tokenizer.json", lambda folder: (folder / "tokenizer.json").is_file(),
-                              allow_patterns=list(HUGGINGFACE_FILES))
-        except Exception as error:  # its class differs between versions of the hub's HTTP library
+                              allow_patterns=HUGGINGFACE_FILES)
+        except Exception as error:  # its class differs between versions of the hub's HTTP client
             raise DataError(f"TOKENIZER_PATH={path} is no local file, and the hub gives no tokenizer.json: "
-                            f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a local path") from error
+                            f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or "
+                            "give a local path") from error
     if backend == "huggingface" and os.path.isdir(file):
         file = file / "tokenizer.json"
     if not os.path.isfile(file):
         what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
-        raise DataError(f"TOKENIZER_PATH={path}: {what}; " + (
-            f"make the embedded sample with scripts/make_sample.py --folder {SAMPLE}" if file.is_relative_to(SAMPLE) else
-            "give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a tokenizer.json, or "
-            "train one with scripts/train_tokenizer.py"))
+        advice = ("give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a "
+                  "tokenizer.json, or train one with scripts/train_tokenizer.py")
+        if file.is_relative_to(SAMPLE):
+            advice = f"make the embedded sample with scripts/make_sample.py --folder {SAMPLE}"
+        raise DataError(f"TOKENIZER_PATH={path}: {what}; {advice}")
     try:
-        return HuggingFaceTokenizer(file, path) if backend == "huggingface" else Tokenizer(read_tiktoken(file))
+        if backend == "huggingface":
+            return HuggingFaceTokenizer(file, path)
+        return Tokenizer(read_tiktoken(file))
     except OSError as error:
         raise DataError(f"TOKENIZER_PATH={path}: {error.filename} cannot be read: {error.strerror}; check "
                         "its permissions") from error
 
 
 def read_tiktoken(path: str | Path) -> dict[bytes, int]:
-    """Return the ranks in a file of tiktoken's format, where each line is a token's bytes in base64 and its rank.
+    """Return the ranks in a file of tiktoken's format: each line is a token's bytes in base64 and its rank.
 
-    tiktoken's own reader caches by the name of the file: a new file under an old name would give the old ranks.
+    tiktoken's own reader caches by the file's name: a new file under an old name would give the old ranks.
 
     Raises:
         DataError: with file and line.
@@ -279,11 +288,11 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
             raise DataError(f"{path}:{number}: expected a token in base64 and its rank, as in tiktoken's "
                             "files; a tokenizer.json needs TOKENIZER_BACKEND=huggingface") from error
         if token in ranks:
-            raise DataError(f"{path}:{number}: the token {token!r} was there before; get a new copy of the file")
+            raise DataError(f"{path}:{number}: the token {token!r} was there before; get a new copy")
         ranks[token] = rank
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f"TOKENIZER_PATH={path}: the ranks of its {len(ranks)} tokens should be 0 to {len(ranks) - 1}, "
-                        "each once; a line is missing or changed")
+        raise DataError(f"TOKENIZER_PATH={path}: the ranks of its {len(ranks)} tokens should be 0 to "
+                        f"{len(ranks) - 1}, each once; a line is missing or changed")
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
         raise DataError(f"TOKENIZER_PATH={path}: has no token for {len(absent)} of the 256 bytes (the first "
@@ -292,7 +301,7 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
 
 
 def without_surrogates(text: str) -> str:
-    """Return the text with pairs of surrogates joined, and lone ones, which UTF-8 cannot hold, replaced by U+FFFD."""
+    """Return the text with surrogate pairs joined, and lone ones, which UTF-8 cannot hold, as U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -308,7 +317,7 @@ def split_long(text: str) -> Iterator[str]:
     text = without_surrogates(text)
     for start in range(0, max(len(text), 1), MAX_PIECE_CHARS):
         part, cut = text[start:start + MAX_PIECE_CHARS], 0
-        # A run of MAX_RUN_CHARS covers a block of half its length, so most texts need no walk through their words.
+        # A run of MAX_RUN_CHARS covers a block of half its length: most texts need no walk through words.
         block = MAX_RUN_CHARS // 2
         blocks = (part[first:first + block] for first in range(0, len(part) - block + 1, block))
         if any(text.isspace() or SPACE.search(text) is None for text in blocks):
@@ -323,11 +332,13 @@ def _read_json(file: Path, name: str) -> dict:
     try:
         return read_json(file)
     except ValueError as error:
-        raise DataError(f"TOKENIZER_PATH={name}: {file} is not JSON: {error}; get a new copy") from error
+        raise DataError(f"TOKENIZER_PATH={name}: {file} is not a JSON object: {error}; get a new "
+                        "copy") from error
 
 
-def _chat_template(file: Path, in_config: Any, name: str) -> str | None:
-    """Return the chat template, from its own file or else from the configuration."""
+def _chat_template(folder: Path, in_config: Any, name: str) -> str | None:
+    """Return the chat template of a tokenizer's folder: its own file, or the one in the configuration."""
+    file = folder / "chat_template.jinja"
     try:
         template = read_text(file) if os.path.lexists(file) else in_config
     except UnicodeDecodeError as error:
@@ -335,5 +346,6 @@ def _chat_template(file: Path, in_config: Any, name: str) -> str | None:
     if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
     if not isinstance(template, str | None):
-        raise DataError(f"TOKENIZER_PATH={name}: the chat_template in its tokenizer_config.json is not text; correct it")
+        raise DataError(f"TOKENIZER_PATH={name}: the chat_template in its tokenizer_config.json is not "
+                        "text; correct it")
     return template

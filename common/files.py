@@ -104,7 +104,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     if not isinstance(content, dict):
-        raise ValueError(f"expected a JSON object, got a {type(content).__name__}")
+        raise ValueError(f"it holds a {type(content).__name__}")
     return content
 
 

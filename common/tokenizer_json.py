@@ -6,20 +6,21 @@ from pathlib import Path
 
 
 def byte_alphabet() -> dict[int, str]:
-    """Return the printable character for each byte in Hugging Face's byte-level vocabularies (GPT-2's table)."""
+    """Return the character for each byte in Hugging Face's byte-level vocabularies (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{byte: chr(byte) for byte in printable}, **{byte: chr(256 + i) for i, byte in enumerate(others)}}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 BYTE_TO_CHAR = byte_alphabet()
 
 
-def byte_level_json(ranks: Mapping[bytes, int], pattern: str, special_ids: Mapping[str, int], bos: str) -> str:
+def byte_level_json(ranks: Mapping[bytes, int], pattern: str, special_ids: Mapping[str, int],
+                    bos: str) -> str:
     """Return tiktoken's ranks as a tokenizer.json that gives the same ids.
 
-    Each split of a token into two tokens is a merge, in the order of the whole token's rank: tiktoken merges
-    like that. Only one split of a token can ever occur, the one that its own bytes lead to, so the order of the others is irrelevant.
+    tiktoken merges any two tokens whose concatenation is a token, in the order of its rank: so each such pair
+    is a merge here. Of the pairs that give one token only one can occur, so their order is irrelevant.
 
     Args:
         pattern: the regular expression that splits text before merging.
@@ -31,21 +32,24 @@ def byte_level_json(ranks: Mapping[bytes, int], pattern: str, special_ids: Mappi
               if token[:i] in ranks and token[i:] in ranks]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    first, second = ([{"SpecialToken": {"id": bos, "type_id": i}}, {"Sequence": {"id": "AB"[i], "type_id": i}}]
-                     for i in (0, 1))
+    first, second = ([{"SpecialToken": {"id": bos, "type_id": number}},
+                      {"Sequence": {"id": sequence, "type_id": number}}]
+                     for number, sequence in enumerate("AB"))
     add_bos = {"type": "TemplateProcessing", "single": first, "pair": first + second,
                "special_tokens": {bos: {"id": bos, "ids": [special_ids[bos]], "tokens": [bos]}}}
     return json.dumps({
         "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
-                          "normalized": False, "special": True} for content, token in special_ids.items()],
+        "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}
+                         for content, token in special_ids.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": {"type": "Sequence", "processors": [byte_level, add_bos]},
         "decoder": byte_level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                  "vocab": {name[token]: ranks[token] for token in ordered}, "merges": merges},
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "ignore_merges": True, "vocab": {name[token]: ranks[token] for token in ordered},
+                  "merges": merges},
     }, ensure_ascii=False)
 
 
@@ -53,7 +57,7 @@ def write_tokenizer_files(folder: str | Path, tokenizer_json: str, names: Mappin
                           chat_template: str | None) -> None:
     """Write the tokenizer's files of a Hugging Face folder; `names` are its control tokens by role.
 
-    The class is the generic one: a model's own class may build parts of the tokenizer differently than tokenizer.json says.
+    The class is the generic one: a model's own class may not follow tokenizer.json.
     """
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
     files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),

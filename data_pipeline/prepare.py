@@ -369,8 +369,8 @@ def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[Ch
             future, done = pending.popleft()
             yield future.result(), done
     except BrokenProcessPool as error:
-        raise PaddockError("a worker process was killed, perhaps because memory ran out; "
-                           f"set PREPARATION_WORKERS={workers // 2} and start again, it continues there") from error
+        raise PaddockError("a worker process was killed, maybe for lack of memory; set PREPARATION_WORKERS="
+                           f"{workers // 2} and start again, it continues there") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

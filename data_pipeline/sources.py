@@ -97,8 +97,10 @@ def read_mix(path: str | Path) -> Mix:
     """
     try:
         content = read_json(Path(path))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: cannot be read as JSON: {error}; see the example in --help") from error
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
     sources = content.get("sources")
     if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
         example = '{"sources": [{"path" or "name": ..., "weight": ...}, ...]}'

@@ -11,7 +11,7 @@ from tokenizer import PATTERN, split_long
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
-    """Return the ranks of a byte-level BPE trained on these texts: 256 bytes, then the merges in order. Deterministic.
+    """Train a byte-level BPE and return its ranks: 256 bytes, then the merges in order. Deterministic.
 
     Args:
         vocab_size: number of ranks; the 256 special tokens are added to them.
@@ -27,7 +27,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
                             "most 10,000,000")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Trainable(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(PATTERN), "isolated"), byte_level])
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=list(BYTE_TO_CHAR.values()),
                                   show_progress=False)
     bpe.train_from_iterator((piece for text in texts for piece in split_long(text)), trainer)
@@ -47,7 +48,8 @@ def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    lines = [base64.b64encode(token) + b" %d\n" % ranks[token] for token in sorted(ranks, key=ranks.__getitem__)]
+    lines = [base64.b64encode(token) + b" %d\n" % rank
+             for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

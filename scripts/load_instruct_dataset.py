@@ -1,4 +1,4 @@
-"""Prepare chats for supervised fine-tuning: read them from files or the hub, tokenize them, and write token shards."""
+"""Prepare chats for supervised fine-tuning: read, tokenize, and write them as token shards."""
 
 import sys
 from pathlib import Path

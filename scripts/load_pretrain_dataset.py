@@ -1,4 +1,4 @@
-"""Prepare text for pretraining: read it from files or the hub, tokenize it, and write token shards."""
+"""Prepare text for pretraining: read, tokenize, and write it as token shards."""
 
 import sys
 from pathlib import Path

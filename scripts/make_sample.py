@@ -31,12 +31,14 @@ EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.py", "scripts/make_sample.py", "tokenizer.py",
            "data_preparation_utils.py", "data_pipeline/train_bpe.py",
            "data_pipeline/prepare.py", "data_pipeline/sources.py", "data_pipeline/shard_writer.py",
-           "data_pipeline/chat_records.py", "data_pipeline/chat_templates.py", "data_pipeline/tokenize_chats.py")
+           "data_pipeline/chat_records.py", "data_pipeline/chat_templates.py",
+           "data_pipeline/tokenize_chats.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:
     """Return the content of the stamp file of an up-to-date sample."""
-    return {"stories": stories, **{name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}}
+    hashes = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}
+    return {"stories": stories, **hashes}
 
 
 def is_up_to_date(folder: Path, stories: int) -> bool:
@@ -67,9 +69,10 @@ def make(folder: Path, stories: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stories", type=int, default=STORIES,
-                        help="the number of training texts, which decides the other numbers (default: %(default)s)")
+                        help="number of training texts; the other numbers follow (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"to write to (default: {FOLDER})")
     arguments = parser.parse_args()
     folder, stories = arguments.folder.absolute(), arguments.stories

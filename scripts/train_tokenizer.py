@@ -21,7 +21,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
     parser.add_argument("--vocab-size", type=int, required=True,
-                        help=f"number of ranks, including the 256 bytes; {len(SPECIALS)} special tokens are added")
+                        help=f"number of ranks, with the 256 bytes; {len(SPECIALS)} special tokens are added")
     parser.add_argument("--output", required=True, type=local_path, help="file to write")
     parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
@@ -35,7 +35,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     reading = Reading(skip_bad=args.on_bad_record == "skip")
-    texts = (text for source in args.sources for text in read_texts(source_of(source, column=args.column), reading))
+    sources = (source_of(source, column=args.column) for source in args.sources)
+    texts = (text for source in sources for text in read_texts(source, reading))
     ranks = train_bpe(texts, args.vocab_size)
     write_tiktoken(ranks, args.output)
     for record in reading.bad_records:

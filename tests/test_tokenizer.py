@@ -123,7 +123,7 @@ def test_a_pattern_that_explodes_is_an_error_that_names_the_tokenizer(ours, tmp_
 def test_training_refuses_what_it_cannot_give():
     with pytest.raises(SettingsError, match="256"):
         train_bpe(SENTENCES, 255)
-    with pytest.raises(DataError, match="gives 2.. ranks.*5000"):
+    with pytest.raises(DataError, match="gives only 2.. ranks.*5000"):
         train_bpe(["abc abc"], 5000)
 
 
@@ -280,7 +280,7 @@ def test_backend_by_the_look_of_the_path(ranks, folder, tmp_path):
     assert isinstance(load_tokenizer(str(tmp_path / "tokenizer.model")), Tokenizer)
     with pytest.raises(DataError, match="tokenizer.json:1: "):
         load_tokenizer(str(folder / "tokenizer.json"), "tiktoken")
-    with pytest.raises(DataError, match="not JSON"):
+    with pytest.raises(DataError, match="not a JSON object"):
         load_tokenizer(str(tmp_path / "tokenizer.model"), "huggingface")
 
 

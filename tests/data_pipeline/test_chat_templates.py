@@ -256,7 +256,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
     (CHATML.replace("<|im_end|>", "END").replace("<|im_start|>", "BEGIN "), "ends an answer in no control token"),
     (CHATML.replace("message['content']", "'words: ' + message['content']"), "writes something else than the assistant's words"),
     ("{{ messages | length }}" + CHATML, "is not how the whole begins"),
-    (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in either of"),
+    (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in any of"),
     (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
     (CHATML + "{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
     (CHATML + "{{ messages[0].content.__class__.__mro__ }}", "refuses it: .*unsafe"),

@@ -220,8 +220,8 @@ def test_a_mix_is_drawn_without_reading_ahead():
 
 
 @pytest.mark.parametrize("content, reason", [
-    ("{", "cannot be read as JSON"),
-    ("[]", "expected"),
+    ("{", "is not a JSON object"),
+    ("[]", "it holds a list"),
     ('{"sources": []}', "expected"),
     ('{"sources": [{"path": "a", "name": "b"}]}', "source 1: give either"),
     ('{"sources": [{"path": "a"}, {"path": "b", "wieght": 2}]}', "source 2: unknown field 'wieght'"),

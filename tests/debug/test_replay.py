@@ -16,8 +16,8 @@ from factories import MODES, UNMEASURED, Prepared, Stages, TinyRun, at_step, pre
 
 import train
 from common.errors import CheckpointError, PaddockError, SettingsError
-from data_preparation_utils import PreparationOptions, prepare_pretrain
 from data_pipeline.row_order import rows_of_step
+from data_preparation_utils import PreparationOptions, prepare_pretrain
 from debug.replay import read_settings, replay
 from model_utils import build_model
 from settings.load import Layer, read_flags
