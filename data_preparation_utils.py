@@ -1,110 +1,201 @@
-"""The command line of the scripts that prepare data: the same flags and last words for documents, chats and pairs."""
+"""From a command to a prepared set: documents, chats or preference pairs as token shards in a folder.
 
+The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; a program calls `prepare_pretrain`
+or `prepare_examples`. The set's folder is named by a hash of its sources, tokenizer and settings, so that a
+second call finds what the first one prepared. The parts are in data_pipeline/: sources (records),
+chat_records and chat_templates (chats), tokenize_chats (labels), prepare
+(workers, journal, manifest), shard_writer (files).
+"""
+
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import SettingsError, local_path, run_script
 from common.text import show
-from data_pipeline.mixes import read_mix
-from data_pipeline.prepare import describe_prepared, prepare_pretrain
+from config import Config
+from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
 from data_pipeline.shard_reader import KINDS
-from data_pipeline.sources import SHORTCUTS, source_of
+from data_pipeline.sources import SHORTCUTS, Mix, Source, mix_of, read_mix, source_of
 from data_pipeline.tokenize_chats import SHORTCUTS as EXAMPLE_SHORTCUTS
-from data_pipeline.tokenize_chats import prepare_examples
+from data_pipeline.tokenize_chats import kind_of_examples
 from settings.load import export, load_config
+from tokenizer import load_tokenizer
 
 NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
 OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
-SOURCE_FLAGS = {"config-name": "config", "split": "split", "revision": "revision", "files": "files"}
-TEXT_FLAGS = {"column": "column", "documents": "documents"}
-TEXT_USAGE = """
-  --column NAME           where the text stands                                                  [text]
-  --documents HOW         how plain text becomes documents: whole (a file is one), line, blank (blank lines lie
-                          between), wikitext (each begins at a line like ' = Title = '), or a line of your own
-                          that lies between, such as '<|endoftext|>'                             [whole]"""
+# Flags that describe a source: their field of `Source`.
+SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
+                 "column": "column", "documents": "documents"}
 
 
-def usage(kind: str, records: str) -> str:
-    """What --help prints of the script that prepares a kind of data; `records` says what it takes for one."""
+def prepare_pretrain(source: str | Source | Mix, output_dir: str | Path, options: PreparationOptions) -> Path:
+    """Prepare documents for pretraining, or find that they were prepared before; return the set's folder.
+
+    Args:
+        source: a path, URL, glob, shortcut or hub name; a Source; or a Mix of several.
+        output_dir: the folder for prepared sets.
+    Raises:
+        DataError: a source, record or tokenizer cannot be used, or the disk cannot be written.
+        SettingsError: the output would become part of a source.
+    """
+    tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
+    return prepare(DOCUMENTS, source, tokenizer, output_dir, options)
+
+
+def prepare_examples(kind: str, source: str | Source | Mix, output_dir: str | Path,
+                     options: PreparationOptions) -> Path:
+    """Prepare chats or preference pairs, or find that they were prepared before; return the set's folder.
+
+    Args:
+        kind: "chats" or "pairs".
+        Others: as `prepare_pretrain`; `options.validation_fraction` is of the requests (`split_key`).
+    Raises:
+        DataError, SettingsError: as `prepare_pretrain`, or the tokenizer has no chat format.
+    """
+    if isinstance(source, str):
+        source = source_of(source, EXAMPLE_SHORTCUTS[kind])
+    for part in mix_of(source).sources:
+        if (part.column, part.documents) != (Source.column, Source.documents):
+            raise SettingsError(f"{part.path or part.name}: column and documents are for pretraining text; "
+                                "leave them out")
+    tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
+    examples = kind_of_examples(kind, tokenizer, options.system_prompt)
+    return prepare(examples, source, tokenizer, output_dir, options)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser of a script's own flags, whose errors are SettingsErrors; the other flags are settings."""
+
+    def __init__(self, **options):
+        super().__init__(**options, allow_abbrev=False, add_help=False,
+                         formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--help", action="help", help="show this help")
+
+    def error(self, message: str):
+        """Raise SettingsError."""
+        raise SettingsError(f"command line: {message}; --help lists every flag")
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+        """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
+
+        An underscore in a flag counts as a hyphen. The keys of libraries in `.env` are exported.
+
+        Raises:
+            SettingsError: a flag or setting is unknown or invalid.
+        """
+        def normalized(argument: str) -> str:
+            flag, equals, value = argument.partition("=")
+            return flag.lower().replace("_", "-") + equals + value if flag.startswith("--") else argument
+
+        # Not argparse's -h, which would take secrets such as -hf-token for a group of short flags.
+        argv = ["--help" if argument == "-h" else normalized(argument) for argument in argv]
+        own, others = self.parse_known_args(argv)
+        loaded = load_config(others, extra_flags=tuple(vars(own)), complete=False)
+        export(loaded)
+        return own, loaded.config
+
+
+def some_text(text: str) -> str:
+    """Return a flag's value, which must not be empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("needs a value")
+    return text
+
+
+def count(text: str) -> int:
+    """Return a flag's value as a number of items."""
+    if not text.isdecimal() or len(text) > 15:
+        raise argparse.ArgumentTypeError(f"{text:.40} must be a whole number, 0 or more, 15 digits at most")
+    return int(text)
+
+
+def flag_parser(kind: str, records: str) -> FlagParser:
+    """Return the parser of the script that prepares this kind of data; `records` is for its --help."""
     is_text = kind == "documents"
-    things = "documents" if is_text else "examples"
-    source = "[--source SOURCE | --mix FILE]" if is_text else "--source SOURCE | --mix FILE"
-    readable = ".jsonl .parquet .txt" if is_text else ".jsonl .parquet"
-    default = f"{'':<5}[fineweb-edu]" if is_text else ""
-    system_prompt = "" if is_text else "SYSTEM_PROMPT "
-    return f"""usage: python {KINDS[kind][1]} {source} [--any-setting VALUE]
-{records}
-  --source SOURCE         {', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, folder or glob of
-                          {readable} (also compressed), local or on any fsspec URL{default}
-  --mix FILE              several sources by weight, as JSON: {{"sources": [{{"path" or "name": ..., "weight": 0.7,
-                          and any of config split revision files{" column documents" if is_text else ""}}}, ...], "seed": 0,
-                          "stop": "first_exhausted" | "all_exhausted"}}; weights are shares of {things}
-  --config-name NAME      the hub dataset's config
-  --split NAME            the hub dataset's split                                                [train]
-  --revision REV          the hub dataset's branch, tag or commit                                [newest]
-  --files PATTERN         only these files of the hub dataset, such as 'en/c4-train.0000?-of-01024.json.gz'\
-{TEXT_USAGE if is_text else ""}
-  {f"--max-{things} N":<24}{f"only the first N {things}; 0 = all":<70} [0]
-  --on-bad-record HOW     fail, or skip to count and list records that cannot be used            [fail]
-  --output FOLDER         where prepared sets lie, each in a folder named by what it is made of  [{OUTPUTS[kind]}]
+    items = "documents" if is_text else "examples"
+    parser = FlagParser(
+        prog=f"python {KINDS[kind][1]}", description=records,
+        usage="%(prog)s [--source SOURCE | --mix FILE] [--any-setting VALUE]",
+        epilog=f"""settings that count here, from .env, the environment or as flags:
+  TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION PREPARATION_WORKERS
+  {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
+A preparation that was stopped continues where it was.""")
 
-Settings that count here, from .env, the environment or as flags: TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS
-VALIDATION_FRACTION PREPARATION_WORKERS {system_prompt}HF_TOKEN. A preparation that was stopped goes on where it was."""
+    def add(flag: str, metavar: str, meaning: str, **options) -> None:
+        parser.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
+
+    # Where the records are.
+    add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
+        f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
+        f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
+    add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
+        f'0.7, and any of config split revision files{" column documents" if is_text else ""}}}, ...], '
+        f'"seed": 0, "stop": "first_exhausted" | "all_exhausted"}}; weights are fractions of the {items}')
+    add("--config-name", "NAME", "the hub dataset's config")
+    add("--split", "NAME", "the hub dataset's split [train]")
+    add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
+    add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
+    if is_text:
+        add("--column", "NAME", "the column that holds the text [text]")
+        add("--documents", "HOW", "how plain text is split into documents: whole (a file is one), line, "
+            "blank (separated by blank lines), wikitext (each begins at a line like ' = Title = '), or a "
+            "separator line of your own, such as '<|endoftext|>' [whole]")
+
+    # What is done with them.
+    add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
+    add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
+        default="fail")
+    add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
+        default=OUTPUTS[kind])
+    return parser
 
 
-def prepare_by_flags(kind: str, argv: Sequence[str]) -> Path:
-    """Prepare what the command line and the settings ask for; returns the folder.
+def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Path:
+    """Prepare what a command line and the settings ask for; return the set's folder.
 
     Args:
         kind: "documents", "chats" or "pairs".
     Raises:
-        SettingsError: a flag or setting is unknown, missing or impossible.
-        DataError: a source, record, tokenizer or chat template cannot be used, or the disk refuses.
+        SettingsError: a flag or setting is unknown, missing or invalid.
+        DataError: a source, record, tokenizer or chat template cannot be used, or the disk cannot be written.
     """
-    is_text = kind == "documents"
-    limit_flag = "max-documents" if is_text else "max-examples"
-    source_flags = SOURCE_FLAGS | (TEXT_FLAGS if is_text else {})
-    loaded = load_config(argv, extra_flags=("source", "mix", limit_flag, "on-bad-record", "output", *source_flags),
-                         complete=False)
-    config, flags = loaded.config, {name.replace("_", "-"): value for name, value in loaded.rest.items()}
-    export(loaded)
+    flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
-        raise SettingsError("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model, a tokenizer.json or a hub name")
-    fields = {field: flags[flag] for flag, field in source_flags.items() if flag in flags}
-    if "mix" in flags and (fields or "source" in flags):
-        raise SettingsError("--mix describes its sources itself; give no --source or flags of a source beside it")
-    if is_text:
-        flags.setdefault("source", "fineweb-edu")
-    elif not {"mix", "source"} & set(flags):
-        raise SettingsError(f"--source is not set; give a file, folder or glob, the name of a dataset on the hub, or one of "
-                            f"{', '.join(NAMES[kind])}")
-    limit = flags.get(limit_flag, "0")
-    if not limit.isdecimal() or len(limit) > 15:
-        raise SettingsError(f"--{limit_flag} {limit:.40}: must be a whole number, 0 or more, of 15 digits at most")
-    source = read_mix(flags["mix"]) if "mix" in flags else source_of(flags["source"], NAMES[kind], **fields)
-    where = config.tokenizer_path, config.tokenizer_backend, local_path(flags.get("output", OUTPUTS[kind]))
-    options = dict(shard_tokens=config.shard_tokens, validation_fraction=config.validation_fraction,
-                   workers=config.preparation_workers, max_documents=int(limit), on_bad_record=flags.get("on-bad-record", "fail"))
-    if is_text:
-        return prepare_pretrain(source, *where, **options)
-    return prepare_examples(kind, source, *where, system_prompt=config.system_prompt, **options)
+        raise SettingsError("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model, a "
+                            "tokenizer.json or a hub name")
+    given = {flag: value for flag, value in vars(flags).items() if value is not None}
+    fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
+    if flags.mix:
+        if fields or flags.source:
+            raise SettingsError("--mix describes its sources itself; give no --source or flags of a source")
+        source = read_mix(flags.mix)
+    elif flags.source or kind == "documents":
+        source = source_of(flags.source or "fineweb-edu", NAMES[kind], **fields)
+    else:
+        raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
+                            f"hub, or one of {', '.join(NAMES[kind])}")
+    options = PreparationOptions(
+        config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
+        workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
+        max_documents=given.get("max_documents", given.get("max_examples")),
+        system_prompt=config.system_prompt)
+    if kind == "documents":
+        return prepare_pretrain(source, local_path(flags.output), options)
+    return prepare_examples(kind, source, local_path(flags.output), options)
 
 
 def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
-    """Be the script that prepares a kind of data: tell the flags, or prepare and give the line for .env.
+    """Run the script that prepares a kind of data; print the set's counts, examples, and the line for `.env`.
 
     Args:
-        records: what the script takes for a record, for --help.
-        legend: how to read the examples that are shown.
+        records: which records the script takes, for --help.
+        legend: how to read the examples.
     """
-    argv = sys.argv[1:]
-
     def main() -> None:
-        if {"-h", "--help"} & set(argv):
-            show(*usage(kind, records).split("\n"))
-            return
-        folder = prepare_by_flags(kind, argv)
-        show(*describe_prepared(folder).split("\n"), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}")
+        folder = prepare_from_flags(kind, sys.argv[1:], records)
+        show(*describe_prepared(folder).split("\n"), f"Ready. {legend}The line for .env:",
+             f"{KINDS[kind][0]}={folder}")
 
-    run_script(main, "Stopped. The same command goes on where it was.")
+    run_script(main, "Stopped. Run the same command again to continue.")

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
@@ -91,12 +92,33 @@ def why_not_writable(folder: Path) -> Optional[OSError]:
         return error
 
 
-def sha256(file: BinaryIO) -> str:
-    """The SHA-256 of the rest of an open file, as hexadecimal digits."""
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    try:
+        content = json.loads(read_text(path, "utf-8-sig"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}")
+    return content
+
+
+def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None) -> str:
+    """Return the SHA-256 of the rest of an open file as hexadecimal digits.
+
+    Args:
+        advance: called with the number of bytes of each block that was hashed.
+    """
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
-        HEARTBEAT.beat()
+        HEARTBEAT.move()
+        advance(len(block))
     return digest.hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""Chats and preference pairs in the shapes that data sets have, told by their columns and brought to one: lists of messages.
+"""Reads chats and preference pairs, in any of the common formats, as lists of messages.
 
-A message is {"role", "content"} with the roles system, user and assistant. A chat is at most one system message, then turns of
-user and assistant, who answers last.
+A message is {"role", "content"} with the roles system, user and assistant. A chat is at most one system
+message, then turns of user and assistant; the assistant's is the last.
 """
 
 import os
@@ -24,23 +24,25 @@ PAIR_SHORTCUTS = {
     "ultrafeedback": Source(name="HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
     "hh-rlhf": Source(name="Anthropic/hh-rlhf"),
 }
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "model": "assistant"}
-CHAT_SHAPES = "messages, conversations, instruction and output, or prompt and completion"
-# Anthropic's way of writing a dialog as one text.
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
+         "model": "assistant"}
+UNPAIRED = ("has a label of its own (prompt, completion, label), and training on unpaired labels is not "
+            "supported; give ")
+# Anthropic's format of a dialog in one text.
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")
-# Where a prompt may end within what two texts share, the best place first.
+# Where a prompt may end within the beginning that two texts share, the best place first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 
 
 class Chat(NamedTuple):
-    """A dialog that ends in the assistant's words."""
+    """A dialog whose last message is the assistant's."""
 
     where: str
     messages: Messages
 
 
 class Pair(NamedTuple):
-    """A dialog that waits for the assistant, and two answers of which one was preferred."""
+    """A dialog whose last message is the user's, and two answers, of which the first was preferred."""
 
     where: str
     prompt: Messages
@@ -49,17 +51,17 @@ class Pair(NamedTuple):
 
 
 def read_chats(source: Source, reading: Reading) -> Iterator[Chat]:
-    """The chats of a source; a record that is none is refused."""
+    """Yield the chats of a source; refuse records that are not chats."""
     return _read(source, reading, chats_of)
 
 
 def read_pairs(source: Source, reading: Reading) -> Iterator[Pair]:
-    """The preference pairs of a source; a record that is none is refused."""
+    """Yield the preference pairs of a source; refuse records that are not pairs."""
     return _read(source, reading, lambda where, record: [pair_of(where, record)])
 
 
 def _read(source: Source, reading: Reading, parse: Callable[[str, dict], list]) -> Iterator:
-    # No column is named, so that a Parquet file gives all of them.
+    # Without a column's name a Parquet file gives all its columns.
     for where, record in read_records(replace(source, column=""), reading):
         try:
             examples = parse(where, record)
@@ -70,60 +72,67 @@ def _read(source: Source, reading: Reading, parse: Callable[[str, dict], list]) 
 
 
 def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
-    """The chats in a record: one, or as many as an instruction has instances.
+    """Return the chats in a record: one, or as many as an instruction has instances.
 
     Raises:
-        DataError: the record cannot be used, with the reason.
+        DataError: the record cannot be used; the message is the reason.
     """
     filled = {name for name, value in record.items() if value is not None}
     if "messages" in filled:
         dialogs = [messages_in("messages", record["messages"])]
     elif "conversations" in filled:
         dialogs = [messages_in("conversations", record["conversations"])]
-    elif "instruction" in filled and "instances" in filled:
-        dialogs = [instruction_in({**record, **instance}) for instance in instances_in(record["instances"])]
+    elif {"instruction", "instances"} <= filled:  # Alpaca's seed tasks
+        instances = record["instances"]
+        if not isinstance(instances, list) or not instances or not all(
+                isinstance(instance, Mapping) for instance in instances):
+            raise DataError('instances is not a list of {"input", "output"}')
+        dialogs = [_instruction_in({**record, **instance}) for instance in instances]
     elif {"instruction", "output"} <= filled:
-        dialogs = [instruction_in(record)]
+        dialogs = [_instruction_in(record)]
     elif {"prompt", "completion"} <= filled:
         if "label" in filled:
-            raise DataError("is labelled good or bad by itself (prompt, completion, label), and learning from unpaired labels is "
-                            "not supported; give the good ones without the label")
+            raise DataError(f"{UNPAIRED}the good ones without the label")
         dialogs = [[*messages_in("prompt", record["prompt"], "user"),
                     *messages_in("completion", record["completion"], "assistant")]]
     elif {"chosen", "rejected"} <= filled:
         raise DataError("is a preference, not a chat; prepare it with scripts/load_dpo_dataset.py")
     else:
-        raise DataError(f"is no chat: it has {columns_of(record)}, expected {CHAT_SHAPES}")
-    return [Chat(where, in_order(with_system(dialog, record.get("system")), "assistant")) for dialog in dialogs]
+        raise DataError(f"is no chat: it has {_columns_of(record)}, expected messages, conversations, "
+                        "instruction and output, or prompt and completion")
+    return [Chat(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
+            for dialog in dialogs]
 
 
 def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
-    """The preference in a record.
+    """Return the preference in a record.
 
     Raises:
-        DataError: the record cannot be used, with the reason.
+        DataError: the record cannot be used; the message is the reason.
     """
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing and {"completion", "label"} <= set(record):
-        raise DataError("is labelled good or bad by itself (prompt, completion, label), and learning from unpaired labels is not "
-                        "supported; give pairs of a chosen and a rejected answer")
+        raise DataError(f"{UNPAIRED}pairs of a chosen and a rejected answer")
     if missing:
-        raise DataError(f"has no {' and no '.join(missing)}: it has {columns_of(record)}, expected chosen and rejected, with or "
-                        "without a prompt")
-    prompt = prompt_in(record)
-    chosen, rejected = (spoken_turns(record[name]) for name in ("chosen", "rejected"))
+        raise DataError(f"has no {' and no '.join(missing)}: it has {_columns_of(record)}, expected chosen "
+                        "and rejected, with or without a prompt")
+    prompt = _prompt_in(record)
+    chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("one of chosen and rejected is text and the other a dialog; expected the same of both")
+        raise DataError("one of chosen and rejected is text, the other a dialog; expected the same of both")
+
+    # What both begin with is the prompt, or a part of it.
     if isinstance(chosen, str):
         if prompt is None:
             shared, chosen, rejected = split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
             prompt = [{"role": "user", "content": shared}]
     else:
-        before, chosen, rejected = split_dialogs(messages_in("chosen", chosen), messages_in("rejected", rejected))
-        if prompt and before and prompt[-1] not in before:
+        shared, chosen, rejected = split_dialogs(messages_in("chosen", chosen),
+                                                 messages_in("rejected", rejected))
+        if prompt and shared and prompt[-1] not in shared:
             raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
-        prompt = before or prompt
-    prompt = in_order(with_system(prompt or [], record.get("system")), "user")
+        prompt = shared or prompt
+    prompt = check_turns(with_system(prompt or [], record.get("system")), "user")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         text_in(name, answer)
     if chosen.strip() == rejected.strip():
@@ -131,23 +140,25 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
     return Pair(where, prompt, chosen, rejected)
 
 
-def prompt_in(record: Mapping[str, Any]) -> Messages | None:
-    """The messages that come before both answers, None where the record leaves it to what these share."""
+def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
+    """Return the messages before both answers, or None if the record has no column for them."""
     if record.get("prompt") is not None:
-        prompt = spoken_turns(record["prompt"])
+        prompt = _spoken_turns(record["prompt"])
         if prompt != record["prompt"] and not prompt[-1]["content"].strip():
-            prompt = prompt[:-1]  # its last line says no more than that the assistant is asked
+            prompt = prompt[:-1]  # the line `Assistant:`, after which the answer follows
         return messages_in("prompt", prompt, "user")
     if record.get("instruction") is not None:
-        return [user_asks(record)]
+        return [_request_in(record)]
     if record.get("question") is not None:
         return messages_in("question", record["question"], "user")
     return None
 
 
 def messages_in(name: str, value: Any, role: str = "") -> Messages:
-    """The messages in a column, {"role", "content"} or ShareGPT's {"from", "value"}; a text is one of the given role.
+    """Return the messages in a column: {"role", "content"} or ShareGPT's {"from", "value"}.
 
+    Args:
+        role: if given, the column may also be a text, which is one message of this role.
     Raises:
         DataError: it holds something else.
     """
@@ -156,56 +167,47 @@ def messages_in(name: str, value: Any, role: str = "") -> Messages:
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
-        raise DataError(f"{name} is {'null' if value is None else type(value).__name__}, expected a list of messages"
-                        + (" or text" if role else ""))
-    return [message_in(f"{name}[{number}]", message) for number, message in enumerate(value)]
+        expected = "a list of messages" + (" or text" if role else "")
+        raise DataError(f"{name} is {_type_of(value)}, expected {expected}")
+    return [_message_in(f"{name}[{number}]", message) for number, message in enumerate(value)]
 
 
-def message_in(name: str, message: Any) -> dict[str, str]:
-    """One message, by whatever names its role and content go.
-
-    Raises:
-        DataError: it is none, its role is unknown, or its content is no text.
-    """
+def _message_in(name: str, message: Any) -> dict[str, str]:
     if not isinstance(message, Mapping):
-        raise DataError(f"{name} is {'null' if message is None else type(message).__name__}, expected a message")
+        raise DataError(f"{name} is {_type_of(message)}, expected a message")
     role_name, content_name = ("from", "value") if "from" in message else ("role", "content")
     absent = [key for key in (role_name, content_name) if key not in message]
     if absent:
-        raise DataError(f"{name} has no {absent[0]!r}; it has {columns_of(message)}")
+        raise DataError(f"{name} has no {absent[0]!r}; it has {_columns_of(message)}")
     role = message[role_name]
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{name} has the role {role!r:.40}; known are {', '.join(ROLES)}")
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(f"{name} calls a tool, which is not supported")
     if message.get("weight", 1) == 0 or message.get("train", True) is False:
-        raise DataError(f"{name} is marked as not to be learned (weight, train), which is not supported; leave the mark out")
+        raise DataError(f"{name} is excluded from training (weight, train), which is not supported; leave "
+                        "the mark out")
     content = message[content_name]
-    if ROLES[role] == "system" and is_blank(content):
+    if ROLES[role] == "system" and _is_blank(content):
         return {"role": "system", "content": ""}
     return {"role": ROLES[role], "content": text_in(f"{name}.{content_name}", content)}
 
 
-def instruction_in(record: Mapping[str, Any]) -> Messages:
-    """Alpaca's instruction, with the input below it where there is one, and its output."""
-    return [user_asks(record), {"role": "assistant", "content": text_in("output", record.get("output"))}]
+def _instruction_in(record: Mapping[str, Any]) -> Messages:
+    """Return Alpaca's instruction and output as a dialog."""
+    return [_request_in(record), {"role": "assistant", "content": text_in("output", record.get("output"))}]
 
 
-def user_asks(record: Mapping[str, Any]) -> dict[str, str]:
-    """The message of a user who gives an instruction and perhaps an input to it."""
-    instruction, more = text_in("instruction", record["instruction"]), record.get("input")
-    return {"role": "user", "content": instruction if is_blank(more) else instruction + "\n\n" + text_in("input", more)}
+def _request_in(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return Alpaca's instruction as the user's message, followed by the input if there is one."""
+    content, more = text_in("instruction", record["instruction"]), record.get("input")
+    if not _is_blank(more):
+        content += "\n\n" + text_in("input", more)
+    return {"role": "user", "content": content}
 
 
-def instances_in(value: Any) -> list[Mapping[str, Any]]:
-    """The instances of an instruction, as Alpaca's seed tasks have them: each an input and an output."""
-    if not isinstance(value, list) or not value or not all(isinstance(instance, Mapping) for instance in value):
-        raise DataError('instances is not a list of {"input", "output"}')
-    return value
-
-
-def spoken_turns(value: Any) -> Any:
-    """The messages of a dialog that is written as one text, beginning in `Human:`; any other value as it is."""
+def _spoken_turns(value: Any) -> Any:
+    """Return the messages of a text that begins with `Human:`, and any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("Human:"):
         return value
     parts = SPOKEN_TURN.split("\n\n" + value.lstrip())[1:]
@@ -214,7 +216,7 @@ def spoken_turns(value: Any) -> Any:
 
 
 def text_in(name: str, value: Any) -> str:
-    """A text that is sound and says something.
+    """Return a value that is valid text and not blank.
 
     Raises:
         DataError: it is not.
@@ -225,31 +227,38 @@ def text_in(name: str, value: Any) -> str:
     return value
 
 
-def columns_of(record: Mapping[str, Any]) -> str:
-    """The names of a record's columns, for a complaint."""
+def _columns_of(record: Mapping[str, Any]) -> str:
+    """Return the names of a record's columns, for an error message."""
     names = [f"{name!r:.40} (null)" if value is None else f"{name!r:.40}" for name, value in record.items()]
     return ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "no columns"
 
 
-def is_blank(text: Any) -> bool:
-    """Whether a value that may be left out says nothing."""
+def _type_of(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _is_blank(text: Any) -> bool:
     return text is None or isinstance(text, str) and not text.strip()
 
 
 def with_system(messages: Messages, system_prompt: Any) -> Messages:
-    """The messages with a system message in front, unless they have one or there is nothing to say."""
+    """Return the messages with a system message in front, unless they have one or the prompt is blank."""
     if messages and messages[0]["role"] == "system":
         if messages[0]["content"]:
             return messages
         messages = messages[1:]
-    return messages if is_blank(system_prompt) else [{"role": "system", "content": text_in("system", system_prompt)}, *messages]
+    if _is_blank(system_prompt):
+        return messages
+    return [{"role": "system", "content": text_in("system", system_prompt)}, *messages]
 
 
-def in_order(messages: Messages, last: str) -> Messages:
-    """The messages, if system comes first or not at all, user and assistant take turns, and the right one ends.
+def check_turns(messages: Messages, last: str) -> Messages:
+    """Return the messages after checking their roles.
 
+    Args:
+        last: the role that the last message must have.
     Raises:
-        DataError: it is otherwise.
+        DataError: the roles do not alternate as the module's docstring says, or the last one is another.
     """
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
@@ -257,38 +266,39 @@ def in_order(messages: Messages, last: str) -> Messages:
     for number, message in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
         if message["role"] != expected:
-            raise DataError(f"message {number + 1 + len(messages) - len(turns)} is the {message['role']}'s, expected the "
-                            f"{expected}'s: after one system message at most, user and assistant take turns")
+            raise DataError(f"message {number + 1 + len(messages) - len(turns)} is the {message['role']}'s, "
+                            f"expected the {expected}'s: user and assistant take turns, after at most one "
+                            "system message")
     if turns[-1]["role"] != last:
-        if last == "assistant":
-            raise DataError("has no assistant turn" if len(turns) == 1 else
-                            "ends in a user's message, which nobody answers; leave it out")
-        raise DataError("its prompt ends in an assistant's message, expected a user's")
+        if last == "user":
+            raise DataError("its prompt ends in an assistant's message, expected a user's")
+        raise DataError("has no assistant turn" if len(turns) == 1 else
+                        "ends in a user's message, which has no answer; leave it out")
     return messages
 
 
 def split_dialogs(chosen: Messages, rejected: Messages) -> tuple[Messages, str, str]:
-    """What two dialogs share, and the answers in which they end.
+    """Return the messages that two dialogs share, and their answers.
 
     Raises:
-        DataError: they differ in more than the last message, or this is not the assistant's.
+        DataError: they differ before the last message, or a last message is not the assistant's.
     """
     if not chosen or not rejected:
         raise DataError(f"{'rejected' if chosen else 'chosen'} has no messages")
     if chosen[:-1] != rejected[:-1]:
-        raise DataError("chosen and rejected differ before their last message, so they are no answers to one prompt")
+        raise DataError("chosen and rejected differ before their last message, so they have no common prompt")
     if (chosen[-1]["role"], rejected[-1]["role"]) != ("assistant", "assistant"):
         raise DataError("chosen and rejected must end in an assistant's message")
     return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
 
 
 def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """The beginning that two texts share, as their prompt, and how they go on.
+    """Return the beginning that two texts share, which is their prompt, and their answers.
 
-    The prompt ends where a line ends, else a sentence, else a word; never within one.
+    The prompt ends at the end of a line, else of a sentence, else of a word.
 
     Raises:
-        DataError: they share no beginning that could be one.
+        DataError: they share no beginning that could be a prompt.
     """
     shared = os.path.commonprefix([chosen, rejected])
     for end in PROMPT_ENDS:
@@ -296,4 +306,5 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
             parts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
             if all(part.strip() for part in parts):
                 return parts
-    raise DataError("has no prompt, and chosen and rejected share no beginning that could be it; name the column prompt")
+    raise DataError("has no prompt, and chosen and rejected share no beginning that could be one; name the "
+                    "column prompt")

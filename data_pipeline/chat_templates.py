@@ -1,7 +1,7 @@
-"""Chats as token ids: Llama 3's own format, or the chat template of a Hugging Face tokenizer.
+"""Encodes chats: in Llama 3's own format, or with the chat template of a Hugging Face tokenizer.
 
-A chat is a list of {"role", "content"}. Encoded, it is cut into *segments*, each with whether it is learned from: the words of
-every assistant turn with the control token that ends the turn are, headers and what others say are not.
+A chat is a list of {"role", "content"}. Its ids are cut into *segments*, each marked as target or not: targets
+are the assistant's answers with the control token that ends the turn.
 """
 
 import hashlib
@@ -25,26 +25,29 @@ from tokenizer import CHAT_TEMPLATE, HuggingFaceTokenizer, Tokenizer
 Messages = Sequence[Mapping[str, str]]
 Segments = list[tuple[list[int], bool]]
 
-TEMPLATE_SECONDS = 10  # of this process's CPU time, for one rendering
-TEMPLATE_BYTES = 1 << 30  # of memory, for the same
-TEMPLATE_GROWTH, TEMPLATE_CHARACTERS = 10, 1 << 20  # a rendering may have so many times its chat's characters, and these more
+# Limits of one rendering: seconds of this process's CPU time, memory, and characters, so many times those of
+# the chat and so many more.
+TEMPLATE_SECONDS, TEMPLATE_BYTES = 10, 1 << 30
+TEMPLATE_GROWTH, TEMPLATE_CHARACTERS = 10, 1 << 20
 PRIVATE_USE = range(0xE000, 0xF900)
-# What a template is tried on before any record is: two turns show whether an earlier rendering begins the later one.
-TRIAL = [{"role": role, "content": f"{role} says {number}"} for number in (1, 2) for role in ("user", "assistant")]
+# The first chat for a template: two turns show whether an earlier rendering is the beginning of a later one.
+TRIAL = [{"role": role, "content": f"{role} says {number}"}
+         for number in (1, 2) for role in ("user", "assistant")]
 
 
 class ChatFormat:
-    """Llama 3's chat, token for token as Meta's reference; what people write in it stays text.
+    """Llama 3's chat format, token for token as Meta's reference; control tokens in messages stay text.
 
     Source: ChatFormat in github.com/meta-llama/llama3 (llama/tokenizer.py).
     """
 
     def __init__(self, tokenizer: Tokenizer | HuggingFaceTokenizer):
-        missing = [name for name in ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-                   if name not in tokenizer.special_ids]
+        needed = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+        missing = [name for name in needed if name not in tokenizer.special_ids]
         if missing:
-            raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; set TOKENIZER_PATH to "
-                            "one that has them, or put a chat_template.jinja beside the tokenizer.json")
+            raise DataError(f"Llama 3's chat format needs {' '.join(missing)}, which the tokenizer lacks; "
+                            "set TOKENIZER_PATH to one that has them, or put a chat_template.jinja beside "
+                            "the tokenizer.json")
         self.tokenizer = tokenizer
         self.end_of_turn_id = tokenizer.special_ids["<|eot_id|>"]
         self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
@@ -55,24 +58,24 @@ class ChatFormat:
         return hashlib.sha256(b"Llama 3").hexdigest()
 
     def encode_header(self, role: str) -> list[int]:
-        """The ids before a message of this role."""
+        """Return the ids before a message of this role."""
         special = self.tokenizer.special_ids
         return [special["<|start_header_id|>"], *self.tokenizer.encode(role), special["<|end_header_id|>"],
                 *self.tokenizer.encode("\n\n")]
 
     def encode_words(self, content: str) -> list[int]:
-        """The ids of what a message says, with its end of turn; the content is stripped."""
+        """Return the ids of a message's content, stripped, with the end of turn."""
         return [*self.tokenizer.encode(content.strip()), self.end_of_turn_id]
 
     def encode_dialog(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
-        """The ids of a whole dialog from its bos, on request with the header that asks for the assistant's answer."""
+        """Return the ids of a whole dialog with its bos; a generation prompt is the header of an answer."""
         ids = [self.tokenizer.special_ids["<|begin_of_text|>"]]
         for message in messages:
             ids += [*self.encode_header(message["role"]), *self.encode_words(message["content"])]
         return ids + self.encode_header("assistant") if add_generation_prompt else ids
 
     def encode_chat(self, messages: Messages) -> Segments:
-        """The segments of a dialog, of which every second one is learned from, up to the last answer's end of turn."""
+        """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
         segments, ids = [], [self.tokenizer.special_ids["<|begin_of_text|>"]]
         for message in messages:
             ids += self.encode_header(message["role"])
@@ -84,23 +87,23 @@ class ChatFormat:
         return segments
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """The ids of a dialog that waits for the assistant: they end in its header."""
+        """Return the ids of a dialog with a generation prompt."""
         return self.encode_dialog(messages, add_generation_prompt=True)
 
     def encode_answer(self, messages: Messages, answer: str) -> list[int]:
-        """The ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
+        """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
         return self.encode_words(answer)
 
 
 class TemplateFormat:
-    """A Hugging Face chat template, rendered in jinja2's sandbox; what people write in a chat stays text.
+    """A Hugging Face chat template, rendered in jinja2's sandbox; control tokens in messages stay text.
 
-    The ids are those of transformers' apply_chat_template, with two exceptions. A control token's literal in a message is encoded
-    as text. And there is no `strftime_now`, so that the same chats are the same tokens on every day; a template that asks for the
-    date uses the one that it has to fall back on, or cannot be used.
+    The ids are those of transformers' apply_chat_template, with two exceptions: a control token's name in a
+    message is encoded as text; and there is no `strftime_now`, so that the same chats are the same tokens on
+    every day (a template with a default date uses that, another cannot be used).
 
     Raises:
-        DataError: from each method too: the template cannot be rendered, or the answers' places in it cannot be told.
+        DataError: also from each method: the template cannot be rendered, or its answers cannot be found.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
@@ -110,14 +113,15 @@ class TemplateFormat:
         environment.filters["tojson"] = to_json
         environment.globals["raise_exception"] = raise_template_error
         try:
-            with bounded():
+            with limited():
                 self._template = environment.from_string(tokenizer.chat_template)
-        except Exception as error:  # constants are computed here, so it can be any
-            raise DataError(f"the tokenizer's chat template cannot be read: {what_happened(error)}; mend its "
+        except Exception as error:  # jinja2 evaluates constants here, so it can be any
+            raise DataError(f"the tokenizer's chat template cannot be read: {_reason(error)}; correct its "
                             "chat_template.jinja") from error
-        longest_first = sorted(tokenizer.special_tokens, key=lambda token: len(token["content"]), reverse=True)
+        longest_first = sorted(tokenizer.special_tokens, key=lambda token: -len(token["content"]))
         if not longest_first or len(longest_first[-1]["content"]) < 2:
-            raise DataError("the chat template cannot be used: its tokenizer needs control tokens, of two characters or more")
+            raise DataError("the chat template cannot be used: its tokenizer needs control tokens, of two "
+                            "characters or more")
         self._control = re.compile("|".join(control_pattern(token) for token in longest_first))
         names = "|".join(re.escape(token["content"]) for token in longest_first)
         self._literal_start = re.compile(f"(?=(?:{names}))(.)", re.DOTALL)
@@ -125,88 +129,93 @@ class TemplateFormat:
         self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
 
     def _find_end_of_turn(self) -> int:
-        """The control token that ends the assistant's turns, found with a trial chat."""
+        """Return the control token that ends the assistant's turns in a trial chat."""
         self.end_of_turn_id = None
         try:
             ends = {ids[-1] for ids, is_target in self.encode_chat(TRIAL) if is_target}
             if len(ends) > 1:
-                raise DataError(f"it ends the assistant's turns in either of {self.tokenizer.decode(sorted(ends))}")
+                raise DataError(f"it ends turns in any of {self.tokenizer.decode(sorted(ends))}")
             if not ends <= {self.tokenizer.eot_id, self.tokenizer.eos_id}:
-                # What a saved folder says of where to stop comes from there.
-                raise DataError(f"it ends the assistant's turns in {self.tokenizer.decode(ends)}; name that as eot_token in the "
-                                "tokenizer_config.json beside its tokenizer.json")
+                # A saved folder takes its stop tokens from there.
+                raise DataError(f"it ends the assistant's turns in {self.tokenizer.decode(ends)}; name that "
+                                "as eot_token in the tokenizer_config.json beside its tokenizer.json")
         except DataError as error:
-            raise DataError(f"the tokenizer's chat template cannot be learned from: {error}; put another chat_template.jinja "
-                            "beside its tokenizer.json") from error
+            raise DataError(f"the tokenizer's chat template cannot be used for training: {error}; put "
+                            "another chat_template.jinja beside its tokenizer.json") from error
         return ends.pop()
 
     @property
     def sha256(self) -> str:
         """Hex digest of all that decides an id, besides the tokenizer."""
-        return hashlib.sha256(json.dumps([self.tokenizer.chat_template, self.tokenizer.control_tokens]).encode()).hexdigest()
+        content = json.dumps([self.tokenizer.chat_template, self.tokenizer.control_tokens])
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def encode_chat(self, messages: Messages) -> Segments:
-        """The segments of a dialog, of which every second one is learned from, up to the last answer's end of turn."""
+        """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
         messages, mark = self._hide_literals(messages)
         rendered, cuts = self._render(messages, False), []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._render(messages[:index], True)
                 if not rendered.startswith(before):
-                    raise DataError("its rendering up to an answer is not how the whole begins, so it would be learned otherwise "
-                                    "than it is asked for")
+                    raise DataError("its rendering up to an answer is not how the whole begins, so training "
+                                    "and generation would differ")
                 cuts += [len(before), self._end_of_answer(rendered, len(before), message["content"])]
         parts = self._encode_parts(rendered[:cuts[-1]] if cuts else "", cuts, mark)
         return [(ids, number % 2 == 1) for number, ids in enumerate(parts[:-1])]
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """The ids of a dialog that waits for the assistant: they end in its header."""
+        """Return the ids of a dialog with a generation prompt."""
         messages, mark = self._hide_literals(messages)
         return self._encode_parts(self._render(messages, True), [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: str) -> list[int]:
-        """The ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
+        """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
         return self.encode_chat([*messages, {"role": "assistant", "content": answer}])[-1][0]
 
     def _hide_literals(self, messages: Messages) -> tuple[list[dict[str, str]], str]:
-        """The messages with a mark in every control token's literal, and this mark, which stands nowhere else."""
+        """Return the messages with a mark in every control token's name, and that unique mark."""
         everything = "".join(text for message in messages for text in message.values())
         mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in everything)
-        return [{key: self._literal_start.sub(rf"\1{mark}", text) for key, text in message.items()} for message in messages], mark
+        return [{key: self._literal_start.sub(rf"\1{mark}", text) for key, text in message.items()}
+                for message in messages], mark
 
-    def _render(self, messages: Messages, ask: bool) -> str:
+    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         room = TEMPLATE_CHARACTERS + TEMPLATE_GROWTH * sum(len(message["content"]) for message in messages)
         pieces = []
         try:
-            with bounded():
-                for piece in self._template.generate(messages=messages, tools=None, documents=None, add_generation_prompt=ask,
+            with limited():
+                for piece in self._template.generate(messages=messages, tools=None, documents=None,
+                                                     add_generation_prompt=add_generation_prompt,
                                                      **self.tokenizer.control_tokens):
                     pieces.append(piece)
                     room -= len(piece)
                     if room < 0:
                         raise TemplateError("it writes far more than the chat holds")
         except Exception as error:  # a template raises whatever Python's operators raise
-            raise DataError(f"the chat template refuses it: {what_happened(error)}") from error
+            raise DataError(f"the chat template refuses it: {_reason(error)}") from error
         return "".join(pieces)
 
     def _end_of_answer(self, rendered: str, start: int, content: str) -> int:
-        """Where the control token ends that follows an answer's words."""
+        """Return where the control token ends that follows an answer."""
         found = self._control.search(rendered, start)
         if found is None:
-            raise DataError("the chat template ends an answer in no control token, so it would not be learned where to stop")
-        if rendered[start:found.start()].strip() != content.strip():
-            raise DataError("the chat template writes something else than the assistant's words between the header that asks for "
-                            f"them and the end of the turn: {rendered[start:found.start()][:80]!r}")
+            raise DataError("the chat template ends an answer in no control token, so a model could not "
+                            "learn where to stop")
+        words = rendered[start:found.start()]
+        if words.strip() != content.strip():
+            raise DataError("the chat template writes something else than the assistant's words between the "
+                            f"header of the answer and the end of the turn: {words[:80]!r}")
         token = self.tokenizer.special_ids[found[0].strip()]
         if self.end_of_turn_id not in (None, token):
-            raise DataError(f"the chat template ends this answer in {found[0]}, and others in another control token")
+            raise DataError(f"the chat template ends this answer in {found[0]}, others in another token")
         return found.end()
 
     def _encode_parts(self, rendered: str, cuts: Sequence[int], mark: str) -> list[list[int]]:
-        """The ids of the parts of a rendering that its cuts (ascending) leave: one more than there are cuts.
+        """Return the ids of a rendering's parts between ascending cuts: one part more than there are cuts.
 
-        Control tokens separate the text: each stretch between two of them is encoded as a whole, so a cut within it has to fall
-        between two of its tokens.
+        Control tokens separate the text: each stretch between two of them is encoded as a whole, so a cut
+        within it must be between two of its tokens.
         """
         parts: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
         start = 0
@@ -217,11 +226,11 @@ class TemplateFormat:
                 if start < cut < end:
                     head = self._encode_text(rendered, start, cut, mark)
                     if ids[:len(head)] != head:
-                        raise DataError(straddles(rendered, cut))
+                        raise DataError(_straddles(rendered, cut))
                     parts[part] += ids[done:len(head)]
                     done = len(head)
                 elif control and end < cut < control.end():
-                    raise DataError(straddles(rendered, cut))
+                    raise DataError(_straddles(rendered, cut))
             parts[bisect_left(cuts, end)] += ids[done:]
             if control:
                 start = control.end()
@@ -234,22 +243,22 @@ class TemplateFormat:
 
 
 class GenerationTag(Extension):
-    """`{% generation %}`, with which some templates mark the answers: it renders as what it encloses."""
+    """`{% generation %}`, with which some templates mark the answers; only its content is rendered."""
 
     tags = {"generation"}
 
     def parse(self, parser) -> nodes.Node:
-        """The enclosed statements."""
+        """Return the enclosed statements."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True)).set_lineno(line)
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
-    """A `with` block that runs a foreign template: it gets TEMPLATE_SECONDS (in the main thread) and TEMPLATE_BYTES (on Linux).
+def limited() -> Iterator[None]:
+    """Limit the time (in the main thread) and memory (on Linux) of the `with` block, which runs a template.
 
     Raises:
-        TemplateError, MemoryError: it wants more.
+        TemplateError, MemoryError: it exceeds them.
     """
     def stop(*_) -> None:
         raise TemplateError(f"it takes more than {TEMPLATE_SECONDS} s")
@@ -272,36 +281,38 @@ def bounded() -> Iterator[None]:
             signal.signal(signal.SIGVTALRM, handler)
 
 
-def what_happened(error: Exception) -> str:
-    """Why a template could not be rendered."""
+def _reason(error: Exception) -> str:
+    """Return why a template could not be rendered."""
     if isinstance(error, MemoryError):
         return f"it takes more than {TEMPLATE_BYTES >> 30} GiB of memory"
     return str(error) or type(error).__name__
 
 
 def to_json(value, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-    """The filter `tojson` as templates expect it: jinja2's own escapes what HTML would not bear."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """The filter `tojson` as templates expect it; jinja2's own escapes characters for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
 
 
 def raise_template_error(message: str) -> None:
-    """What templates call to refuse a dialog."""
+    """The function `raise_exception` of templates."""
     raise TemplateError(message)
 
 
 def control_pattern(token: Mapping) -> str:
-    """The pattern of a control token, with the spaces around it that it swallows."""
-    return (r"\s*" if token["lstrip"] else "") + re.escape(token["content"]) + (r"\s*" if token["rstrip"] else "")
+    """Return the pattern of a control token, with the spaces around it that it absorbs."""
+    before, after = (r"\s*" if token[side] else "" for side in ("lstrip", "rstrip"))
+    return before + re.escape(token["content"]) + after
 
 
-def straddles(rendered: str, cut: int) -> str:
-    """What is wrong with a cut that falls into a token."""
-    return (f"a token straddles the border between {rendered[max(0, cut - 20):cut]!r} and the answer {rendered[cut:cut + 20]!r}; "
-            "the answer must begin otherwise")
+def _straddles(rendered: str, cut: int) -> str:
+    """Return the message for a cut inside a token."""
+    return (f"a token straddles the border between {rendered[max(0, cut - 20):cut]!r} and the answer "
+            f"{rendered[cut:cut + 20]!r}; the answer must begin otherwise")
 
 
 def load_chat_format(tokenizer: Tokenizer | HuggingFaceTokenizer) -> ChatFormat | TemplateFormat:
-    """How chats are written for this tokenizer: by its own template where it has one, else as Llama 3 does.
+    """Return the chat format of a tokenizer: its own template, or Llama 3's format if it has none.
 
     Raises:
         DataError: it has neither a template nor Llama 3's control tokens, or its template cannot be used.

@@ -1,53 +1,64 @@
-"""Where text comes from: files of any kind and place, or the Hugging Face hub, as a stream of (where, record).
+"""Sources of records: files of any kind and place, datasets of the Hugging Face hub, and mixtures of them.
 
-`where` says file and line (or row) in every complaint. Every reader takes a `Reading`, which knows what to do with a record
-that cannot be used and how far the files have been read.
+Records are streamed as (where, record); `where` is the file and line (or row) that error messages name. Every
+reader gets a `Reading`, which decides what happens to unusable records and counts what has been read.
 """
 
-import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import fsspec
-from fsspec.core import url_to_fs
 
-from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.remote import HUB_NAME, RemoteFile, first_line, hub_revision, is_transient, retry
+from common.errors import DataError, PaddockError, SettingsError, needing
+from common.files import read_json, sha256
+from common.remote import HUB_NAME, downloaded, file_system, first_line, hub_revision, is_transient, retry
 from common.text import without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
-LISTED_BAD_RECORDS, NAMED_COLUMNS = 1000, 20
+LISTED_BAD_RECORDS, LISTED_COLUMNS = 1000, 20
 COMMIT = re.compile(r"[0-9a-f]{40}")
-LINE_BYTES = 1 << 30  # that a line may have, which is held in memory; compressed files can unpack to far more
-TRIED_BYTES = 8192  # by which a file is told to be text or not
-WAYS_TO_CUT = ("whole", "line", "blank", "wikitext")  # text into documents; anything else is a line that lies between
+MAX_LINE_BYTES = 1 << 30  # a line is held in memory, and compressed files can unpack to far more
+SNIFF_BYTES = 8192  # of a file's beginning, to see whether it is text
+SPLITTERS = ("whole", "line", "blank", "wikitext")  # of text into documents; else a separator line
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One origin of records: files (`path`) or a dataset of the hub (`name`)."""
+    """One source of records: files (`path`) or a dataset on the hub (`name`)."""
 
     path: str = ""  # a file, folder or glob, on any URL that fsspec knows
     name: str = ""
     config: str = ""
     split: str = "train"
     revision: str = ""
-    files: str = ""  # pattern of the hub repository's files, where it has no config for them
+    files: str = ""  # a pattern of the hub repository's files, where it has no config for them
     column: str = "text"
-    documents: str = "whole"  # how text becomes documents: whole, line, blank, wikitext, or a separating line
+    documents: str = "whole"  # how text is split into documents: one of SPLITTERS, or a separator line
     weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Several sources, sampled by weight, one document at a time."""
+
+    sources: tuple[Source, ...]
+    seed: int = 0
+    stop: str = "first_exhausted"  # or all_exhausted: the remaining sources continue; no document is repeated
 
 
 SHORTCUTS = {
@@ -58,30 +69,100 @@ SHORTCUTS = {
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
-    """The source that a user means by a shortcut, a path, a URL, a glob, or the name of a dataset on the hub.
+    """Return the source that a shortcut, a path, a URL, a glob, or the name of a dataset on the hub means.
 
-    Raises: SettingsError where it is empty.
+    Raises:
+        SettingsError: the text is empty.
     """
     if not text:
-        raise SettingsError("a source is empty; give a file, folder or glob, or the name of a dataset on the hub")
+        raise SettingsError("a source is empty; give a file, folder or glob, or the name of a hub dataset")
     if text in shortcuts:
         return replace(shortcuts[text], **fields)
-    could_be_on_hub = HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
-    return Source(name=text, **fields) if could_be_on_hub else Source(path=text, **fields)
+    is_hub_name = HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
+    return Source(name=text, **fields) if is_hub_name else Source(path=text, **fields)
+
+
+def mix_of(source: str | Source | Mix) -> Mix:
+    """Return a source of any type as a mix of one or several sources."""
+    if isinstance(source, str):
+        source = source_of(source)
+    return Mix((source,)) if isinstance(source, Source) else source
+
+
+def read_mix(path: str | Path) -> Mix:
+    """Read a mix: {"sources": [{"path" or "name": ..., "weight": ...}, ...], "seed": 0, "stop": ...} as JSON.
+
+    Raises:
+        SettingsError: the file cannot be read, or a field is unknown, missing or out of range.
+    """
+    try:
+        content = read_json(Path(path))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
+    sources = content.get("sources")
+    if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
+        example = '{"sources": [{"path" or "name": ..., "weight": ...}, ...]}'
+        raise SettingsError(f"{path}: expected {example}")
+    _refuse_unknown_fields(f"{path}", content, {"sources", "seed", "stop"})
+    known = {field.name for field in fields(Source)}
+    for number, source in enumerate(sources, 1):
+        where = f"{path}: source {number}"
+        _refuse_unknown_fields(where, source, known)
+        if ("path" in source) == ("name" in source):
+            raise SettingsError(f"{where}: give either a path (files) or a name (a dataset on the hub)")
+        weight = source.get("weight", 1.0)
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= 1e9:
+            raise SettingsError(f"{where}: weight={weight!r:.40} must be a number above 0, 1e9 at most")
+        for name in known - {"weight"}:
+            value = source.get(name, "")
+            if not isinstance(value, str) or (name in ("path", "name") and name in source and not value):
+                raise SettingsError(f"{where}: {name}={value!r:.40} must be a string that is not empty")
+    mix = Mix(tuple(Source(**source) for source in sources), content.get("seed", 0),
+              content.get("stop", "first_exhausted"))
+    if mix.stop not in ("first_exhausted", "all_exhausted") or not isinstance(mix.seed, int):
+        raise SettingsError(f"{path}: stop must be first_exhausted or all_exhausted, and seed a whole number"
+                            f"; got {mix.stop!r} and {mix.seed!r}")
+    return mix
+
+
+def _refuse_unknown_fields(where: str, given: Iterable[str], known: set[str]) -> None:
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise SettingsError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
+
+
+def sample_mix(mix: Mix, streams: Sequence[Iterator[str]]) -> Iterator[str]:
+    """Yield documents of several streams in proportion to their weights, in the same order at every call.
+
+    Not datasets.interleave_datasets: our streams name each record's file:line, and its all_exhausted repeats.
+    """
+    random, live, weights = Random(mix.seed), list(streams), [source.weight for source in mix.sources]
+    while live:
+        bounds = list(accumulate(weights))
+        index = min(bisect_right(bounds, random.random() * bounds[-1]), len(live) - 1)
+        document = next(live[index], None)
+        if document is not None:
+            yield document
+        elif mix.stop == "first_exhausted":
+            return
+        else:
+            del live[index], weights[index]
 
 
 @dataclass
 class Reading:
-    """What reading one source has met so far."""
+    """The state of reading one source: its policy for unusable records, and what was counted so far."""
 
     skip_bad: bool = False
-    way_out: str = "mend it, or go on without such records: --on-bad-record skip"
+    advice: str = "correct it, or skip such records: --on-bad-record skip"
     bad: int = 0
     bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
     empty: int = 0
-    separators: int = 0  # lines that lay between documents
+    separators: int = 0  # lines that separated documents
     bytes_done: int = 0
-    bytes_total: int = 0  # 0 where it is not known
+    bytes_total: int = 0  # 0 if it is not known
 
     def refuse(self, where: str, reason: str) -> None:
         """Count and list a record that cannot be used.
@@ -90,21 +171,30 @@ class Reading:
             DataError: bad records are not to be skipped.
         """
         if not self.skip_bad:
-            raise DataError(f"{where}: {reason}; {self.way_out}")
+            raise DataError(f"{where}: {reason}; {self.advice}")
         self.bad += 1
         if len(self.bad_records) < LISTED_BAD_RECORDS:
             self.bad_records.append(f"{where}: {reason}")
 
 
+def fraction_read(mix: Mix, readings: Sequence[Reading]) -> float | None:
+    """Return the fraction of a mix's bytes that has been read, or None if their number is not known."""
+    if not all(reading.bytes_total for reading in readings):
+        return None
+    if mix.stop == "first_exhausted":
+        return max(reading.bytes_done / reading.bytes_total for reading in readings)
+    return sum(reading.bytes_done for reading in readings) / sum(reading.bytes_total for reading in readings)
+
+
 @contextmanager
-def naming(what: str):
-    """Turn whatever a storage or format library raises into one DataError that names `what`."""
+def reading_errors(name: str) -> Iterator[None]:
+    """Turn any error of a storage or format library in the `with` block into a DataError about `name`."""
     try:
         yield
     except PaddockError:
         raise
-    except Exception as error:  # fsspec's back ends, arrow, zlib and the hub's client share no base class
-        raise DataError(f"{what}: {first_line(error)}; see that it is there, whole and may be read") from error
+    except Exception as error:  # those of fsspec, arrow, zlib and the hub's client have no common base class
+        raise DataError(f"{name}: {first_line(error)}; check that it exists, whole and readable") from error
 
 
 @dataclass(frozen=True)
@@ -123,23 +213,31 @@ class StoredFile:
 
     @property
     def url(self) -> str:
-        """For people; without a password."""
+        """The name for messages, without a password."""
         return self.name if self.is_local else without_passwords(self.fs.unstrip_protocol(self.name))
 
     def open(self) -> Any:
-        """The bytes, from a connection that is made again where it is lost."""
-        return open(self.name, "rb") if self.is_local else RemoteFile(self.fs, self.name, self.size)
+        """Return a context manager that gives the file's bytes; a remote file is downloaded first."""
+        return open(self.name, "rb") if self.is_local else downloaded(self.fs, self.name)
 
     def stamp(self) -> list:
-        """What changes when the content does, read without reading the content."""
+        """Return values that change when the content does, without reading the content."""
         if not self.is_local:
             return [self.fs.ukey(self.name)]
         stat = os.stat(self.name)
         return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
+    def content_hash(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
+        """Return a local file's SHA-256, from `known` ({name: [stamp, hash]}) if its stamp is the same."""
+        stamp = self.stamp()
+        if known.get(self.name, [None])[0] != stamp:
+            with self.open() as file:
+                known[self.name] = [stamp, sha256(file, advance)]
+        return known[self.name][1]
+
 
 def kind_of(name: str) -> tuple[str | None, str | None]:
-    """(kind, compression) by a file's suffixes; the kind is None where it is not one that can be read."""
+    """Return (kind, compression) by a file's suffixes; the kind is None if it cannot be read."""
     stem, suffix = os.path.splitext(name.lower())
     compression = COMPRESSIONS.get(suffix)
     if compression:
@@ -148,78 +246,75 @@ def kind_of(name: str) -> tuple[str | None, str | None]:
 
 
 def list_files(path: str) -> list[StoredFile]:
-    """The readable files behind a path, folder, glob or URL, in the order of their names.
+    """Return the readable files of a path, folder, glob or URL, sorted by name.
 
     Raises:
         DataError: there are none, or the place cannot be reached.
     """
-    with naming(path):
-        files = retry(path, lambda: _look_for(path))
+    with reading_errors(path):
+        files = retry(path, lambda: _find_files(path))
     if not files:
         raise DataError(f"{path}: no such file or folder, or nothing that matches; check the path")
     readable = [file for file in files if file.kind]
     if not readable:
         raise DataError(f"{path}: no file of a kind that can be read; give {READABLE}")
     for file in readable:
-        if flaw_of(file.name):  # it could stand in no list
+        if flaw_of(file.name):  # JSON files could not hold its name
             raise DataError(f"{file.url}: the file's name is not UTF-8; rename it")
     return readable
 
 
-def _look_for(path: str) -> list[StoredFile]:
-    fs, root = url_to_fs(path)
+def _find_files(path: str) -> list[StoredFile]:
+    fs, root = file_system(path)
     try:
-        there = fs.info(root)["type"]
-    except FileNotFoundError as error:  # which fsspec also says of a server that does not answer
+        found = fs.info(root)["type"]
+    except FileNotFoundError as error:  # fsspec raises it also for a server that does not answer
         if is_transient(error):
             raise
-        there = None
-    if there == "directory" or (there is None and fs.isdir(root)):  # some stores have no entry for a folder
+        found = None
+    if found == "directory" or (found is None and fs.isdir(root)):  # some stores have no entry for a folder
         names = [name for name, info in sorted(fs.find(root, detail=True).items())
                  if info["type"] == "file" and not os.path.basename(name).startswith((".", "_"))]
-    elif there is None:
-        names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if any(sign in root for sign in "*?[") else []
+    elif found is None:
+        is_glob = any(sign in root for sign in "*?[")
+        names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if is_glob else []
     else:
-        names = [root] if there == "file" else []  # a pipe would be waited for
-    return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name)) for name in names]
+        names = [root] if found == "file" else []  # opening a pipe would block
+    return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name))
+            for name in names]
 
 
-def content_hash(file: StoredFile, known: dict[str, list], advance: Callable[[int], Any]) -> str:
-    """SHA-256 of a local file, from `known` ({name: [stamp, hash]}, updated) where its stamp is unchanged."""
-    stamp = file.stamp()
-    if known.get(file.name, [None])[0] != stamp:
-        digest = hashlib.sha256()
-        with open(file.name, "rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-                advance(len(block))
-        known[file.name] = [stamp, digest.hexdigest()]
-    return known[file.name][1]
+def identify(source: Source, known: dict[str, list],
+             advance: Callable[[int], Any] = lambda count: None) -> dict:
+    """Return all that decides a source's records as JSON values, for the key of a prepared set.
 
+    For local files it is their content, wherever they are; for remote files what their store reports as their
+    version; for a dataset on the hub its commit.
 
-def identify(source: Source, known: dict[str, list], advance: Callable[[int], Any] = lambda count: None) -> dict:
-    """What decides this source's records, as JSON-like values: the content of local files wherever they lie, the version that
-    a remote store reports for each of its files, the commit of a dataset on the hub."""
+    Args:
+        known: hashes of local files that are known already, as `StoredFile.content_hash` takes them.
+        advance: called with the number of bytes that have just been hashed.
+    """
     how = {"column": source.column, "documents": source.documents}
     if source.name:
         return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
                 "revision": hub_revision(source.name, source.revision), **how}
     files = []
     for file in list_files(source.path):
-        with naming(file.url):
-            content = content_hash(file, known, advance) if file.is_local else file.stamp()[0]
+        with reading_errors(file.url):
+            content = file.content_hash(known, advance) if file.is_local else file.stamp()[0]
         files.append([file.kind, file.compression, file.size, content])
     return {"files": files, **how}
 
 
 def read_records(source: Source, reading: Reading) -> Iterator[tuple[str, dict]]:
-    """Every record of a source as (where, record), in a fixed order. A line of a text file is a record with one column."""
-    for _, records in read_parts(source, reading):
+    """Yield every record of a source as (where, record), in a fixed order. Each line of text is one."""
+    for _, records in _read_parts(source, reading):
         yield from records
 
 
-def read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterator[tuple[str, dict]]]]:
-    """The records of a source file by file, each part with its kind; a dataset of the hub is one part."""
+def _read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterator[tuple[str, dict]]]]:
+    """Yield (kind, records) of each file of a source; a dataset on the hub is one part."""
     if source.name:
         yield "hub", read_hub(source)
         return
@@ -233,24 +328,24 @@ def read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterator
 
 
 def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
-    """The lines of a file with their ends, as (file:line, text); UTF-8, with or without a BOM."""
+    """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark."""
     before = reading.bytes_done
-    with naming(file.url), file.open() as raw:
-        lines = raw if file.is_local else io.BufferedReader(raw, 1 << 20)
+    with reading_errors(file.url), file.open() as raw:
+        lines = raw
         if file.compression:
             if file.compression not in fsspec.compression.compr:
                 raise DataError(f"{file.url}: {file.compression} needs a package: pip install zstandard")
-            unpacked = fsspec.compression.compr[file.compression](lines, mode="rb")
-            lines = io.BufferedReader(unpacked, 1 << 20)  # zstandard's has no lines
-        lines = iter(partial(lines.readline, LINE_BYTES + 1), b"")
+            unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
+            lines = io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
+        lines = iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")
         if file.kind == "text":
-            lines = chain(beginning_of_text(file.url, lines), lines)
+            lines = chain(_first_lines_of_text(file.url, lines), lines)
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if len(line) > LINE_BYTES:
-                raise DataError(f"{file.url}:{number}: a line of more than {LINE_BYTES >> 20:,} MiB, which is no record; mend "
-                                "it, or leave the file out")
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(f"{file.url}:{number}: a line of more than {MAX_LINE_BYTES >> 20:,} MiB "
+                                "cannot be a record; correct it, or leave the file out")
             if number % 64 == 0 or len(line) > 1 << 16:
                 reading.bytes_done = before + raw.tell()
             try:
@@ -261,27 +356,27 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
             yield f"{file.url}:{number}", text
 
 
-def beginning_of_text(url: str, lines: Iterable[bytes]) -> list[bytes]:
-    """The first lines of a file, which must be text for the most part, whatever is to be done with a bad line.
+def _first_lines_of_text(url: str, lines: Iterable[bytes]) -> list[bytes]:
+    """Return the first lines of a file that is mostly text; bad records are skipped only in such a file.
 
     Raises:
-        DataError: more than half of them are none: it is a binary file, or text in another encoding.
+        DataError: more than half of the lines are bad: it is a binary file, or text in another encoding.
     """
     first, size = [], 0
     for line in lines:
         first.append(line)
         size += len(line)
-        if size >= TRIED_BYTES:
+        if size >= SNIFF_BYTES:
             break
     bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
     if 2 * bad > len(first):
-        raise DataError(f"{url}: is no text in UTF-8: {bad} of its first {len(first)} lines hold NULs, or bytes that UTF-8 has "
-                        "not; convert it, or leave the file out")
+        raise DataError(f"{url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain NULs or "
+                        "bytes that are not UTF-8; convert it, or leave the file out")
     return first
 
 
 def read_jsonl(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
-    """The objects of a JSON-lines file, with all their columns. Blank lines are passed over."""
+    """Yield the objects of a JSON-lines file with all their columns; blank lines are skipped."""
     for where, line in read_lines(file, reading):
         if not line.strip():
             continue
@@ -297,17 +392,17 @@ def read_jsonl(file: StoredFile, column: str, reading: Reading) -> Iterator[tupl
 
 
 def read_text(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
-    """The lines of a text file, each ending in a plain newline where it had any end."""
+    """Yield the lines of a text file; a line end becomes a newline."""
     for where, line in read_lines(file, reading):
         yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
 
 
 def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
-    """The rows of a Parquet file: the one column where the file has it, else (for the caller to complain of) all."""
-    with requires_package("pyarrow", f"{file.url}, a Parquet file,"):
+    """Yield the rows of a Parquet file: only the column if the file has it, else all, for the message."""
+    with needing("pyarrow", f"{file.url}, a Parquet file,"):
         import pyarrow.parquet as pq
     before = reading.bytes_done
-    with naming(file.url), file.open() as raw:
+    with reading_errors(file.url), file.open() as raw:
         table = pq.ParquetFile(raw)
         columns = [column] if column in table.schema_arrow.names else None
         row = 0
@@ -317,19 +412,22 @@ def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tu
                 try:
                     record = dict(zip(batch.schema.names, (cell.as_py() for cell in cells)))
                 except UnicodeDecodeError as error:
-                    reading.refuse(f"{file.url}: row {row}", f"byte {error.start + 1} of the text is not UTF-8")
+                    reading.refuse(f"{file.url}: row {row}",
+                                   f"byte {error.start + 1} of the text is not UTF-8")
                     continue
                 yield f"{file.url}: row {row}", record
             reading.bytes_done = before + int(file.size * row / table.metadata.num_rows)
 
 
 def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
-    """The rows of a dataset on the hub, streamed at one fixed commit."""
-    with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
+    """Stream the rows of a dataset on the hub, at one fixed commit."""
+    with needing("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
-    revision = source.revision if COMMIT.fullmatch(source.revision) else hub_revision(source.name, source.revision)
-    with naming(f"{source.name} ({source.config or 'default'}, {source.split})"):
-        # What comes later, datasets and the hub's client ask for again themselves.
+    revision = source.revision
+    if not COMMIT.fullmatch(revision):
+        revision = hub_revision(source.name, revision)
+    with reading_errors(f"{source.name} ({source.config or 'default'}, {source.split})"):
+        # Requests for the rows are retried by datasets and the hub's client.
         rows = retry(source.name, lambda: datasets.load_dataset(
             source.name, source.config or None, split=source.split, streaming=True, revision=revision or None,
             data_files={source.split: source.files} if source.files else None))
@@ -338,63 +436,60 @@ def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
 
 
 def read_texts(source: Source, reading: Reading) -> Iterator[str]:
-    """The documents of a source: the texts of its column that are sound, cut as `source.documents` says, none of them empty."""
-    for kind, records in read_parts(source, reading):
-        texts = sound_texts(records, source.column, reading)
+    """Yield the documents of a source: the valid texts of its column, split into documents; none is empty."""
+    for kind, records in _read_parts(source, reading):
+        texts = _valid_texts(records, source.column, reading)
         if kind == "text" or source.documents != "whole":
-            texts = join_lines(texts, source.documents, reading)
+            texts = _join_lines(texts, source.documents, reading)
         for text in texts:
             if text and not text.isspace():
                 yield text
             else:
                 reading.empty += 1
-    if source.documents not in WAYS_TO_CUT and not reading.separators:
-        raise DataError(f"{without_passwords(source.path) or source.name}: no line is {source.documents!r}, which is to lie "
-                        f"between documents; set --documents to such a line, or to {', '.join(WAYS_TO_CUT)}")
+    if source.documents not in SPLITTERS and not reading.separators:
+        raise DataError(f"{without_passwords(source.path) or source.name}: no line is {source.documents!r}, "
+                        "the separator of its documents; set --documents to a line that is there, or to "
+                        f"{', '.join(SPLITTERS)}")
 
 
-def join_lines(lines: Iterable[str], documents: str, reading: Reading) -> Iterator[str]:
-    """Documents out of lines (of a text file, or rows that are lines, as WikiText's are on the hub).
+def _join_lines(lines: Iterable[str], documents: str, reading: Reading) -> Iterator[str]:
+    """Join lines (of a text file, or rows that are lines, as WikiText's on the hub) to documents.
 
     Args:
-        documents: "whole" = one document, "line" = each line, "blank" = blank lines lie between, "wikitext" = each begins at a
-            line like ` = Title = `, anything else = a line equal to it lies between.
+        documents: "whole" = one document, "line" = each line, "blank" = separated by blank lines,
+            "wikitext" = each begins at a line like ` = Title = `, anything else = separated by such lines.
     """
     if documents == "line":
         yield from lines
         return
     kept: list[str] = []
     for line in lines:
-        between = documents == "blank" and line.isspace() or line.rstrip("\n") == documents
-        reading.separators += between
-        if kept and (between or documents == "wikitext" and WIKITEXT_TITLE.fullmatch(line)):
+        is_separator = documents == "blank" and line.isspace() or line.rstrip("\n") == documents
+        reading.separators += is_separator
+        if kept and (is_separator or documents == "wikitext" and WIKITEXT_TITLE.fullmatch(line)):
             yield "".join(kept)
             kept = []
-        if not between:
+        if not is_separator:
             kept.append(line)
     if kept:
         yield "".join(kept)
 
 
-def sound_texts(records: Iterable[tuple[str, dict]], column: str, reading: Reading) -> Iterator[str]:
-    """The texts of a column; what is missing, no text, or cannot be encoded is refused."""
+def _valid_texts(records: Iterable[tuple[str, dict]], column: str, reading: Reading) -> Iterator[str]:
+    """Yield the texts of a column; refuse records where it is missing, not text, or cannot be encoded."""
     for where, record in records:
         if column not in record:
-            reading.refuse(where, f"has no column {column!r}; it has {name_some(record)} (--column)")
+            names = ", ".join(repr(name) for name in islice(record, LISTED_COLUMNS)) or "none"
+            more = f" and {len(record) - LISTED_COLUMNS:,} more" if len(record) > LISTED_COLUMNS else ""
+            reading.refuse(where, f"has no column {column!r}; it has {names}{more} (--column)")
         elif flaw := flaw_of(record[column]):
             reading.refuse(where, f"column {column!r} {flaw}")
         else:
             yield record[column]
 
 
-def name_some(record: Mapping[str, Any]) -> str:
-    """A record's columns, of many the first."""
-    names = [repr(name) for name in islice(record, NAMED_COLUMNS)] or ["none"]
-    return ", ".join(names) + (f" and {len(record) - len(names):,} more" if len(record) > NAMED_COLUMNS else "")
-
-
 def flaw_of(text: Any) -> str | None:
-    """Why a value is no text that can be encoded; None where it is one."""
+    """Return why a value is not text that can be encoded, or None if it is."""
     if not isinstance(text, str):
         return f"is {'null' if text is None else type(text).__name__}, expected text"
     if "\0" in text:

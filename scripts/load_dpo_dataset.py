@@ -1,4 +1,4 @@
-"""Prepare preference pairs: read them from files or the hub, tokenise them, and write token shards."""
+"""Prepare preference pairs: read, tokenize, and write them as token shards."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data_preparation_utils import run_preparation
 
-RECORDS = """
-A record is a pair by its columns chosen and rejected, texts or lists of messages, with a column prompt (text or messages) or
-without: then the prompt is what both begin with. A column system is put in front.
-"""
+RECORDS = """\
+A record has the columns chosen and rejected, texts or lists of messages, and may have a column prompt (text
+or messages); without it the prompt is the beginning that both have. A column system is put in front."""
 
 if __name__ == "__main__":
     run_preparation("pairs", RECORDS, "The prompt, then between ⟦ and ⟧ the chosen and the rejected answer. ")

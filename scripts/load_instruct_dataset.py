@@ -1,4 +1,4 @@
-"""Prepare chats for supervised fine-tuning: read them from files or the hub, tokenise them, and write token shards."""
+"""Prepare chats for supervised fine-tuning: read, tokenize, and write them as token shards."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data_preparation_utils import run_preparation
 
-RECORDS = """
-A record is a chat by its columns: messages [{role, content}], conversations [{from, value}] (ShareGPT), instruction,
-input and output (Alpaca), or prompt and completion; a column system is put in front.
-"""
+RECORDS = """\
+The columns of a record tell its format: messages [{role, content}], conversations [{from, value}] (ShareGPT),
+instruction, input and output (Alpaca), or prompt and completion. A column system is put in front."""
 
 if __name__ == "__main__":
-    run_preparation("chats", RECORDS, "What stands between ⟦ and ⟧ is learned from. ")
+    run_preparation("chats", RECORDS, "The tokens between ⟦ and ⟧ are the targets. ")

@@ -1,7 +1,7 @@
-"""Make the embedded sample under data/sample: stories, items, questions, preferences, their tokenizer, and what is
-prepared of them for each stage.
+"""Make the embedded sample under data/sample: stories, items, questions, preferences, a tokenizer for them,
+and the prepared sets of each stage.
 
-Needs no network and less than a minute; a second call finds everything there and returns at once. --stories and --folder make a
+It needs no network and less than a minute; a second call returns at once. --stories and --folder make a
 smaller one elsewhere.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,56 +27,61 @@ STORIES = 40_000
 RANKS = 1024
 VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
-# What the sample's bytes follow from: it is made anew when one of them has changed.
+# The files that decide the sample's bytes: it is made again when one of them has changed.
 SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.py", "scripts/make_sample.py", "tokenizer.py",
+           "data_preparation_utils.py", "data_pipeline/train_bpe.py",
            "data_pipeline/prepare.py", "data_pipeline/sources.py", "data_pipeline/shard_writer.py",
-           "data_pipeline/chat_records.py", "data_pipeline/chat_templates.py", "data_pipeline/tokenize_chats.py")
+           "data_pipeline/chat_records.py", "data_pipeline/chat_templates.py",
+           "data_pipeline/tokenize_chats.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:
-    """The content of the stamp that an up-to-date sample carries."""
-    return {"stories": stories, **{name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}}
+    """Return the content of the stamp file of an up-to-date sample."""
+    hashes = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in SOURCES}
+    return {"stories": stories, **hashes}
 
 
 def is_up_to_date(folder: Path, stories: int) -> bool:
-    """Whether the sample is there and was made by this very code."""
+    """Return whether the sample exists and was made by this code."""
     stamp = folder / STAMP
     return stamp.is_file() and json.loads(stamp.read_text()) == made_from(stories)
 
 
 def make(folder: Path, stories: int) -> None:
     """Write the whole sample into an empty folder."""
-    from data_pipeline.prepare import prepare_pretrain
-    from data_pipeline.tokenize_chats import prepare_examples
+    from data_pipeline.train_bpe import train_bpe, write_tiktoken
+    from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
     from scripts.sample.world import parts, texts, write_jsonl
-    from tokenizer import train_bpe, write_tiktoken
 
     for name, records in parts(stories).items():
         show(f"  {name}: {write_jsonl(folder / name, records):,} records")
     tokenizer = folder / "tokenizer.model"
     write_tiktoken(train_bpe(islice(texts(), stories // 4), RANKS), tokenizer)
-    prepare_pretrain(str(folder / "stories.jsonl"), str(tokenizer), "tiktoken", folder / "pretrain",
-                     shard_tokens=100_000_000, validation_fraction=VALIDATION_FRACTION)
+    options = PreparationOptions(str(tokenizer), "tiktoken", shard_tokens=100_000_000,
+                                 validation_fraction=VALIDATION_FRACTION)
+    prepare_pretrain(str(folder / "stories.jsonl"), folder / "pretrain", options)
     for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
-        prepare_examples(kind, str(folder / f"{name}.jsonl"), str(tokenizer), "tiktoken", folder / output, system_prompt="",
-                         shard_tokens=100_000_000, validation_fraction=held_out)
+        prepare_examples(kind, str(folder / f"{name}.jsonl"), folder / output,
+                         replace(options, validation_fraction=held_out))
     (folder / STAMP).write_text(json.dumps(made_from(stories), indent=1))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stories", type=int, default=STORIES, help="training texts; all else follows (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"where to (default: {FOLDER})")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stories", type=int, default=STORIES,
+                        help="number of training texts; the other numbers follow (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"to write to (default: {FOLDER})")
     arguments = parser.parse_args()
     folder, stories = arguments.folder.absolute(), arguments.stories
     if is_up_to_date(folder, stories):
         return
-    from data_pipeline.shard_writer import locked
+    from data_pipeline.prepare import wait_for_lock
 
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(folder.with_name(f".{folder.name}.lock")):
+    with wait_for_lock(folder.with_name(f".{folder.name}.lock")):
         if is_up_to_date(folder, stories):
             return
         os.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE on your own text and write it in tiktoken's format, for TOKENIZER_PATH.
+"""Train a byte-level BPE tokenizer on your own text and write it in tiktoken's format, for TOKENIZER_PATH.
 
     python scripts/train_tokenizer.py --vocab-size 32000 --output data/tokenizer.model books/ "news/*.jsonl"
 """
@@ -12,7 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.errors import local_path, run_script
 from common.text import print_safely, show
 from data_pipeline.sources import READABLE, Reading, read_texts, source_of
-from tokenizer import SPECIALS, train_bpe, write_tiktoken
+from data_pipeline.train_bpe import train_bpe, write_tiktoken
+from tokenizer import SPECIALS
 
 
 def parse_args() -> argparse.Namespace:
@@ -20,7 +21,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
     parser.add_argument("--vocab-size", type=int, required=True,
-                        help=f"number of ranks, the 256 bytes included; {len(SPECIALS)} special tokens come on top")
+                        help=f"number of ranks, with the 256 bytes; {len(SPECIALS)} special tokens are added")
     parser.add_argument("--output", required=True, type=local_path, help="file to write")
     parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
@@ -34,7 +35,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     reading = Reading(skip_bad=args.on_bad_record == "skip")
-    texts = (text for source in args.sources for text in read_texts(source_of(source, column=args.column), reading))
+    sources = (source_of(source, column=args.column) for source in args.sources)
+    texts = (text for source in sources for text in read_texts(source, reading))
     ranks = train_bpe(texts, args.vocab_size)
     write_tiktoken(ranks, args.output)
     for record in reading.bad_records:

@@ -21,14 +21,13 @@ import torch
 import train
 from config import Config
 from data_pipeline.batch import Batch
-from data_pipeline.prepare import prepare_pretrain
-from data_pipeline.tokenize_chats import prepare_examples
+from data_pipeline.train_bpe import train_bpe, write_tiktoken
+from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from model_utils import wrap_model
 from objectives.base import NextToken
 from parallel.collectives import Ranks
-from tokenizer import train_bpe, write_tiktoken
 from training.optim import Optimizer
 from training.state import Progress
 
@@ -69,8 +68,8 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(dice), "endings": [sentence(dice)[4:] for _ in range(4)],
               "label": int(dice.random() * 4)} for number in range(10)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-    shards = prepare_pretrain(str(folder / "text.jsonl"), str(folder / "tokenizer.model"), "auto", folder / "shards",
-                              shard_tokens=100_000, validation_fraction=0.1, workers=1)
+    options = PreparationOptions(str(folder / "tokenizer.model"), "auto", 100_000, 0.1, workers=1)
+    shards = prepare_pretrain(str(folder / "text.jsonl"), folder / "shards", options)
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
 
 
@@ -136,8 +135,8 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
     for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120)):
         file = folder / f"{kind}.jsonl"
         file.write_text("".join(json.dumps(record()) + "\n" for _ in range(count)))
-        paths.append(prepare_examples(kind, str(file), str(prepared.tokenizer), "auto", folder / kind, system_prompt="",
-                                      shard_tokens=100_000, validation_fraction=0.1, workers=1))
+        options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
+        paths.append(prepare_examples(kind, str(file), folder / kind, options))
     starts = []
     for name, seed in (("base", 1), ("teacher", 2)):
         run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)

@@ -17,10 +17,10 @@ import pytest
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
-from data_pipeline.mixes import Mix
-from data_pipeline.prepare import describe_prepared, prepare_pretrain, split_of
+from data_pipeline.prepare import DOCUMENTS, describe_prepared, split_of
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, open_token_set
-from data_pipeline.sources import Source
+from data_pipeline.sources import Mix, Source
+from data_preparation_utils import PreparationOptions, prepare_pretrain
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,8 +46,12 @@ def write_jsonl(path, texts):
 
 
 def prepare(source, tokenizer_path, output, **options):
-    return prepare_pretrain(source, tokenizer_path, "tiktoken", output,
-                            **{"shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options)
+    return prepare_pretrain(source, output, PreparationOptions(
+        tokenizer_path, "tiktoken", **{"shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options))
+
+
+def tokenize_by(monkeypatch, tokenize):
+    monkeypatch.setattr("data_preparation_utils.DOCUMENTS", DOCUMENTS._replace(tokenize=tokenize))
 
 
 def shards_of(folder):
@@ -103,7 +107,7 @@ def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
     source = write_jsonl(tmp_path / "x.jsonl", stories(50))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     monkeypatch.setattr(preparation, "write_shards", None)
-    monkeypatch.setattr("data_pipeline.sources.hashlib", None)
+    monkeypatch.setattr("data_pipeline.sources.sha256", None)
     assert prepare(source, tokenizer_path, tmp_path / "out") == folder
 
 
@@ -139,9 +143,10 @@ def test_a_document_falls_on_the_same_side_wherever_it_comes_from():
 KILLED = """
 import sys
 from data_pipeline import prepare as preparation
+from data_preparation_utils import PreparationOptions, prepare_pretrain
 preparation.CHUNK_CHARACTERS = 4000
-preparation.prepare_pretrain(sys.argv[1], sys.argv[2], "tiktoken", sys.argv[3], shard_tokens=50_000, validation_fraction=0.1,
-                             workers=2, journal_seconds=0.0)
+prepare_pretrain(sys.argv[1], sys.argv[3], PreparationOptions(
+    sys.argv[2], "tiktoken", 50_000, 0.1, workers=2, journal_seconds=0.0))
 """
 
 
@@ -179,18 +184,17 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenize
 def test_going_on_tokenizes_nothing_twice(tmp_path, tokenizer_path, monkeypatch):
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
     source, seen = write_jsonl(tmp_path / "x.jsonl", stories(300)), []
-    original = preparation.tokenize_chunk
 
     def failing(encoding, texts):
         if len(seen) == 10:
             raise DataError("planted")
         seen.append(texts[0])
-        return original(encoding, texts)
+        return DOCUMENTS.tokenize(encoding, texts)
 
-    monkeypatch.setattr(preparation, "tokenize_chunk", failing)
+    tokenize_by(monkeypatch, failing)
     with pytest.raises(DataError, match="planted"):
         prepare(source, tokenizer_path, tmp_path / "out", journal_seconds=0.0)
-    monkeypatch.setattr(preparation, "tokenize_chunk", lambda encoding, texts: seen.append(texts[0]) or original(encoding, texts))
+    tokenize_by(monkeypatch, lambda encoding, texts: seen.append(texts[0]) or DOCUMENTS.tokenize(encoding, texts))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     assert len(seen) == len(set(seen)) > 20
     assert shards_of(folder) == shards_of(prepare(source, tokenizer_path, tmp_path / "calm"))
@@ -230,19 +234,19 @@ def test_impossible_settings_are_refused(tmp_path, tokenizer_path, options, reas
 def test_a_source_that_would_hold_the_output_is_refused(tmp_path, tokenizer_path):
     write_jsonl(tmp_path / "x.jsonl", ["a"])
     for output in (tmp_path, tmp_path / "deep" / "out"):
-        with pytest.raises(SettingsError, match="lies within the source"):
+        with pytest.raises(SettingsError, match="is inside the source"):
             prepare(str(tmp_path), tokenizer_path, output)
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, monkeypatch):
-    source, original = write_jsonl(tmp_path / "x.jsonl", stories(20)), preparation.tokenize_chunk
+    source = write_jsonl(tmp_path / "x.jsonl", stories(20))
 
     def meddling(encoding, texts):
         write_jsonl(tmp_path / "x.jsonl", stories(21))
-        return original(encoding, texts)
+        return DOCUMENTS.tokenize(encoding, texts)
 
-    monkeypatch.setattr(preparation, "tokenize_chunk", meddling)
+    tokenize_by(monkeypatch, meddling)
     with pytest.raises(DataError, match="changed while it was read"):
         prepare(source, tokenizer_path, tmp_path / "out")
 
@@ -306,7 +310,7 @@ def test_ctrl_c_ends_in_one_line_and_leaves_no_process(tmp_path, tokenizer_path)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=30)
     assert process.returncode == 130 and "Traceback" not in error
-    assert error.splitlines()[-1] == "Stopped. The same command goes on where it was."
+    assert error.splitlines()[-1] == "Stopped. Run the same command again to continue."
     assert_no_process_left(process.pid)
 
 
@@ -322,7 +326,7 @@ def die(encoding, texts):
 
 
 def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(preparation, "tokenize_chunk", die)
+    tokenize_by(monkeypatch, die)
     with pytest.raises(PaddockError, match="set PREPARATION_WORKERS=1 and start again"):
         prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "out", workers=2)
 

@@ -14,8 +14,9 @@ import torch
 from checkpoint import hf_format, store
 from common.errors import CheckpointError
 from config import ModelConfig
+from data_pipeline.train_bpe import write_tiktoken
 from model import Transformer, padded
-from tokenizer import Tokenizer, load_tokenizer, write_tiktoken
+from tokenizer import Tokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 

@@ -194,7 +194,7 @@ def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("error", "tries", "told"), [
-    (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "none of that name .*HTTP 404"),
+    (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "no such name.*HTTP 404"),
     (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
 def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries, told, capfd):
     asked = []
@@ -213,7 +213,7 @@ def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries
 @pytest.mark.parametrize("name", ["nope/", "a/b/c", "./a", "/a/b", "~/a", "a--b/c", "a/..", "notes.md", "", "a b", "x" * 97])
 def test_what_can_be_no_name_on_the_hub_is_not_asked_for(name, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", None)
-    with pytest.raises(DataError, match="is no name of a dataset on the hub"):
+    with pytest.raises(DataError, match="is not a valid name of a dataset on the hub"):
         remote.hub_revision(name, "")
     assert not name or source_of(name).path == name
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from data_pipeline.chat_templates import ChatFormat, TemplateFormat, load_chat_format
-from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
+from data_pipeline.train_bpe import train_bpe
+from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
              "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")
@@ -255,7 +256,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
     (CHATML.replace("<|im_end|>", "END").replace("<|im_start|>", "BEGIN "), "ends an answer in no control token"),
     (CHATML.replace("message['content']", "'words: ' + message['content']"), "writes something else than the assistant's words"),
     ("{{ messages | length }}" + CHATML, "is not how the whole begins"),
-    (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in either of"),
+    (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in any of"),
     (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
     (CHATML + "{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
     (CHATML + "{{ messages[0].content.__class__.__mro__ }}", "refuses it: .*unsafe"),

@@ -12,11 +12,12 @@ from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.packed_rows import ExampleRows, open_example_set
 from data_pipeline.shard_reader import MANIFEST, header_bytes, open_token_set
-from data_pipeline.tokenize_chats import prepare_examples
+from data_pipeline.train_bpe import train_bpe, write_tiktoken
+from data_preparation_utils import PreparationOptions, prepare_examples
 from dataloaders import TokenRows, validation_batches
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
-from tokenizer import Tokenizer, train_bpe, write_tiktoken
+from tokenizer import Tokenizer
 
 VOCABULARY = 100
 PROMPT, WORDS = False, True  # what a part of an example is
@@ -437,8 +438,8 @@ def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
     chats = [[{"role": role, "content": f"{'The cat sat. ' * (turn + number % 3)}{number}"} for turn, role in
               enumerate((["system"] if number % 2 else []) + roles[:2 + 2 * (number % 3)])] for number in range(8)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    folder = prepare_examples("chats", str(tmp_path / "chats.jsonl"), str(tmp_path / "tokenizer.model"), "auto", tmp_path / "sft",
-                              system_prompt="", shard_tokens=200, validation_fraction=0, workers=1)
+    options = PreparationOptions(str(tmp_path / "tokenizer.model"), "auto", 200, 0, workers=1)
+    folder = prepare_examples("chats", str(tmp_path / "chats.jsonl"), tmp_path / "sft", options)
     rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256), 512)
     batch, expected = rows(np.arange(len(rows))), []
     for chat in chats:

@@ -87,7 +87,7 @@ def test_any_lines_as_text(folder, lines, ended):
     texts = [line.decode(errors="surrogateescape") for line in lines]
     if 2 * sum(flaw_of(text) is not None for text in texts) > len(texts):
         for skip_bad in (True, False):
-            with pytest.raises(DataError, match="any.txt: is no text in UTF-8"):
+            with pytest.raises(DataError, match="any.txt: is not UTF-8 text"):
                 read(path, skip_bad, documents="line")
         return
     sound = [text for text in texts if text.strip() and flaw_of(text) is None and not text.endswith("\r")]

@@ -12,8 +12,18 @@ import zstandard
 
 from common.errors import DataError, SettingsError
 from data_pipeline import sources
-from data_pipeline.mixes import Mix, draw, read_mix
-from data_pipeline.sources import Reading, Source, identify, list_files, read_records, read_texts, source_of
+from data_pipeline.sources import (
+    Mix,
+    Reading,
+    Source,
+    identify,
+    list_files,
+    read_mix,
+    read_records,
+    read_texts,
+    sample_mix,
+    source_of,
+)
 
 
 def texts_of(path, skip_bad=False, **fields):
@@ -67,7 +77,7 @@ def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(packed.compress(jsonl("one", "two").encode()))
     assert texts_of(path)[0] == ["one", "two"]
-    monkeypatch.setattr("data_pipeline.sources.LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 20)
     path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))
     with pytest.raises(DataError, match=f"{path.name}:2: a line of more than 1 MiB"):
         texts_of(path)
@@ -187,7 +197,7 @@ def test_the_hub_out_of_reach_is_one_error(monkeypatch):
 
 def mixed(weights, counts, **fields):
     mix = Mix(tuple(Source(path=str(i), weight=w) for i, w in enumerate(weights)), **fields)
-    return list(draw(mix, [iter([str(i)] * count) for i, count in enumerate(counts)]))
+    return list(sample_mix(mix, [iter([str(i)] * count) for i, count in enumerate(counts)]))
 
 
 def test_a_mix_follows_its_weights_and_its_seed():
@@ -206,17 +216,17 @@ def test_a_mix_stops_as_asked_and_repeats_nothing():
 
 def test_a_mix_is_drawn_without_reading_ahead():
     endless = (str(number) for number in iter(int, 1))
-    assert len(list(islice(draw(Mix((Source(path="x"),)), [endless]), 9))) == 9
+    assert len(list(islice(sample_mix(Mix((Source(path="x"),)), [endless]), 9))) == 9
 
 
 @pytest.mark.parametrize("content, reason", [
-    ("{", "cannot be read as JSON"),
-    ("[]", "expected"),
+    ("{", "is not a JSON object"),
+    ("[]", "it holds a list"),
     ('{"sources": []}', "expected"),
     ('{"sources": [{"path": "a", "name": "b"}]}', "source 1: give either"),
     ('{"sources": [{"path": "a"}, {"path": "b", "wieght": 2}]}', "source 2: unknown field 'wieght'"),
     ('{"sources": [{"path": "a", "weight": 0}]}', "weight=0 must be a number above 0"),
-    ('{"sources": [{"path": "a", "column": 1}]}', "column=1 must be a string that"),
+    ('{"sources": [{"path": "a", "column": 1}]}', "column=1 must be a string that is not empty"),
     ('{"sources": [{"path": "a"}], "stop": "never"}', "stop must be"),
     ('{"sources": [{"path": "a"}], "seed": "x"}', "seed a whole number"),
     ('{"sources": [{"path": "a"}], "extra": 1}', "unknown field 'extra'"),

@@ -16,12 +16,12 @@ from common.errors import DataError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline import tokenize_chats
 from data_pipeline.chat_templates import ChatFormat, load_chat_format
-from data_pipeline.mixes import Mix
-from data_pipeline.prepare import describe_prepared, prepare_pretrain
+from data_pipeline.prepare import describe_prepared
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, open_token_set
-from data_pipeline.sources import Source
-from data_pipeline.tokenize_chats import prepare_examples
-from tokenizer import load_tokenizer, train_bpe, write_tiktoken
+from data_pipeline.sources import Mix, Source
+from data_pipeline.train_bpe import train_bpe, write_tiktoken
+from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]
@@ -75,8 +75,8 @@ def write_jsonl(path, records):
 
 
 def prepare(kind, source, tokenizer_path, output, **options):
-    return prepare_examples(kind, source, tokenizer_path, "auto", output, **{
-        "system_prompt": "", "shard_tokens": 3000, "validation_fraction": 0.1, "workers": 1} | options)
+    return prepare_examples(kind, source, output, PreparationOptions(
+        tokenizer_path, "auto", **{"shard_tokens": 3000, "validation_fraction": 0.1, "workers": 1} | options))
 
 
 def files_of(folder):
@@ -240,10 +240,10 @@ def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, token
 KILLED = """
 import sys
 from data_pipeline import prepare as preparation
-from data_pipeline.tokenize_chats import prepare_examples
+from data_preparation_utils import PreparationOptions, prepare_examples
 preparation.CHUNK_CHARACTERS = 500
-prepare_examples("chats", *sys.argv[1:3], "auto", sys.argv[3], system_prompt="", shard_tokens=3000, validation_fraction=0.1,
-                 workers=1, on_bad_record="skip", journal_seconds=0.0)
+prepare_examples("chats", sys.argv[1], sys.argv[3], PreparationOptions(
+    sys.argv[2], "auto", 3000, 0.1, workers=1, on_bad_record="skip", journal_seconds=0.0))
 """
 
 
@@ -271,7 +271,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_pat
 def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, folder_path):
     source = write_jsonl(tmp_path / "x.jsonl", [*chats(9)[1:3], *chats(1), *chats(9)[3:5]])
     for workers in (1, 2):
-        with pytest.raises(DataError, match=f"{source}:3: the chat template refuses it: no system role; mend it, or"):
+        with pytest.raises(DataError, match=f"{source}:3: the chat template refuses it: no system role; correct it, or"):
             prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, workers=workers)
     folder = prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, on_bad_record="skip")
     manifest = files_of(folder)[MANIFEST]
@@ -328,7 +328,7 @@ def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenize
             assert f"⟦{message['content'].strip()}<|eot_id|>⟧" in text
     text = describe_prepared(folder)
     split = files_of(folder)[MANIFEST]["splits"]["train"]
-    assert f"train: {split['tokens']:,} tokens, {split['target_tokens']:,} of them learned from in 4 chats" in text
+    assert f"train: {split['tokens']:,} tokens, {split['target_tokens']:,} of them targets, in 4 chats" in text
     assert shown[0].replace("\n", "\n    ") in text
     pair = prepare("pairs", write_jsonl(tmp_path / "y.jsonl", pairs(1)), tokenizer_path, tmp_path / "dpo", validation_fraction=0)
     record, = pairs(1)
@@ -338,7 +338,7 @@ def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenize
 
 def test_impossible_requests_are_refused(tmp_path, tokenizer_path, folder_path):
     source = write_jsonl(tmp_path / "x.jsonl", chats(3))
-    with pytest.raises(SettingsError, match="x.jsonl: column and documents go with text"):
+    with pytest.raises(SettingsError, match="x.jsonl: column and documents are for pretraining text"):
         prepare("chats", Source(path=source, column="body"), tokenizer_path, tmp_path / "out")
     with pytest.raises(DataError, match="no example is left to train on"):
         prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0.999, on_bad_record="skip")
@@ -353,8 +353,8 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
     """Folder and bytes from before there were other kinds."""
     source = tmp_path / "x.jsonl"
     source.write_text("".join(json.dumps({"text": f"Story {number}: naïve"}) + "\n" for number in range(30)))
-    folder = prepare_pretrain(str(source), tokenizer_path, "tiktoken", tmp_path / "out", shard_tokens=200,
-                              validation_fraction=0.1, workers=1)
+    options = PreparationOptions(tokenizer_path, "tiktoken", 200, 0.1, workers=1)
+    folder = prepare_pretrain(str(source), tmp_path / "out", options)
     manifest = files_of(folder)[MANIFEST]
     assert folder.name == "6e676ef7073eef29" and "kind" not in manifest
     assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]
@@ -388,7 +388,7 @@ def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script,
     ("load_instruct_dataset.py", ["--source", "none.jsonl"], 3, "none.jsonl: no such file"),
     ("load_dpo_dataset.py", ["--source", "x.jsonl"], 3, "x.jsonl:1: has no chosen and no rejected"),
     ("load_dpo_dataset.py", ["--mix", "m.json", "--split", "x"], 2, "--mix describes"),
-    ("load_dpo_dataset.py", ["--source", "x.jsonl", "--max-examples", "-1"], 2, "--max-examples -1"),
+    ("load_dpo_dataset.py", ["--source", "x.jsonl", "--max-examples", "-1"], 2, "--max-examples: -1 must be"),
     ("load_dpo_dataset.py", ["--source", "x.jsonl", "--column", "x"], 2, "unknown flag --column"),
 ])
 def test_the_scripts_refuse_in_one_line(tmp_path, tokenizer_path, script, flags, code, reason):

@@ -15,8 +15,8 @@ import torch
 from factories import MODES, UNMEASURED, Prepared, Stages, TinyRun, at_step, prepare_stages, sentence
 
 from common.errors import CheckpointError, PaddockError, SettingsError
-from data_pipeline.prepare import prepare_pretrain
 from data_pipeline.row_order import rows_of_step
+from data_preparation_utils import PreparationOptions, prepare_pretrain
 from debug.replay import read_settings, replay
 from model_utils import build_model
 from settings.load import Layer, read_flags
@@ -159,8 +159,8 @@ def poisoned(prepared, tmp_path_factory) -> Prepared:
     texts[40] = f"The cat saw the {STRANGE}."
     texts[90] = "".join(NOISE[int(dice.random() * len(NOISE))] for _ in range(60))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    shards = prepare_pretrain(str(folder / "text.jsonl"), str(prepared.tokenizer), "auto", folder / "shards",
-                              shard_tokens=2000, validation_fraction=0.0, workers=1)
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.0, workers=1)
+    shards = prepare_pretrain(str(folder / "text.jsonl"), folder / "shards", options)
     return Prepared(shards, prepared.tokenizer, prepared.items)
 
 

@@ -166,7 +166,7 @@ RECORDS = group(
     device=(lambda: os.symlink("/dev/zero", "in.jsonl"), "no such file")) + [
     Case(f"files-{name}", f"scripts/load_pretrain_dataset.py --source {name} {PREPARE}", 3, put(name.split()[0], content), words)
     for name, content, words in (
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; see that it is"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9], "cut.jsonl.gz: .*; check that it exists"),
         ("junk.jsonl.gz", b"junk", "Not a gzipped file"), ("empty.jsonl.gz", b"", "no document is left"),
         ("crc.jsonl.gz", gzip.compress(b'{"text": "a"}\n')[:-8] + b"12345678", "CRC"),
         ("junk.jsonl.bz2", b"junk", "Invalid data"),
@@ -175,8 +175,8 @@ RECORDS = group(
         ("x.docx", b"PK", "no file of a kind that can be read"),
         ("plain", b"x", "no file of a kind"), ("b.txt", b"a\n\xff\n", "b.txt:2: byte 1"),
         ("n.txt", b"a\n\0\n", "n.txt:2: .*NUL"), ("e.txt", b"", "e.txt: no document is left.* the source is empty; give more"),
-        ("l.txt", b"caf\xe9\n", "l.txt: is no text"),
-        ("b.txt --on-bad-record skip", bytes(range(256)), "b.txt: is no text in UTF-8: 2 of its first 2 lines"))] + commands(
+        ("l.txt", b"caf\xe9\n", "l.txt: is not UTF-8 text"),
+        ("b.txt --on-bad-record skip", bytes(range(256)), "b.txt: is not UTF-8 text: 2 of its first 2 lines"))] + commands(
     "source", 3, none=(f"scripts/load_pretrain_dataset.py --source 'q*.jsonl' {PREPARE}", "nothing that matches"),
     protocol=(f"scripts/load_pretrain_dataset.py --source nosuch://x/y.jsonl {PREPARE}", "Protocol not known"),
     closed=(f"scripts/load_pretrain_dataset.py --source nope/ {PREPARE}", "nope/: no such file or folder"),
@@ -191,12 +191,12 @@ RECORDS = group(
     output_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl", "x.jsonl: cannot be written: File exists"),
     output_under_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl/a", "x.jsonl/a: cannot be written"),
     output_too_long=(f"scripts/load_pretrain_dataset.py --source y.jsonl --output {LONG}", "File name too long")) + commands(
-    "flags", 2, empty=(f"scripts/load_pretrain_dataset.py --source= {PREPARE}", "--source needs a value"),
+    "flags", 2, empty=(f"scripts/load_pretrain_dataset.py --source= {PREPARE}", "--source: needs a value"),
     nothing=(f"scripts/load_dpo_dataset.py {PREPARE}", "--source is not set"),
     no_value=("scripts/load_pretrain_dataset.py --source", "needs"),
     unknown=(f"scripts/load_pretrain_dataset.py --colum x {PREPARE}", "did you mean --column"),
     text_flag=(f"scripts/load_instruct_dataset.py --source x.jsonl --column a {PREPARE}", "unknown flag --column"),
-    limit=(f"{TEXT} --max-documents 1.5", "--max-documents 1.5: must"),
+    limit=(f"{TEXT} --max-documents 1.5", "--max-documents: 1.5 must"),
     huge_limit=(f"{TEXT} --max-documents {'9' * 5000}", "must be a whole"),
     how=("scripts/load_pretrain_dataset.py --source y.jsonl --on-bad-record ignore", "must be fail or skip"),
     shard=(f"{TEXT} --shard-tokens 3000000000", r"below 2\^31"), fraction=(f"{TEXT} --validation-fraction 1", "less than 1"),
@@ -204,8 +204,8 @@ RECORDS = group(
     both=(f"{MIX} --source y.jsonl", "--mix describes its sources itself"),
     no_tokenizer=(f"{TEXT} --tokenizer-path=", "TOKENIZER_PATH is not set"),
 ) + group(
-    "mix", MIX, 2, missing=(nothing, "mix.json: cannot be read"), deep=(put("mix.json", DEEP), "cannot be read as JSON"),
-    folder=(lambda: os.mkdir("mix.json"), "Is a directory"), list=(put("mix.json", "[]"), "mix.json: expected"),
+    "mix", MIX, 2, missing=(nothing, "mix.json: cannot be read"), deep=(put("mix.json", DEEP), "is not a JSON object"),
+    folder=(lambda: os.mkdir("mix.json"), "cannot be read"), list=(put("mix.json", "[]"), "mix.json: .*holds a list"),
     weight=(put("mix.json", '{"sources": [{"path": "a", "weight": NaN}]}'), "source 1: weight=nan must"),
     huge=(put("mix.json", '{"sources": [{"path": "a", "weight": 1' + "0" * 400 + "}]}"), "source 1: weight=1000"),
     empty=(put("mix.json", '{"sources": [{"path": ""}]}'), "source 1: path='' must"),
@@ -344,27 +344,28 @@ TOKENIZERS = group(
     pipe=(instead(TOKENIZER, os.mkfifo), "there is no file"), missing=(gone(TOKENIZER), "there is no file"),
     long=(env(TOKENIZER_PATH=LONG), "TOKENIZER_PATH=aaa"),
     hub=(env(TOKENIZER_PATH="no/such"), "no/such is no local file"),
-    backend=(env(TOKENIZER_BACKEND="huggingface"), "is not JSON")) + group(
-    "tokenizer", THEIRS, 3, empty=(put(JSON), "tokenizer.json is not JSON"), cut=(cut(JSON, 1000), "is not JSON"),
-    junk=(put(JSON, b"\xfe\xed" * 99), "is not JSON"), list=(put(JSON, "[]"), "holds a list"),
-    deep=(put(JSON, DEEP), "is not JSON"),
+    backend=(env(TOKENIZER_BACKEND="huggingface"), "is not a JSON object")) + group(
+    "tokenizer", THEIRS, 3, empty=(put(JSON), "tokenizer.json is not a JSON object"),
+    cut=(cut(JSON, 1000), "is not a JSON object"),
+    junk=(put(JSON, b"\xfe\xed" * 99), "is not a JSON object"), list=(put(JSON, "[]"), "holds a list"),
+    deep=(put(JSON, DEEP), "is not a JSON object"),
     no_model=(json_of(JSON, lambda d: d.pop("model") and None), "Model missing"),
     no_vocab=(json_of(JSON, lambda d: d["model"].pop("vocab") and None), "Missing vocab"),
     no_special=(json_of(JSON, lambda d: d.update(added_tokens=[])), "no end-of-sequence token"),
     no_content=(json_of(JSON, lambda d: [token.pop("content") for token in d["added_tokens"]] and None),
                 "missing field `content`"),
     regex=(json_of(JSON, lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="(")), "cannot read"),
-    config_list=(put("model/tokenizer_config.json", "[]"), "tokenizer_config.json holds a list"),
-    config_cut=(cut("model/tokenizer_config.json", 20), "is not JSON"),
+    config_list=(put("model/tokenizer_config.json", "[]"), "tokenizer_config.json .*holds a list"),
+    config_cut=(cut("model/tokenizer_config.json", 20), "is not a JSON object"),
     eos=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token=5)), "eos_token is 5"),
     eos_dict=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token={})), "eos_token is {}"),
     eos_unknown=(json_of("model/tokenizer_config.json", lambda d: d.update(eos_token="<x>")), "no end-of-sequence"),
-    template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja is no text"),
+    template_bytes=(put("model/chat_template.jinja", b"\xff"), "chat_template.jinja is not text"),
     template_number=(all_of(gone("model/chat_template.jinja"),
                             json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=5))),
-                     "chat_template .*is no text"),
+                     "chat_template .*is not text"),
     template_list=(all_of(gone("model/chat_template.jinja"),
-                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "is no text"),
+                          json_of("model/tokenizer_config.json", lambda d: d.update(chat_template=[5]))), "is not text"),
     gone=(gone(JSON), "without a tokenizer.json"), pipe=(instead(JSON, os.mkfifo), "without a tokenizer.json")) + [
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (

@@ -19,9 +19,8 @@ from safetensors.torch import load_file, save_file
 import lora
 from checkpoint import hf_format, peft_format
 from config import LoraConfig, ModelConfig
-from data_pipeline.prepare import prepare_pretrain
 from data_pipeline.shard_reader import header_bytes
-from data_pipeline.tokenize_chats import prepare_examples
+from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
 from model import Transformer
 from tokenizer import load_tokenizer
 
@@ -54,13 +53,12 @@ def make_farm(folder: Path) -> None:
     tokenizer = load_tokenizer(str(prepared.tokenizer))
     shutil.copy(prepared.tokenizer, folder / "tokenizer.model")
     shutil.copy(prepared.items, folder / "items.jsonl")
-    options = dict(shard_tokens=3000, validation_fraction=0.2, workers=1)
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 3000, 0.2, workers=1)
     (folder / "x.jsonl").write_text(lines(*[chat(f"Is it {number}?", f"It is {number}.") for number in range(60)]))
     (folder / "y.jsonl").write_text(lines(*[{**PAIR, "prompt": f"Is it {number}?"} for number in range(60)]))
-    made = str(prepared.tokenizer), "auto", folder / "made"
-    sets = {"set": prepare_pretrain(str(folder / "made" / "text.jsonl"), *made, **options)}
+    sets = {"set": prepare_pretrain(str(folder / "made" / "text.jsonl"), folder / "made", options)}
     for name, kind, source in (("chats", "chats", "x.jsonl"), ("pairs", "pairs", "y.jsonl")):
-        sets[name] = prepare_examples(kind, str(folder / source), *made, system_prompt="", **options)
+        sets[name] = prepare_examples(kind, str(folder / source), folder / "made", options)
     for name, place in sets.items():
         shutil.copytree(place, folder / name)
     model = Transformer(SHAPE, tokenizer.vocab_size)

@@ -26,6 +26,7 @@ from checkpoint import store
 from common.errors import DataError
 from config import Config
 from data_pipeline import prepare
+from data_preparation_utils import PreparationOptions, prepare_pretrain
 from training import optim, state
 from training.run_log import RunLog
 
@@ -280,8 +281,8 @@ def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goe
     text.write_text("".join(json.dumps({"text": f"The cat number {number} saw the dog. " * 40}) + "\n" for number in range(300)))
 
     def shards_in(folder: Path) -> Path:
-        return prepare.prepare_pretrain(str(text), str(prepared.tokenizer), "auto", folder, shard_tokens=50_000,
-                                                       validation_fraction=0.1, workers=workers, journal_seconds=0)
+        return prepare_pretrain(str(text), folder, PreparationOptions(
+            str(prepared.tokenizer), "auto", 50_000, 0.1, workers=workers, journal_seconds=0))
 
     small = mount(tmp_path / "small", 500_000)
     hog = fill(small, leave=250_000)
