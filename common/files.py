@@ -117,7 +117,7 @@ def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
-        HEARTBEAT.move()
+        HEARTBEAT.beat()
         advance(len(block))
     return digest.hexdigest()
 

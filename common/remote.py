@@ -100,7 +100,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
     options = {}
     if url.startswith(("http://", "https://")):
-        with needing("aiohttp", url):
+        with requires_package("aiohttp", url):
             from aiohttp import ClientTimeout
         # By default aiohttp allows 5 minutes for a whole file.
         timeout = ClientTimeout(total=None, sock_connect=STALL_SECONDS, sock_read=STALL_SECONDS)
@@ -170,7 +170,7 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
         pass
 
     def download() -> Path:
-        with HEARTBEAT.kept_moving():  # the hub's client has time-outs of its own
+        with HEARTBEAT.beat_in_background():  # the hub's client has time-outs of its own
             return Path(hub.snapshot_download(name, **patterns))
 
     ask_hub(name, lambda: hub.get_hf_file_metadata(hub.hf_hub_url(name, required_file), timeout=HUB_SECONDS))
@@ -186,7 +186,7 @@ def hub_revision(name: str, revision: str) -> str:
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name} is not a valid name of a dataset on the hub (owner/name); correct it, or "
                         "give a path")
-    with needing("huggingface_hub", f"{name}, a dataset of the hub,"):
+    with requires_package("huggingface_hub", f"{name}, a dataset of the hub,"):
         from huggingface_hub import HfApi
     try:
         return ask_hub(name, lambda: HfApi().dataset_info(

@@ -20,7 +20,7 @@ from typing import Any
 
 import fsspec
 
-from common.errors import DataError, PaddockError, SettingsError, needing
+from common.errors import DataError, PaddockError, SettingsError, requires_package
 from common.files import read_json, sha256
 from common.remote import HUB_NAME, downloaded, file_system, first_line, hub_revision, is_transient, retry
 from common.text import without_passwords
@@ -399,7 +399,7 @@ def read_text(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple
 
 def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a Parquet file: only the column if the file has it, else all, for the message."""
-    with needing("pyarrow", f"{file.url}, a Parquet file,"):
+    with requires_package("pyarrow", f"{file.url}, a Parquet file,"):
         import pyarrow.parquet as pq
     before = reading.bytes_done
     with reading_errors(file.url), file.open() as raw:
@@ -421,7 +421,7 @@ def read_parquet(file: StoredFile, column: str, reading: Reading) -> Iterator[tu
 
 def read_hub(source: Source) -> Iterator[tuple[str, dict]]:
     """Stream the rows of a dataset on the hub, at one fixed commit."""
-    with needing("datasets", f"{source.name}, a dataset of the hub,"):
+    with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
     revision = source.revision
     if not COMMIT.fullmatch(revision):
