@@ -227,7 +227,7 @@ class LoraConfig(Section):
 class PreferenceConfig(Section):
     """Learning from preferred answers."""
 
-    preference_objective: Literal["dpo", "orpo"] = fixed("dpo", "orpo needs no reference model")
+    preference_objective: Literal["dpo", "orpo", "simpo"] = fixed("dpo", "orpo and simpo need no reference model")
     dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "how the margin becomes a loss")
     dpo_beta: float = fixed(0.1, "strength of the pull towards the reference model", gt=0)
     dpo_label_smoothing: float = fixed(0.0, "share of pairs taken to be the wrong way round (sigmoid only)", ge=0, lt=0.5)
@@ -236,6 +236,8 @@ class PreferenceConfig(Section):
     dpo_reference: Literal["auto", "stored", "live"] = safe(
         "auto", "stored = asked once, beside the data; live = a frozen model, or adapters off; auto = stored, with LoRA live")
     orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
+    simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
+    simpo_gamma: float = fixed(1.0, "margin between SimPO's rewards to reach; half of SIMPO_BETA is common", ge=0)
 
 
 class DistillationConfig(Section):

@@ -47,7 +47,15 @@ from model_utils import (
     seed_step,
     wrap_model,
 )
-from parallel.collectives import Interrupted, StopSignals, classify_exception, joined_ranks, leave_if_stopped, stop_watch
+from parallel.collectives import (
+    Interrupted,
+    RunContext,
+    StopSignals,
+    classify_exception,
+    joined_ranks,
+    leave_if_stopped,
+    stop_watch,
+)
 from scripts.sample.world import provide_sample
 from training import diagnostics, preflight
 from training.build_objective import Base, choose_objective
@@ -128,8 +136,9 @@ def train(loaded: Loaded) -> int:
         for message in (*loaded.notes, *start.notes):
             log.info(message)
         try:
-            base = Base(config, progress, folder, log.warn)
-            objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, log.info)
+            context = RunContext(ranks, signals, log)
+            base = Base(config, progress, folder)
+            objective, inputs = choose_objective(config, inputs, model, dtype, base, context)
             run = Run(config, ranks, signals, inputs, place, model, optimizer, scaler, progress, objective, start.folder, log)
             preflight.announce(run, dtype)
             if reason := compile_where_possible(model, config, device_type):

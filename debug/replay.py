@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
@@ -34,7 +35,7 @@ from model_utils import (
     seed_step,
 )
 from objectives.base import LossSum, Objective
-from parallel.collectives import Ranks, StopSignals
+from parallel.collectives import Ranks, RunContext, StopSignals
 from settings.load import Layer, read_json_file, validate
 from train import train_step
 from training.build_objective import Base, choose_objective
@@ -164,8 +165,9 @@ def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
     if progress.step >= step:
         raise SettingsError(f"--step {step}: this run began with step {progress.step + 1} (START_STEP, or a checkpoint's)")
     signals, log = StopSignals(), RunLog(config, 0, device_type)
-    base = Base(config, progress, run_dir, info)
-    objective, inputs = choose_objective(config, inputs, model, dtype, base, ranks, signals, info)
+    context = RunContext(ranks, signals, SimpleNamespace(info=info, warn=info))
+    base = Base(config, progress, run_dir)
+    objective, inputs = choose_objective(config, inputs, model, dtype, base, context)
     compile_where_possible(model, config, device_type)
     return Run(config, ranks, signals, inputs, RunFolder(run_dir), model, optimizer, scaler, progress, objective, start.folder,
                log)

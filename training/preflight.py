@@ -13,12 +13,13 @@ import torch
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
 from config import PREPARED_BY, Config
+from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
 from lora import trained_token_ids
 from model import Transformer
 from model_utils import check_model, choose_device, choose_dtype, make_deterministic, why_not_compile
-from objectives.reference import is_stored
+from objectives.preference import reference_is_stored
 from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
 from settings.load import Loaded
@@ -26,7 +27,7 @@ from tokenizer import load_tokenizer
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.run_folder import has_run
 from training.start import find_checkpoint, start_at
-from training.state import Inputs, Run, cache_of, read_inputs
+from training.state import Inputs, Run, read_inputs
 
 T = TypeVar("T")
 
@@ -169,7 +170,7 @@ def check(loaded: Loaded) -> int:
         report.tell("ok", "first row", repr(first_row(config, inputs)))
     if config.hellaswag_path:
         report.ask("evaluation", lambda: check_evaluation(config, tokenizer))
-    if inputs and (is_stored(config) or config.distillation_enabled and config.distillation_top_k):
+    if inputs and (reference_is_stored(config) or config.distillation_enabled and config.distillation_top_k):
         report.ask("cache", lambda: check_cache(config, inputs))
     if config.distillation_enabled and tokenizer:
         report.ask("teacher", lambda: check_teacher(config, tokenizer))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -17,14 +17,11 @@ import lora
 from checkpoint import hf_format, peft_format, store
 from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
-from common.cache import Cache
-from common.errors import CheckpointError, DataError
+from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
-from data_pipeline.packed_rows import ExampleRows, open_example_set
 from data_pipeline.row_order import RowOrder
-from data_pipeline.shard_reader import open_token_set
-from dataloaders import StepLoader, TokenRows, validation_batches
+from dataloaders import Rows, StepLoader, cache_of, open_rows, validation_batches
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from model_utils import cut_padding, load_weights, restore_padding
@@ -36,8 +33,6 @@ from training.optim import Optimizer
 from training.run_folder import SEGMENTS, RunFolder
 from training.run_log import RunLog, naming_refusals
 from training.start import Start, find_checkpoint, is_inside, start_at
-
-Rows = Union[TokenRows, ExampleRows]
 
 
 @dataclass(frozen=True)
@@ -98,32 +93,6 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     path = getattr(config, f"{config.training_stage}_data_path")
     held_out = f", {validation.describe()} held out" if validation else ""
     return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} from {path}")
-
-
-def cache_of(config: Config) -> Cache:
-    """Where what is computed of the data is kept."""
-    return Cache(config.cache_dir and Path(config.cache_dir).expanduser(), Path(config.output_dir) / ".cache")
-
-
-def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
-    """The rows of one split of what the stage reads: tokens of documents, or packed chats or pairs."""
-    if config.training_stage == "pretrain":
-        minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
-        token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
-                                   tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
-                                   minimum_tokens=minimum, verify=verify, cache=cache_of(config))
-        return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
-    path, kind = (config.sft_data_path, "chats") if config.training_stage == "sft" else (config.dpo_data_path, "pairs")
-    example_set = open_example_set(path, split, kind, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
-                                   verify=verify, cache=cache_of(config))
-    rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
-    if split == "train" and len(rows) < config.rows_per_step:
-        at_once = config.micro_batch_size * config.world_size
-        largest = len(rows) // at_once * at_once * config.max_seq_len
-        advice = f"lower TOTAL_BATCH_SIZE to {largest} or less" if largest else "lower TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
-        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN={config.max_seq_len} "
-                        f"tokens, but a step reads {config.rows_per_step:,}; prepare more, or {advice}")
-    return rows
 
 
 def open_inputs(config: Config, ranks: Ranks) -> Inputs:

@@ -11,8 +11,8 @@ from config import ModelConfig, PreferenceConfig
 from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
-from objectives.base import DPO, ORPO, NextToken, log1mexp, pair_logprobs
-from objectives.reference import frozen_logprobs
+from objectives.base import NextToken
+from objectives.preference import DPO, ORPO, SimPO, frozen_logprobs, log1mexp, pair_logprobs
 
 VOCAB, T = 61, 24
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.2)
@@ -72,6 +72,7 @@ MODES = {
     "ipo": (lambda: dpo(dpo_loss="ipo"), pair_rows),
     "hinge": (lambda: dpo(dpo_loss="hinge"), pair_rows),
     "orpo": (lambda: ORPO(PreferenceConfig()), pair_rows),
+    "simpo": (lambda: SimPO(PreferenceConfig()), pair_rows),
 }
 modes = pytest.mark.parametrize("mode", MODES)
 
