@@ -230,7 +230,8 @@ class LoraConfig(Section):
 class PreferenceConfig(Section):
     """Training on preference pairs."""
 
-    preference_objective: Literal["dpo", "orpo"] = fixed("dpo", "orpo needs no reference model")
+    preference_objective: Literal["dpo", "orpo", "simpo"] = fixed(
+        "dpo", "orpo and simpo need no reference model")
     dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "loss of the margin")
     dpo_beta: float = fixed(0.1, "strength of the pull towards the reference model", gt=0)
     dpo_label_smoothing: float = fixed(0.0, "assumed share of swapped pairs (sigmoid only)", ge=0, lt=0.5)
@@ -239,6 +240,8 @@ class PreferenceConfig(Section):
     dpo_reference: Literal["auto", "stored", "live"] = safe(
         "auto", "stored = computed once; live = frozen copy or base; auto = live with LoRA, else stored")
     orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
+    simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
+    simpo_gamma: float = fixed(1.0, "margin between SimPO's rewards to reach; half of SIMPO_BETA is common", ge=0)
 
 
 class DistillationConfig(Section):

@@ -1,4 +1,4 @@
-"""Files that end: what is opened here is no pipe, which would be waited for, and no device, which may never end."""
+"""File primitives: opening plain files only, durable and atomic writes, SHA-256, locks."""
 
 import ctypes
 import errno
@@ -9,37 +9,38 @@ import os
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
 from common.heartbeat import HEARTBEAT
 
-LARGEST_TEXT = 1 << 26  # bytes of what is read as a whole
-BLOCK_BYTES = 1 << 26  # of what is written or synced at once, between two signs of life
+LARGEST_TEXT = 1 << 26  # bytes, of a file that is read as a whole
+BLOCK_BYTES = 1 << 26  # written or synced at once, between two heartbeats
 SYNC_AND_WAIT = 1 | 2 | 4  # of linux/fs.h: SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER
 LIBC = ctypes.CDLL(None)
 
 
 class NotAFileError(OSError):
-    """What stands there is a pipe, a socket, a device, a folder, or a link where none is followed."""
+    """The path is a pipe, a socket, a device, a folder, or a link where links are not followed."""
 
     def __init__(self, path: str | Path):
         super().__init__(errno.EINVAL, "is no plain file but a pipe, a device, a folder or a link", str(path))
 
 
 def plain(path: str, flags: int) -> int:
-    """An `opener` for `open`, which takes nothing but files, also behind links, and waits for nobody.
+    """Open a plain file, also behind links; an `opener` for `open`. Never blocks, as opening a pipe would.
 
     Raises:
-        NotAFileError: it is something else.
-        OSError: it cannot be opened.
+        NotAFileError: the path is something else.
+        OSError: the file cannot be opened.
     """
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ELOOP):  # a pipe that nobody reads, a socket; a folder; a link
+        # Of a pipe without a reader or a socket; of a folder; of a link with O_NOFOLLOW.
+        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ELOOP):
             raise NotAFileError(path) from error
         raise
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -49,32 +50,22 @@ def plain(path: str, flags: int) -> int:
 
 
 def leads_outside(name: str, folder: Path) -> bool:
-    """Whether what has this name in a folder lies outside of it, by the name or behind links.
-
-    In the hub's cache a snapshot's files are links, which may lead anywhere in the cache of that model.
-    """
+    """Return whether the file of this name in a folder lies outside of it, by `..` or through links."""
     home = Path(os.path.realpath(folder))
+    # In the hub's cache, a snapshot's files are links to anywhere in the cache of that model.
     if home.parent.name == "snapshots":
         home = home.parents[1]
     return ".." in Path(name).parts or not Path(os.path.realpath(folder / name)).is_relative_to(home)
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """A file's text, its line ends as newlines.
-
-    Raises:
-        OSError, UnicodeDecodeError: it cannot be read, or is no file, or no text.
-    """
+    """Return the text of a plain file, with line ends as newlines. Raises OSError or UnicodeDecodeError."""
     with open(path, encoding=encoding, opener=plain) as file:
         return file.read()
 
 
 def read_plain(path: Path) -> bytes:
-    """A file's content.
-
-    Raises:
-        OSError: it cannot be read, is no file, or is larger than any text of ours.
-    """
+    """Return the content of a plain file of at most LARGEST_TEXT bytes. Raises OSError."""
     with open(path, "rb", opener=plain) as file:
         content = file.read(LARGEST_TEXT + 1)
     if len(content) > LARGEST_TEXT:
@@ -83,10 +74,10 @@ def read_plain(path: Path) -> bytes:
 
 
 def why_not_writable(folder: Path) -> Optional[OSError]:
-    """What stands against writing into a folder, which need not exist yet; None = nothing. Tried, and nothing is left."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    """Return the error of creating a file in a folder, which need not exist yet; None if it works."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=existing):
             return None
     except OSError as error:
         return error
@@ -123,31 +114,15 @@ def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None
 
 
 def sync(path: Path) -> None:
-    """Bring a file to the disk.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with open(path, "rb") as file, open(path, "rb") as ahead:  # each is told by itself of what could not be written
+    """Flush a file to the disk, block by block with heartbeats. Raises OSError."""
+    # Each descriptor reports a failed write once, so the blocks go through one of their own.
+    with open(path, "rb") as file, open(path, "rb") as ahead:
         if hasattr(LIBC, "sync_file_range"):
             for start in range(0, os.fstat(ahead.fileno()).st_size, BLOCK_BYTES):
-                LIBC.sync_file_range(ahead.fileno(), ctypes.c_int64(start), ctypes.c_int64(BLOCK_BYTES), SYNC_AND_WAIT)
+                LIBC.sync_file_range(ahead.fileno(), ctypes.c_int64(start), ctypes.c_int64(BLOCK_BYTES),
+                                     SYNC_AND_WAIT)
                 HEARTBEAT.beat()
         os.fsync(file.fileno())
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that after a crash there is either the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def sync_folder(path: Path) -> None:
@@ -157,6 +132,28 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A `with` block that writes the file it is given, which then replaces `path`.
+
+    After a crash there is either the old file or the new one. Raises OSError, and leaves the old file.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        yield temporary
+        sync(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON atomically. Raises OSError."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 class FileLock:

@@ -11,35 +11,33 @@ from fused.chunked_head import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one forward. Targets are already shifted; `document_ids_BT` is None where documents see each other."""
+    """Rows for one forward. Targets are already shifted: the target of a token is the token after it."""
 
     tokens_BT: torch.Tensor  # int64
     targets_BT: torch.Tensor  # int64, IGNORE_INDEX where nothing is predicted
-    document_ids_BT: torch.Tensor | None = None  # int32, documents numbered from 1 in each row
-    target_index_M: torch.Tensor | None = None  # int64, where in the flattened targets something is predicted; None = everywhere
-    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # what was computed before, row by row
+    document_ids_BT: torch.Tensor | None = None  # int32, from 1 in each row; None = no document mask
+    target_index_M: torch.Tensor | None = None  # int64, where the flattened targets are; None = everywhere
+    stored: dict[str, torch.Tensor] = field(default_factory=dict)  # precomputed; the first axis is the row
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, without waiting for the copy of pinned memory.
 
-        The documents' numbers stay: the model makes what its kernels want of them on the CPU, and so waits for no GPU.
+        `document_ids_BT` stays on the CPU: the model derives its attention mask there, without a GPU sync.
         """
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, document_ids_BT=self.document_ids_BT)
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in memory that a GPU can fetch from by itself."""
+        """Return the batch in page-locked memory, which a GPU can copy asynchronously."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else change(tensor)
-
-        return Batch(change(self.tokens_BT), change(self.targets_BT), optional(self.document_ids_BT), optional(self.target_index_M),
-                     {name: change(tensor) for name, tensor in self.stored.items()})
+        tensors = (self.tokens_BT, self.targets_BT, self.document_ids_BT, self.target_index_M)
+        return Batch(*(None if tensor is None else change(tensor) for tensor in tensors),
+                     stored={name: change(tensor) for name, tensor in self.stored.items()})
 
     def ignore_from(self, row: int) -> "Batch":
-        """Return the batch with nothing to predict in the rows from `row` on, which are padding."""
+        """Return the batch without targets in the rows from `row` on, which are padding."""
         targets_BT = self.targets_BT.clone()
         targets_BT[row:] = IGNORE_INDEX
         target_index_M = self.target_index_M

@@ -1,4 +1,4 @@
-"""What manifest.json says of a prepared set, as far as a reader must be able to trust it; docs/architecture.md shows one."""
+"""The schema of manifest.json, as far as readers of a prepared set need it; docs/architecture.md has one."""
 
 from pathlib import Path
 from typing import Literal
@@ -19,29 +19,29 @@ class Entry(BaseModel, strict=True):
 
 
 class Stream(BaseModel, strict=True):
-    """Token files, one after the other."""
+    """Token files that form one sequence."""
 
     tokens: int
     shards: list[Entry]
 
     @model_validator(mode="after")
-    def adds_up(self) -> "Stream":
-        """Refuse a list that lacks a shard, or has one twice."""
+    def check_sum(self) -> "Stream":
+        """Refuse a list that lacks a shard, or contains one twice."""
         if len({entry.file for entry in self.shards}) < len(self.shards):
             raise ValueError("a shard is listed twice")
         if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
-            raise ValueError(f"the shards that are listed have {listed} tokens, and there should be {self.tokens}")
+            raise ValueError(f"the listed shards have {listed} tokens, but there should be {self.tokens}")
         return self
 
 
 class Split(Stream):
-    """The tokens of one split and, of examples, the segments that they are cut into."""
+    """The tokens of one split and, for chats and pairs, the segments that they are cut into."""
 
     segments: Stream | None = None
 
 
 class Manifest(BaseModel, strict=True):
-    """The whole."""
+    """The manifest of a prepared set."""
 
     format: Literal[1]
     kind: str = "documents"
@@ -52,10 +52,10 @@ class Manifest(BaseModel, strict=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder.
+    """Return the manifest of a prepared folder.
 
     Raises:
-        DataError: it is no file, or does not say what it must.
+        DataError: it is not a file, or violates the schema.
         OSError: it cannot be read.
     """
     path = folder / MANIFEST

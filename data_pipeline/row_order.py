@@ -1,4 +1,4 @@
-"""Which rows each step, rank and micro-batch reads: a pure function of (seed, step, rank, world size)."""
+"""The rows of each step, rank and micro-batch: a pure function of (seed, step, rank, world size)."""
 
 import math
 from collections.abc import Callable
@@ -12,10 +12,10 @@ Permutation = Callable[[np.ndarray], np.ndarray]
 
 
 def permutation(n: int, seed: int, epoch: int) -> Permutation:
-    """Return a pseudo-random bijection on [0, n), from an array of positions to an int64 array, that takes no memory.
+    """Return a pseudo-random bijection on [0, n) that needs no memory: from an array of positions to int64.
 
-    A Feistel network over pairs (left, right) with left < a, right < b and a*b >= n, adding modulo a and b; a value
-    beyond n is sent through again until it falls inside. As a*b < n + a, that is rarely needed.
+    A Feistel network over pairs (left, right) with left < a, right < b and a*b >= n, adding modulo a and b. A
+    value beyond n goes through it again until it falls inside; as a*b < n + a, that is rare.
 
     Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 (walking) and 5 (a*b).
     """
@@ -41,7 +41,7 @@ def permutation(n: int, seed: int, epoch: int) -> Permutation:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Spread every bit of uint64 values over all bits.
+    """Mix the bits of uint64 values, so that each input bit affects all output bits.
 
     Source: splitmix64's finaliser (Steele, Lea and Flood 2014), variant 13 of Stafford.
     """
@@ -51,7 +51,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def rows_of_step(step: int, rows_per_step: int, n_rows: int, seed: int) -> np.ndarray:
-    """Return the int64 indices of the rows that all ranks together read in a step, even across the end of an epoch."""
+    """Return the int64 indices of the rows of a step, of all ranks; a step may cross the end of an epoch."""
     positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
     epochs, within = np.divmod(positions, n_rows)
     return np.concatenate([permutation(n_rows, seed, epoch)(within[epochs == epoch])
@@ -60,7 +60,7 @@ def rows_of_step(step: int, rows_per_step: int, n_rows: int, seed: int) -> np.nd
 
 @dataclass(frozen=True)
 class RowOrder:
-    """Which rows one rank reads in each step: of the step's rows its contiguous part, cut into micro-batches."""
+    """The rows that one rank reads: a contiguous part of each step's rows, cut into micro-batches."""
 
     n_rows: int
     rows_per_step: int  # of all ranks together
@@ -73,7 +73,7 @@ class RowOrder:
         assert self.rows_per_step % (self.micro_batch_size * self.world_size) == 0
 
     def all_rows(self, step: int) -> np.ndarray:
-        """Return the row indices that all ranks together read in a step, int64."""
+        """Return the row indices of a step, of all ranks, int64."""
         return rows_of_step(step, self.rows_per_step, self.n_rows, self.seed)
 
     def micro_batches(self, step: int) -> np.ndarray:

@@ -19,11 +19,11 @@ from tqdm import tqdm
 
 from common.text import printable
 from data_pipeline.batch import Batch
-from dataloaders import TokenRows
+from dataloaders import Rows, TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from model_utils import gradient_norm, is_vocabulary
 from training.diagnostics import count_bad, describe_tensors
-from training.state import Rows, Run
+from training.state import Run
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT_TOKENS = 24  # of a document, shown on either side of a token

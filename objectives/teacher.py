@@ -1,6 +1,6 @@
-"""Teachers: found, held against the student's vocabulary, and run beside it.
+"""Teachers: finding one, comparing its vocabulary with the student's, and running it in each step.
 
-Shapes: M positions with a target, V vocabulary, N documents of L tokens at most.
+Shapes: M positions with a target, V vocabulary, N documents of at most L tokens.
 """
 
 import hashlib
@@ -36,73 +36,67 @@ UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 LogitsOfPart = Callable[[slice], Tensor]
 
-
-# ------------------------------------------------------------------------------------------------------------------- finding
+# --------------------------------------------------------------------------------------------------- finding
 
 
 def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
-    """The folder of TEACHER_MODEL: a checkpoint or a model folder, by path or by its name in OUTPUT_DIR, or from the hub.
+    """Return the folder of TEACHER_MODEL: a checkpoint or model folder, given by path or by its name in
+    OUTPUT_DIR, or a model of the hub.
 
     Args:
         tokenizer: the student's.
         verify: hash a checkpoint's files; one rank does it for all.
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        SettingsError: it speaks another vocabulary.
+        CheckpointError: it does not exist, or is damaged.
+        SettingsError: it has another vocabulary.
     """
     name = config.teacher_model
-    places = (Path(config.output_dir) / name, Path(name).expanduser())
+    setting, places = f"TEACHER_MODEL={name}", (Path(config.output_dir) / name, Path(name).expanduser())
     if any(place.exists() for place in places) or not HUB_NAME.fullmatch(name):
         try:
             folder = store.locate(name, Path(config.output_dir))
         except CheckpointError as error:
-            raise CheckpointError(f"TEACHER_MODEL={name}: {error}") from error
+            raise CheckpointError(f"{setting}: {error}") from error
     else:
-        folder = _hub_folder(name)
+        try:
+            folder = hub_folder(name, "config.json", _is_complete, allow_patterns=["*.safetensors", "*.json"],
+                                ignore_patterns=["*/*"])
+        except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
+            raise CheckpointError(f"{setting} is no local folder, and the hub gives no model of that name: "
+                                  f"{why_not(error)}; check the name, the network, HF_TOKEN and "
+                                  "HF_HUB_OFFLINE, or give a path") from error
     if verify and (folder / store.MANIFEST).exists():
         store.verify(folder)
     if not (folder / "config.json").exists():
-        what = "holds adapters only; merge them into their base with scripts/merge_lora.py" if (
-            folder / "adapter_config.json").exists() else "has no config.json; name a checkpoint or a model folder"
-        raise CheckpointError(f"TEACHER_MODEL={name}: {folder} {what}")
+        has_adapters = (folder / "adapter_config.json").exists()
+        raise CheckpointError(f"{setting}: {folder} " + (
+            "holds adapters only; merge them into their base with scripts/merge_lora.py" if has_adapters else
+            "has no config.json; name a checkpoint or a model folder"))
     check_vocabulary(folder, name, tokenizer)
     return folder
 
 
-def _hub_folder(name: str) -> Path:
-    """The local copy of a model on the hub, its safetensors and JSON files: from the cache where it is whole."""
-    try:
-        return hub_folder(name, "config.json", _is_whole, allow_patterns=["*.safetensors", "*.json"], ignore_patterns=["*/*"])
-    except Exception as error:  # the hub's HTTP library, and with it the errors' class, differs from version to version
-        raise CheckpointError(f"TEACHER_MODEL={name} is no local folder, and the hub gives no model of that name: "
-                              f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a "
-                              "path") from error
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether a model folder has its configuration and all of its weights."""
+def _is_complete(folder: Path) -> bool:
+    """Return whether a model folder has its configuration and all of its weights."""
     index = folder / INDEX_FILE
     files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
     return all((folder / file).exists() for file in ("config.json", *files))
 
 
 def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
-    """See that an id means the same token to the teacher in the folder as to the student's tokenizer.
+    """Raise SettingsError if an id means another token to a folder's teacher than to the student's tokenizer.
 
-    Control tokens may have other names. A folder without a tokenizer.json is judged by the size alone; with one, ids
-    beyond the tokenizer's that pad the teacher's matrices are allowed.
-
-    Raises:
-        SettingsError: it does not.
+    Control tokens may have other names. Without a tokenizer.json only the sizes are compared; with one, the
+    teacher's matrices may be padded with more ids.
     """
     rows, ours = read_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
     if not isinstance(rows, int):
-        raise CheckpointError(f"{folder / 'config.json'} does not say its vocab_size; name another TEACHER_MODEL")
+        raise CheckpointError(f"{folder / 'config.json'} has no vocab_size; name another TEACHER_MODEL")
 
     def refusal(detail: str) -> SettingsError:
-        return SettingsError(f"TEACHER_MODEL={name} speaks another vocabulary: it has {rows:,} ids, the student's tokenizer "
-                             f"{ours:,}{detail}; choose a teacher with the student's tokenizer, or set TOKENIZER_PATH to the "
-                             "teacher's and prepare the data again")
+        return SettingsError(f"TEACHER_MODEL={name} has another vocabulary: it has {rows:,} ids, the "
+                             f"student's tokenizer {ours:,}{detail}; choose a teacher with the student's "
+                             "tokenizer, or set TOKENIZER_PATH to the teacher's and prepare the data again")
 
     if not (folder / "tokenizer.json").exists():
         if rows != ours:
@@ -121,24 +115,25 @@ def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
 
 
 def teacher_facts(folder: Path, config: Config) -> dict[str, Any]:
-    """All that decides what the teacher in a folder says: its weights, its configuration, and the dtype it computes in."""
+    """Return what a teacher's outputs follow from: its weights, its configuration, and its precision."""
     described = json.dumps(read_json(folder / "config.json"), sort_keys=True)
-    return {"weights_sha256": weights_sha256(load_model_weights(folder)), "precision": config.teacher_precision,
-            "config_sha256": hashlib.sha256(described.encode()).hexdigest()}
+    return {"weights_sha256": weights_sha256(load_model_weights(folder)),
+            "config_sha256": hashlib.sha256(described.encode()).hexdigest(),
+            "precision": config.teacher_precision}
 
 
-# ------------------------------------------------------------------------------------------------------------------- running
+# --------------------------------------------------------------------------------------------------- running
 
 
 class LlamaTeacher:
-    """A teacher that is a Llama, as our own model: packed documents in one forward, its head a chunk at a time."""
+    """A Llama, run by our own model: packed documents in one forward, and the head a chunk at a time."""
 
     def __init__(self, model: Transformer, vocab_size: int):
         self.model, self.vocab_size = model.requires_grad_(False).eval(), vocab_size
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> LogitsOfPart:
-        """Read a batch; a function from a slice of its target positions to their (M, V) float32 logits."""
+        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
         hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
         hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
         weight_VD = self.model.head_weight.values_VD
@@ -146,9 +141,9 @@ class LlamaTeacher:
 
 
 class HFTeacher:
-    """Any causal language model of transformers, which is given each document by itself.
+    """Any causal language model of transformers, which reads each document separately.
 
-    The logits of a whole micro-batch's targets are held, in the model's own dtype.
+    It holds the logits of all targets of a micro-batch, in the model's own dtype.
     """
 
     def __init__(self, model: nn.Module, vocab_size: int):
@@ -156,23 +151,28 @@ class HFTeacher:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> LogitsOfPart:
-        """Read a batch; a function from a slice of its target positions to their (M, V) float32 logits."""
+        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
         tokens, device = batch.tokens_BT.flatten(), batch.tokens_BT.device
-        target_index_M = torch.arange(len(tokens), device=device) if batch.target_index_M is None else batch.target_index_M
-        place = torch.full_like(tokens, -1).index_copy(0, target_index_M, torch.arange(len(target_index_M), device=device))
+        target_index_M = batch.target_index_M
+        if target_index_M is None:
+            target_index_M = torch.arange(len(tokens), device=device)
+        # Of each position in the flattened batch its place among the targets; -1 for none.
+        place = torch.full_like(tokens, -1)
+        place[target_index_M] = torch.arange(len(target_index_M), device=device)
         logits_MV = torch.zeros(len(target_index_M), self.vocab_size, dtype=self.model.dtype, device=device)
         for starts, lengths in group_documents(*documents_with_targets(batch), budget=len(tokens)):
-            inside_NL = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).to(device)
-            index_NL = (torch.tensor(starts)[:, None] + torch.arange(max(lengths))).clamp(max=len(tokens) - 1).to(device)
-            # Padded on the right, where a causal model does not see it.
-            said_NLV = self.model(tokens[index_NL], attention_mask=inside_NL.long(), use_cache=False).logits
+            # Padded on the right, which a causal model does not see.
+            offset_L = torch.arange(max(lengths))
+            inside_NL = (offset_L < torch.tensor(lengths)[:, None]).to(device)
+            index_NL = (torch.tensor(starts)[:, None] + offset_L).clamp(max=len(tokens) - 1).to(device)
+            found_NLV = self.model(tokens[index_NL], attention_mask=inside_NL.long(), use_cache=False).logits
             wanted_NL = inside_NL & (place[index_NL] >= 0)
-            logits_MV[place[index_NL[wanted_NL]]] = said_NLV[wanted_NL][:, :self.vocab_size]
+            logits_MV[place[index_NL[wanted_NL]]] = found_NLV[wanted_NL][:, :self.vocab_size]
         return lambda part: logits_MV[part].float()
 
 
 def documents_with_targets(batch: Batch) -> tuple[list[int], list[int]]:
-    """Where in the flattened batch each document begins that has anything to predict, and its length."""
+    """Return where in the flattened batch the documents with a target begin, and their lengths."""
     targets = (batch.targets_BT != IGNORE_INDEX).cpu()
     starts = torch.zeros_like(targets)
     if batch.document_ids_BT is not None:
@@ -181,12 +181,13 @@ def documents_with_targets(batch: Batch) -> tuple[list[int], list[int]]:
     starts[:, 0] = True
     begins = starts.flatten().nonzero().flatten()
     lengths = torch.diff(begins, append=torch.tensor([targets.numel()]))
-    used = torch.zeros(len(begins), dtype=torch.long).index_add(0, starts.flatten().cumsum(0) - 1, targets.flatten().long()) > 0
+    used = torch.tensor([part.any() for part in targets.flatten().split(lengths.tolist())])
     return begins[used].tolist(), lengths[used].tolist()
 
 
-def group_documents(starts: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[list[int], list[int]]]:
-    """Documents of like length together, such that none of the groups, padded, has more than `budget` tokens."""
+def group_documents(starts: Sequence[int], lengths: Sequence[int],
+                    budget: int) -> list[tuple[list[int], list[int]]]:
+    """Return groups of documents of similar length, each with at most `budget` tokens when it is padded."""
     groups: list[tuple[list[int], list[int]]] = []
     for length, start in sorted(zip(lengths, starts), reverse=True):
         if not groups or (len(groups[-1][0]) + 1) * groups[-1][1][0] > budget:
@@ -196,20 +197,21 @@ def group_documents(starts: Sequence[int], lengths: Sequence[int], budget: int) 
     return groups
 
 
-def load_teacher(folder: Path, config: Config, vocab_size: int, device: torch.device) -> LlamaTeacher | HFTeacher:
-    """The model of a folder that `find_teacher` gave, ready to be asked: our own where it is a Llama, else transformers'.
+def load_teacher(folder: Path, config: Config, vocab_size: int,
+                 device: torch.device) -> LlamaTeacher | HFTeacher:
+    """Load the model in a folder of `find_teacher`: by our own code if it is a Llama, else by transformers.
 
     Raises:
-        CheckpointError: its weights cannot be read, or are not those of its configuration.
-        SettingsError: transformers is needed and missing, or knows no such model.
+        CheckpointError: its weights cannot be read, or do not fit its configuration.
+        SettingsError: transformers is needed but missing, or does not know the model.
     """
     described = read_json(folder / "config.json")
     try:
         settings = model_settings_from_huggingface(described)
     except CheckpointError:
         settings = None
-    if settings is None or "quantization_config" in described:  # no Llama, or one that our model cannot represent
-        return _load_foreign(folder, described, config, vocab_size, device)
+    if settings is None or "quantization_config" in described:  # not a Llama, or one that we cannot represent
+        return _load_with_transformers(folder, described, config, vocab_size, device)
     tensors = load_model_weights(folder)
     dtype = _dtype(config, next(iter(tensors.values())).dtype, device)
     model = transformer_of(tensors, ModelConfig(**settings), described["vocab_size"], dtype).to(device, dtype)
@@ -218,50 +220,51 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, device: torch.de
 
 
 def _dtype(config: Config, own: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of TEACHER_PRECISION; float16 is widened on a CPU, which has no fast kernels for it."""
+    """Return the dtype of TEACHER_PRECISION; on a CPU, which is slow at float16, float32 instead."""
     dtype = PRECISIONS.get(config.teacher_precision, own)
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
-def _load_foreign(folder: Path, described: Mapping[str, Any], config: Config, vocab_size: int,
-                  device: torch.device) -> HFTeacher:
-    name = f"TEACHER_MODEL={config.teacher_model}"
-    kind, longest = described.get("model_type"), described.get("max_position_embeddings", described.get("n_positions"))
+def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: Config, vocab_size: int,
+                            device: torch.device) -> HFTeacher:
+    name, kind = f"TEACHER_MODEL={config.teacher_model}", described.get("model_type")
+    longest = described.get("max_position_embeddings", described.get("n_positions"))
     try:
         import transformers
     except ImportError as error:
-        raise SettingsError(f"{name} is a {kind!r} model, which only the package transformers can run; install it with "
-                            "pip install transformers, or choose a Llama") from error
+        raise SettingsError(f"{name} is a {kind!r} model, which needs the package transformers; install it "
+                            "with pip install transformers, or choose a Llama") from error
     if isinstance(longest, int) and longest < config.max_seq_len:
-        raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, or choose another "
-                            "teacher")
+        raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, "
+                            "or choose another teacher")
     if kind not in transformers.CONFIG_MAPPING:
-        raise SettingsError(f"{name}: transformers {transformers.__version__} knows no {kind!r} models, and code that comes with "
-                            "a model is never run; choose another teacher")
+        raise SettingsError(f"{name}: transformers {transformers.__version__} knows no {kind!r} models, and "
+                            "code that comes with a model is never run; choose another teacher")
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, use_safetensors=True, output_loading_info=True)
-    except Exception as error:  # whatever transformers' many parts raise
+    except Exception as error:  # of any class, from one of transformers' many libraries
         what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{name}: {folder} cannot be loaded: {what}; get it anew, or choose another teacher") from error
-    if loaded["missing_keys"] or loaded["mismatched_keys"]:
-        lacking = sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]]))
-        raise CheckpointError(f"{name}: {folder} lacks weights of a causal language model, such as {lacking[0]}; choose another "
-                              "teacher")
-    if "quantization_config" not in described:  # those stay as they are
+        raise CheckpointError(f"{name}: {folder} cannot be loaded: {what}; download it again, or choose "
+                              "another teacher") from error
+    if lacking := sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])):
+        raise CheckpointError(f"{name}: {folder} lacks weights of a causal language model, such as "
+                              f"{lacking[0]}; choose another teacher")
+    if "quantization_config" not in described:  # whose weights keep their dtypes
         model.to(_dtype(config, model.dtype, device))
     model.to(device)
     teacher = HFTeacher(model, vocab_size)
     if not is_causal(model, vocab_size):
-        raise SettingsError(f"{name} sees the tokens that it is to predict: it is no causal language model; choose another "
-                            "teacher")
+        raise SettingsError(f"{name} sees the tokens that it should predict: it is no causal language model; "
+                            "choose another teacher")
     return teacher
 
 
 @torch.no_grad()
 def is_causal(model: nn.Module, vocab_size: int) -> bool:
-    """Whether a model's logits stay as they are when a later token is another, by trying it."""
+    """Return whether changing a later token leaves a model's logits unchanged, by a test."""
     tokens_BT = (torch.arange(16, device=model.device).repeat(2, 1) * 7) % vocab_size
     tokens_BT[1, 8:] = (tokens_BT[1, 8:] + 1) % vocab_size
-    one, other = model(tokens_BT, attention_mask=torch.ones_like(tokens_BT), use_cache=False).logits[:, :8].float()
+    logits_BTV = model(tokens_BT, attention_mask=torch.ones_like(tokens_BT), use_cache=False).logits
+    one, other = logits_BTV[:, :8].float()
     return bool((one - other).abs().max() <= 1e-3 * one.abs().max())

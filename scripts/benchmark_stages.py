@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,26 +37,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmark import bootstrap
 
 from checkpoint.hf_format import huggingface_config, to_huggingface
-from common.cache import Cache
 from common.errors import run_script
 from common.files import write_json
+from common.verified_files import Cache
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.packed_rows import ExampleRows, open_example_set
 from data_pipeline.row_order import rows_of_step
-from data_pipeline.shard_reader import MANIFEST, open_token_set
+from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, open_token_set
 from data_pipeline.shard_writer import SplitWriter, Tokens
 from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
-from objectives.base import DPO, NextToken, stored_reference
+from objectives.base import NextToken
 from objectives.distillation import Distillation
-from objectives.once import Once
-from objectives.reference import frozen_logprobs, with_stored_reference
+from objectives.precompute import ReferenceOutputs, TeacherOutputs
+from objectives.preference import DPO, frozen_logprobs, stored_reference
+from objectives.stored_outputs import ComputeOnce
 from objectives.teacher import LlamaTeacher
-from objectives.teacher_store import with_stored_teacher
-from parallel.collectives import Ranks, StopSignals
+from parallel.collectives import Ranks, RunContext, StopSignals
 from training.optim import Optimizer
 
 VOCABULARY, ROW_TOKENS, ROWS_A_STEP, EXAMPLES_A_MICRO_BATCH = 4096, 1024, 2, 8
@@ -66,6 +67,7 @@ TOLERANCE = 1e-3  # of first losses
 CONFIG = Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, init_std=0.06, max_seq_len=ROW_TOKENS,
                 micro_batch_size=ROWS_A_STEP, total_batch_size=ROWS_A_STEP * ROW_TOKENS, learning_rate=1e-4, lora_rank=8,
                 lora_alpha=16.0, distillation_top_k=32)
+FACTS = TokenizerFacts(VOCABULARY)
 LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -119,7 +121,7 @@ def write_set(folder: Path, kind: str, examples: list[list[list[int]]]) -> Path:
 
 def example_rows(folder: Path, kind: str, examples: list[list[list[int]]]) -> ExampleRows:
     """Prepared examples, packed into rows."""
-    return ExampleRows(open_example_set(write_set(folder, kind, examples), "train", kind, vocab_size=VOCABULARY), ROW_TOKENS)
+    return ExampleRows(open_example_set(write_set(folder, kind, examples), "train", kind, FACTS), ROW_TOKENS)
 
 
 def padded_batch(chats: list[list[list[int]]]) -> Batch:
@@ -137,7 +139,7 @@ def pretraining_rows(folder: Path) -> TokenRows:
     """Rows of documents, full to the last slot."""
     dice = np.random.default_rng(5)
     write_set(folder, "documents", [[[START, *draw_words(dice, 300, 1000), END]] for _ in range(DOCUMENTS)])
-    return TokenRows(open_token_set(folder, "train", vocab_size=VOCABULARY), ROW_TOKENS, START)
+    return TokenRows(open_token_set(folder, "train", FACTS), ROW_TOKENS, START)
 
 
 def tokens_in(rows: ExampleRows | TokenRows, indices: np.ndarray) -> int:
@@ -350,8 +352,9 @@ def dpo(folder: Path) -> Group:
 
     def with_reference(part: ExampleRows):
         with StopSignals() as signals:
-            return with_stored_reference(part, "train", {"weights_sha256": "0" * 64, "compute_dtype": "float32"},
-                                         lambda: reference, ROWS_A_STEP, Once(Cache(), Ranks(), signals, info))
+            facts = {"weights_sha256": "0" * 64, "compute_dtype": "float32"}
+            once = ComputeOnce(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
+            return once.load_or_compute(ReferenceOutputs(part, "train", facts, lambda: reference, ROWS_A_STEP))
 
     def contender(read, read_probe, asked: Callable[[Batch], torch.Tensor]) -> Contender:
         return paddock(new_model(), DPO(CONFIG, asked), packed_batches(rows, read), read_probe(np.arange(len(probe_rows))))
@@ -375,8 +378,8 @@ def distillation(folder: Path) -> Group:
     rows, teacher = pretraining_rows(folder / "documents"), LlamaTeacher(new_model(seed=2), VOCABULARY)
     asked = np.unique(np.concatenate([rows_of_step(step, ROWS_A_STEP, len(rows), CONFIG.seed) for step in range(STORED_STEPS)]))
     with StopSignals() as signals:
-        once = Once(Cache(), Ranks(), signals, info)
-        stored = with_stored_teacher(rows, {}, lambda: teacher, CONFIG, VOCABULARY, once, asked)
+        once = ComputeOnce(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
+        stored = once.load_or_compute(TeacherOutputs(rows, {}, lambda: teacher, CONFIG, VOCABULARY, asked))
 
     def contender(read, objective, reported: str = "") -> Contender:
         return paddock(new_model(), objective, packed_batches(rows, read), read(asked[:2]), reported)

@@ -27,8 +27,9 @@ from checkpoint.schema import read_entries  # noqa: E402
 from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
+from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
 from model_utils import load_model_folder  # noqa: E402
-from objectives.base import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
 from training.generate import generate  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
@@ -100,7 +101,7 @@ def exact_answers(folder: Path) -> tuple[float, float]:
 def preference_accuracy(folder: Path) -> float:
     """The share of held-out pairs whose chosen answer the model finds likelier than the rejected one."""
     model, tokenizer = load_model_folder(folder)
-    pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", vocab_size=tokenizer.vocab_size)
+    pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerFacts(tokenizer.vocab_size))
     rows, right, count = ExampleRows(pairs, 512), 0, 0
     for start in range(0, len(rows), 16):
         batch = rows(np.arange(start, min(start + 16, len(rows)))).to(model.norm.weight.device)

@@ -18,7 +18,7 @@ import pytest
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import DOCUMENTS, describe_prepared, split_of
-from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, open_token_set
+from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set
 from data_pipeline.sources import Mix, Source
 from data_preparation_utils import PreparationOptions, prepare_pretrain
 from tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def shards_of(folder):
 
 
 def tokens_of(folder, split, tokenizer):
-    token_set = open_token_set(folder, split, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256)
+    token_set = open_token_set(folder, split, TokenizerFacts(tokenizer.vocab_size, tokenizer.sha256))
     return token_set.read(0, token_set.tokens).tolist()
 
 

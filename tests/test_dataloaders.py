@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from data_pipeline.batch import Batch
 from data_pipeline.row_order import RowOrder, permutation, rows_of_step
-from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes, open_token_set
+from data_pipeline.shard_reader import (
+    HEADER_BYTES,
+    Shard,
+    TokenizerFacts,
+    TokenSet,
+    Verification,
+    header_bytes,
+    open_token_set,
+)
 from dataloaders import StepLoader, TokenRows, number_documents, validation_batches
 from fused.chunked_head import IGNORE_INDEX
 
@@ -150,7 +158,7 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
         file.seek(-8, 2)
         file.write(np.array([1, 2, 3, 4], np.uint16).tobytes())
     tracemalloc.start()
-    rows = TokenRows(open_token_set(tmp_path, "train", vocab_size=5, verify="never"), 1024)
+    rows = TokenRows(open_token_set(tmp_path, "train", TokenizerFacts(5), verification=Verification("never")), 1024)
     order = RowOrder(len(rows), 512, 8, 1, rank=3, world_size=4)
     with StepLoader(rows, order, CPU, count_targets, first_step=len(rows) // 512) as loader:
         assert next(loader)[0][0].tokens_BT.shape == (8, 1024)

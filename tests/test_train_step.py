@@ -16,7 +16,8 @@ from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from model_utils import clip_scale, gradient_norm
-from objectives.base import DPO, NextToken
+from objectives.base import NextToken
+from objectives.preference import DPO
 from parallel.collectives import start_ranks, stop_ranks
 from training import diagnostics
 from training.optim import Optimizer, orthogonalised

@@ -13,12 +13,13 @@ import torch
 from common.errors import CheckpointError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
 from config import PREPARED_BY, Config
+from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
 from lora import trained_token_ids
 from model import Transformer
 from model_utils import check_model, choose_dtype, why_not_compile
-from objectives.reference import is_stored
+from objectives.preference import reference_is_stored
 from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
 from settings.load import Loaded
@@ -26,7 +27,7 @@ from tokenizer import load_tokenizer
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.run_folder import has_run
 from training.setup import find_start, prepare_device, read_inputs
-from training.state import Inputs, Run, cache_of
+from training.state import Inputs, Run
 
 T = TypeVar("T")
 
@@ -188,7 +189,7 @@ def check(loaded: Loaded) -> int:
         report.line("ok", "first row", repr(first_row(config, inputs)))
     if config.hellaswag_path:
         report.run("evaluation", lambda: check_evaluation(config, tokenizer))
-    if inputs and (is_stored(config) or config.distillation_enabled and config.distillation_top_k):
+    if inputs and (reference_is_stored(config) or config.distillation_enabled and config.distillation_top_k):
         report.run("cache", lambda: check_cache(config, inputs))
     if config.distillation_enabled and tokenizer:
         report.run("teacher", lambda: check_teacher(config, tokenizer))

@@ -13,12 +13,9 @@ import torch
 
 import lora
 from checkpoint import hf_format, peft_format, store
-from common.errors import DataError
 from common.heartbeat import HEARTBEAT
 from config import Config
-from data_pipeline.packed_rows import ExampleRows, open_example_set
-from data_pipeline.shard_reader import open_token_set
-from dataloaders import TokenRows
+from dataloaders import cache_of, open_rows
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from model_utils import (
@@ -38,7 +35,7 @@ from training.optim import Optimizer
 from training.run_folder import RunFolder, open_run_folder
 from training.run_log import RunLog
 from training.start import Start, find_checkpoint, start_from
-from training.state import Inputs, Progress, Rows, Run, cache_of, trained_bytes
+from training.state import Inputs, Progress, Run, trained_bytes
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -74,30 +71,6 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     held_out = f", {validation.describe()} held out" if validation else ""
     return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} "
                                                                           f"from {path}")
-
-
-def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
-    """The rows of one split of what the stage reads: tokens of documents, or packed chats or pairs."""
-    if config.training_stage == "pretrain":
-        minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
-        token_set = open_token_set(config.pretrain_data_path, split, vocab_size=tokenizer.vocab_size,
-                                   tokenizer_sha256=tokenizer.sha256, document_start_id=tokenizer.document_start_id,
-                                   minimum_tokens=minimum, verify=verify, cache=cache_of(config))
-        return TokenRows(token_set, config.max_seq_len, token_set.document_start_id if config.document_mask else None)
-    path, kind = (config.sft_data_path, "chats") if config.training_stage == "sft" else (config.dpo_data_path, "pairs")
-    example_set = open_example_set(path, split, kind, vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
-                                   verify=verify, cache=cache_of(config))
-    rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
-    if split == "train" and len(rows) < config.rows_per_step:
-        at_once = config.micro_batch_size * config.world_size
-        largest = len(rows) // at_once * at_once * config.max_seq_len
-        advice = "lower TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
-        if largest:
-            advice = f"lower TOTAL_BATCH_SIZE to {largest} or less"
-        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of "
-                        f"MAX_SEQ_LEN={config.max_seq_len} tokens, but a step reads "
-                        f"{config.rows_per_step:,}; prepare more, or {advice}")
-    return rows
 
 
 def open_inputs(config: Config, ranks: Ranks) -> Inputs:
@@ -200,7 +173,7 @@ def build_run(config: Config, context: RunContext, inputs: Inputs, folder: RunFo
     if not for_replay and progress.step < config.max_steps:
         size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
         ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
-    base = Base(config, progress, folder.path, context.log.warn)
+    base = Base(config, progress, folder.path)
     objective, inputs = choose_objective(config, inputs, model, dtype, base, context)
     run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
     if reason := compile_where_possible(model, config, ranks.device.type):

@@ -8,7 +8,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
@@ -17,13 +17,11 @@ import lora
 from checkpoint import hf_format, peft_format, store
 from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
-from common.cache import Cache
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
-from data_pipeline.packed_rows import ExampleRows
 from data_pipeline.row_order import RowOrder
-from dataloaders import StepLoader, TokenRows, validation_batches
+from dataloaders import Rows, StepLoader, validation_batches
 from model import Transformer
 from model_utils import cut_padding
 from objectives.base import Objective
@@ -33,8 +31,6 @@ from training.optim import Optimizer
 from training.run_folder import SEGMENTS, RunFolder
 from training.run_log import RunLog, naming_refusals
 from training.start import is_inside
-
-Rows = Union[TokenRows, ExampleRows]
 
 
 @dataclass(frozen=True)
@@ -75,11 +71,6 @@ class Inputs:
         rows = min(config.validation_rows, len(self.validation_rows))
         return validation_batches(self.validation_rows, rows, config.micro_batch_size, ranks.device,
                                   ranks.rank, ranks.world_size)
-
-
-def cache_of(config: Config) -> Cache:
-    """Where results that are computed once from the data are stored."""
-    return Cache(config.cache_dir and Path(config.cache_dir).expanduser(), Path(config.output_dir) / ".cache")
 
 
 @dataclass

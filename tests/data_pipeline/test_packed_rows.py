@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.packed_rows import ExampleRows, open_example_set
-from data_pipeline.shard_reader import MANIFEST, header_bytes, open_token_set
+from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, Verification, header_bytes, open_token_set
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_examples
 from dataloaders import TokenRows, validation_batches
@@ -50,8 +50,9 @@ def write(folder, kind, examples, segments=None, cuts=((), ())):
     return folder
 
 
-def opened(folder, kind, **changes):
-    return open_example_set(folder, "train", kind, **{"vocab_size": VOCABULARY, "tokenizer_sha256": "abc"} | changes)
+def opened(folder, kind, verify="auto", **changes):
+    tokenizer = TokenizerFacts(**{"vocab_size": VOCABULARY, "sha256": "abc"} | changes)
+    return open_example_set(folder, "train", kind, tokenizer, Verification(verify))
 
 
 def draw_ids(dice, least, most):
@@ -113,7 +114,7 @@ def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_facto
         assert list(zip(batch.tokens_BT[row].tolist(), batch.targets_BT[row].tolist())) == slots + padding * [(0, IGNORE_INDEX)]
         assert batch.document_ids_BT[row].tolist() == documents + padding * [len(expected) + 1]
     assert sorted(found) == list(range(count))
-    assert rows.examples == count and rows.left_out == rows.cut == 0
+    assert rows.examples == count and rows.left_out == rows.truncated == 0
     assert rows.tokens == sum(len(sequence) for example in examples for sequence in sequences_of(kind, example, row_tokens))
     assert rows.fill == rows.tokens / batch.tokens_BT.numel()
     assert batch.target_index_M.tolist() == (batch.targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten().tolist()
@@ -244,8 +245,8 @@ def chat(*lengths):
 def test_a_chat_is_cut_at_the_end_of_the_row_and_left_out_where_no_target_remains(tmp_path):
     chats = [chat(3, 4), chat(8, 5), chat(9, 2), chat(2, 2, 4, 1), chat(2, 2, 5, 9), chat(30, 1)]
     rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 8)
-    assert (rows.examples, rows.cut, rows.left_out) == (4, 2, 2)
-    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 cut at the end of their row, 2 too long and left out"
+    assert (rows.examples, rows.truncated, rows.left_out) == (4, 2, 2)
+    assert rows.describe() == "4 chats in 4 rows, 93.8% full, 2 truncated to a row, 2 too long and left out"
     read = {}
     for row in range(len(rows)):
         batch = rows(np.array([row]))
@@ -270,7 +271,7 @@ def test_another_row_length_needs_no_new_preparation(tmp_path):
 def test_a_pair_that_does_not_fit_is_left_out_whole(tmp_path):
     pairs = [[(PROMPT, [1] * p), (WORDS, [2] * c), (WORDS, [3] * r)] for p, c, r in ((3, 2, 3), (3, 2, 4), (1, 1, 1), (50, 1, 1))]
     rows = ExampleRows(opened(write(tmp_path, "pairs", pairs), "pairs"), 9)
-    assert (rows.examples, rows.left_out, rows.cut, rows.tokens) == (2, 2, 0, 9 + 2)
+    assert (rows.examples, rows.left_out, rows.truncated, rows.tokens) == (2, 2, 0, 9 + 2)
     assert sorted(rows.examples_in(row).tolist() for row in range(len(rows))) == [[0], [2]]
     batch = rows(np.array([[0, 2].index(rows.examples_in(0)[0])]))
     assert batch.document_ids_BT.tolist() == [[1, 1, 1, 1, 2, 2, 2, 2, 2]]
@@ -297,13 +298,13 @@ def test_the_other_kind_of_data_is_refused_by_name(tmp_path):
     with pytest.raises(DataError, match=r"holds pairs, but SFT_DATA_PATH needs chats.*load_instruct_dataset"):
         opened(pairs, "chats")
     with pytest.raises(DataError, match=r"holds chats, but PRETRAIN_DATA_PATH needs documents.*load_pretrain_dataset"):
-        open_token_set(chats, "train", vocab_size=VOCABULARY)
+        open_token_set(chats, "train", TokenizerFacts(VOCABULARY))
     manifest = json.loads((chats / MANIFEST).read_text())
     del manifest["kind"]
     (chats / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
         opened(chats, "chats")
-    assert len(TokenRows(open_token_set(chats, "train", vocab_size=VOCABULARY), 4)) > 1
+    assert len(TokenRows(open_token_set(chats, "train", TokenizerFacts(VOCABULARY)), 4)) > 1
 
 
 def test_what_is_no_prepared_set_is_refused(tmp_path):
@@ -312,9 +313,9 @@ def test_what_is_no_prepared_set_is_refused(tmp_path):
         with pytest.raises(DataError, match=f"(?s){path}.*load_instruct_dataset"):
             opened(path, "chats")
     with pytest.raises(DataError, match="lists no validation shards"):
-        open_example_set(write(tmp_path, "chats", draw_chats(3)), "validation", "chats", vocab_size=VOCABULARY)
+        open_example_set(write(tmp_path, "chats", draw_chats(3)), "validation", "chats", TokenizerFacts(VOCABULARY))
     with pytest.raises(DataError, match="another tokenizer"):
-        opened(tmp_path, "chats", tokenizer_sha256="def")
+        opened(tmp_path, "chats", sha256="def")
     with pytest.raises(DataError, match="beyond the vocabulary of 50"):
         opened(tmp_path, "chats", vocab_size=50)
 
@@ -343,7 +344,7 @@ def test_damaged_segments_are_found(tmp_path, verify):
     ("chats", [2 << 2, 3 << 2 | 3, 5 << 2 | 2], "example 1 is not cut"),  # no target
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2 | 1, 3 << 2 | 2], "example 1 is not cut"),  # begins with a target
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 is not cut"),  # an empty segment
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "9 tokens long in all, but there are 10"),
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "segments have 9 tokens, but there are 10"),
     ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 is not cut"),
     ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "example 1 is not cut"),
     ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 is not cut"),
@@ -440,7 +441,7 @@ def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     options = PreparationOptions(str(tmp_path / "tokenizer.model"), "auto", 200, 0, workers=1)
     folder = prepare_examples("chats", str(tmp_path / "chats.jsonl"), tmp_path / "sft", options)
-    rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256), 512)
+    rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256), 512)
     batch, expected = rows(np.arange(len(rows))), []
     for chat in chats:
         labelled = theirs.apply_chat_template(chat, chat_template=MARKED_TEMPLATE, return_dict=True,

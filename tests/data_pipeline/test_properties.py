@@ -19,7 +19,7 @@ from checkpoint import store
 from common.errors import CheckpointError, DataError
 from data_pipeline.packing import pack
 from data_pipeline.row_order import RowOrder, rows_of_step
-from data_pipeline.shard_reader import MANIFEST, dtype_for, open_token_set
+from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, Verification, dtype_for, open_token_set
 from data_pipeline.shard_writer import ShardWriter
 from data_pipeline.sources import Reading, Source, flaw_of, read_texts
 
@@ -208,7 +208,7 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
     chunks, vocab_size = token_set
     ids = sum(chunks, [])
     folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
-    opened = open_token_set(folder, "train", vocab_size=vocab_size, minimum_tokens=1, verify="always")
+    opened = open_token_set(folder, "train", TokenizerFacts(vocab_size), minimum_tokens=1, verification=Verification("always"))
     assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
     assert opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
     start = data.draw(st.integers(0, len(ids)))
@@ -224,7 +224,7 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
     path = dice.choice(sorted(folder.glob("*.bin")))
     flip_bit(path, dice)
     with pytest.raises(DataError, match=path.name):
-        open_token_set(folder, "train", vocab_size=token_set[1], minimum_tokens=1, verify="always")
+        open_token_set(folder, "train", TokenizerFacts(token_set[1]), minimum_tokens=1, verification=Verification("always"))
 
 
 # Checkpoints

@@ -7,11 +7,18 @@ import shutil
 import numpy as np
 import pytest
 
-from common import watched_files
 from common.errors import DataError
-from common.watched_files import SEALS
+from common.verified_files import VERIFIED
 from data_pipeline import shard_reader
-from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for, header_bytes, open_token_set
+from data_pipeline.shard_reader import (
+    HEADER_BYTES,
+    MANIFEST,
+    TokenizerFacts,
+    Verification,
+    dtype_for,
+    header_bytes,
+    open_token_set,
+)
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
@@ -39,8 +46,9 @@ def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
     return folder
 
 
-def open_train(path, **changes):
-    return open_token_set(path, "train", **{"vocab_size": VOCABULARY, "tokenizer_sha256": TOKENIZER} | changes)
+def open_train(path, verify="auto", minimum_tokens=2, **changes):
+    tokenizer = TokenizerFacts(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
+    return open_token_set(path, "train", tokenizer, minimum_tokens=minimum_tokens, verification=Verification(verify))
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def test_every_range_is_read_across_the_borders_of_shards(prepared):
     for start in range(52):
         for count in range(1, 53 - start):
             assert tokens.read(start, count).tolist() == list(range(start, start + count))
-    assert open_token_set(prepared, "validation", vocab_size=VOCABULARY).read(0, 40).tolist() == list(range(100, 140))
+    assert open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY)).read(0, 40).tolist() == list(range(100, 140))
 
 
 def test_ids_of_four_bytes(tmp_path):
@@ -139,7 +147,7 @@ def test_a_missing_shard_is_refused(prepared):
 
 def test_another_tokenizer_is_refused_with_both_hashes(prepared):
     with pytest.raises(DataError, match=f"another tokenizer.*{TOKENIZER[:12]}.*{'0' * 12}.*TOKENIZER_PATH"):
-        open_train(prepared, tokenizer_sha256="0" * 64)
+        open_train(prepared, sha256="0" * 64)
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(prepared):
@@ -175,7 +183,7 @@ def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
 def test_a_bad_manifest_is_refused(tmp_path, manifest, message):
     (tmp_path / MANIFEST).write_text(manifest)
     with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / MANIFEST))}: .*{message}"):
-        open_train(tmp_path, tokenizer_sha256=None)
+        open_train(tmp_path, sha256=None)
 
 
 def test_nothing_there_is_refused(tmp_path):
@@ -197,19 +205,19 @@ def scanned_files(monkeypatch):
 def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeypatch):
     names = scanned_files(monkeypatch)
     open_train(prepared, verify="never")
-    assert not names and not (prepared / SEALS).exists()
+    assert not names and not (prepared / VERIFIED).exists()
     open_train(prepared)
-    open_token_set(prepared, "validation", vocab_size=VOCABULARY)
+    open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY))
     assert sorted(names) == ["train-00000.bin", "train-00001.bin", "train-00002.bin", "validation-00000.bin"]
     names.clear()
     open_train(prepared)
-    open_token_set(prepared, "validation", vocab_size=VOCABULARY)
+    open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY))
     assert names == []
     os.utime(prepared / "train-00001.bin", ns=(1, 1))
     open_train(prepared)
     assert names == ["train-00001.bin"]
     open_train(prepared, verify="always")
-    open_token_set(prepared, "validation", vocab_size=VOCABULARY)
+    open_token_set(prepared, "validation", TokenizerFacts(VOCABULARY))
     assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
 
 
@@ -222,17 +230,17 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
 
 def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
     names = scanned_files(monkeypatch)
-    (prepared / SEALS).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
+    (prepared / VERIFIED).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
     for _ in range(2):
         assert open_train(prepared).tokens == 52
-    (prepared / SEALS).rmdir()
-    (prepared / SEALS).write_text("{")
+    (prepared / VERIFIED).rmdir()
+    (prepared / VERIFIED).write_text("{")
     open_train(prepared)
-    (prepared / SEALS).unlink()
-    os.mkfifo(prepared / SEALS)
+    (prepared / VERIFIED).unlink()
+    os.mkfifo(prepared / VERIFIED)
     open_train(prepared)
     assert len(names) == 12
-    assert not list(prepared.glob(f"{SEALS}.*"))
+    assert not list(prepared.glob(f"{VERIFIED}.*"))
 
 
 # Files that change while they are read
@@ -247,8 +255,8 @@ def swap(path):
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("change, how", [
-    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and has 1,030; bring back what it was"),
-    (lambda path: spoil(path, flip(HEADER_BYTES + 7, 7)), "it was written to; bring back"),
+    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and has 1,030; restore the file"),
+    (lambda path: spoil(path, flip(HEADER_BYTES + 7, 7)), "it was written to; restore the file"),
     (swap, "another file has its name"),
     (lambda path: os.utime(path, ns=(1, 1)), None),
     (lambda path: shutil.copy(path, path.with_name("same")) and path.with_name("same").replace(path), None)])
@@ -278,13 +286,13 @@ def test_an_id_beyond_the_vocabulary_indexes_nothing_where_no_change_is_seen(pre
 
 def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared, monkeypatch):
     limits = []
-    monkeypatch.setattr(watched_files.resource, "setrlimit", lambda what, values: limits.append(values))
+    monkeypatch.setattr(shard_reader.resource, "setrlimit", lambda what, values: limits.append(values))
     for soft, hard, raised in ((1024, 4096, []), (66, 4096, [(134, 4096)]), (66, 100, [(100, 100)])):
         limits.clear()
-        monkeypatch.setattr(watched_files.resource, "getrlimit", lambda what, values=(soft, hard): values)
+        monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what, values=(soft, hard): values)
         open_train(prepared)
         assert limits == raised
-    monkeypatch.setattr(watched_files.resource, "getrlimit", lambda what: (66, 66))
+    monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what: (66, 66))
     with pytest.raises(DataError, match="has 3 shards, and this shell lets a process open 66 files"):
         open_train(prepared)
 
@@ -317,7 +325,7 @@ def test_foreign_files_are_read(foreign, kind):
     folder = foreign(kind)
     train = open_train(folder, document_start_id=3)
     assert train.read(0, 40).tolist() == list(range(40)) and train.tokens == 40 and train.document_start_id == 3
-    assert open_token_set(folder, "validation", vocab_size=10).read(0, 10).tolist() == list(range(10))
+    assert open_token_set(folder, "validation", TokenizerFacts(10)).read(0, 10).tolist() == list(range(10))
     assert open_train(folder / "*train*.[bn]*").read(0, 40).tolist() == list(range(40))
     first = sorted(folder.glob("*train*"))[0]
     assert open_train(first).tokens == (40 if kind == "nanogpt" else 25)
@@ -346,7 +354,7 @@ def test_a_foreign_file_may_have_any_name_where_it_is_pointed_at(tmp_path):
     assert open_train(tmp_path / "constraint.bin").tokens == 20
     for path, split in ((tmp_path, "train"), (tmp_path / "constraint.bin", "validation")):
         with pytest.raises(DataError, match=f"no token file for {split}"):
-            open_token_set(path, split, vocab_size=VOCABULARY)
+            open_token_set(path, split, TokenizerFacts(VOCABULARY))
 
 
 def test_two_kinds_of_files_are_refused(foreign):

@@ -17,7 +17,7 @@ from data_pipeline import prepare as preparation
 from data_pipeline import tokenize_chats
 from data_pipeline.chat_templates import ChatFormat, load_chat_format
 from data_pipeline.prepare import describe_prepared
-from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, open_token_set
+from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, Verification, open_token_set
 from data_pipeline.sources import Mix, Source
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
@@ -147,13 +147,12 @@ def test_what_trains_on_examples_reads_them(tmp_path, tokenizer_path):
     for kind in RECORDS:
         folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", RECORDS[kind](40)), tokenizer_path, tmp_path / kind)
         for split in ("train", "validation"):
-            examples = open_example_set(folder, split, kind, vocab_size=tokenizer.vocab_size,
-                                        tokenizer_sha256=tokenizer.sha256, verify="always")
+            examples = open_example_set(folder, split, kind, tokenizer, Verification("always"))
             first = examples.read(0)[0].tolist()
             assert first == [token for ids, _ in examples_of(folder, split)[0] for token in ids]
             assert len(examples) == len(examples_of(folder, split))
     with pytest.raises(DataError, match="pairs"):
-        open_token_set(folder, "train", vocab_size=tokenizer.vocab_size)
+        open_token_set(folder, "train", tokenizer)
 
 
 def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to_the_other_split(tmp_path, tokenizer_path):

@@ -11,8 +11,16 @@ from config import ModelConfig, PreferenceConfig
 from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
-from objectives.base import DPO, ORPO, NextToken, log1mexp, pair_logprobs
-from objectives.reference import frozen_logprobs
+from objectives.base import NextToken
+from objectives.preference import (
+    DPO,
+    ORPO,
+    PairwiseObjective,
+    SimPO,
+    frozen_logprobs,
+    log1mexp,
+    pair_logprobs,
+)
 
 VOCAB, T = 61, 24
 CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.2)
@@ -72,6 +80,7 @@ MODES = {
     "ipo": (lambda: dpo(dpo_loss="ipo"), pair_rows),
     "hinge": (lambda: dpo(dpo_loss="hinge"), pair_rows),
     "orpo": (lambda: ORPO(PreferenceConfig()), pair_rows),
+    "simpo": (lambda: SimPO(PreferenceConfig()), pair_rows),
 }
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -323,6 +332,59 @@ def test_orpo_equals_trl_on_each_pair():
             expected += float(-good - losses)
     found = ORPO(PreferenceConfig(orpo_lambda=0.1)).loss_sum(model, batch)
     assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("beta, gamma", [(2.0, 1.0), (2.5, 0.0), (10.0, 3.0)])
+def test_simpo_equals_trl_on_each_pair(beta, gamma):
+    trl_cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    batch, model = pair_rows(11), model_of(0)
+    trainer = SimpleNamespace(loss_type="simpo", simpo_gamma=gamma, beta=beta, label_smoothing=0.0, alpha=0.0,
+                              accelerator=SimpleNamespace(device=torch.device("cpu")))
+    expected, margins, wins = 0.0, 0.0, 0
+    for documents in naive_logprobs(model, batch):
+        for chosen, rejected in zip(documents[::2], documents[1::2]):
+            means = (torch.tensor([value / length]) for value, length in (chosen, rejected))
+            loss, chosen_reward, rejected_reward = trl_cpo.CPOTrainer.cpo_loss(trainer, *means)
+            expected, margins = expected + float(loss), margins + float(chosen_reward - rejected_reward)
+            wins += bool(chosen_reward > rejected_reward)
+    found = SimPO(PreferenceConfig(simpo_beta=beta, simpo_gamma=gamma)).loss_sum(model, batch)
+    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
+    assert float(found.metrics["reward_margin"]) == pytest.approx(margins, rel=1e-4)
+    assert float(found.metrics["reward_accuracy"]) == wins
+
+
+def test_the_gradient_of_simpo_is_that_of_its_formula_on_plain_logits():
+    batch, model, twin = pair_rows(12), model_of(0), model_of(0)
+    SimPO(PreferenceConfig(simpo_beta=3.0, simpo_gamma=0.7)).loss_sum(model, batch).total.backward()
+    for row in range(len(batch.tokens_BT)):
+        means = []
+        for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
+            here = batch.document_ids_BT[row] == document
+            logits, targets = twin.logits(batch.tokens_BT[row, here][None])[0], batch.targets_BT[row, here]
+            if (targets != IGNORE_INDEX).any():
+                means.append(-F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX))
+        loss = sum(-F.logsigmoid(3.0 * (good - bad) - 0.7) for good, bad in zip(means[::2], means[1::2]))
+        loss.backward()
+    for ours, plain in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
+
+
+class MostLikely(PairwiseObjective):
+    """The smallest objective of the recipe: the chosen answer should be the more likely one."""
+
+    def pair_loss(self, logprob_BP2, length_BP2, reference_BP2):
+        assert reference_BP2 is None and (length_BP2 >= 1).all() and (logprob_BP2 < 0).all()
+        margin_BP = logprob_BP2[..., 0] - logprob_BP2[..., 1]
+        return -margin_BP, {"margin": margin_BP}
+
+
+def test_a_pairwise_objective_needs_a_loss_for_each_pair_only():
+    batch, model = pair_rows(13), model_of(0)
+    expected = sum(chosen[0] - rejected[0] for documents in naive_logprobs(model, batch)
+                   for chosen, rejected in zip(documents[::2], documents[1::2]))
+    found = MostLikely(PreferenceConfig()).loss_sum(model, batch)
+    assert float(found.metrics["margin"]) == pytest.approx(expected, rel=1e-4) == -float(found.total.detach())
+    assert not found.metrics["margin"].requires_grad and int(MostLikely(PreferenceConfig()).count(batch)) == 4
 
 
 def test_log1mexp_is_exact_at_both_ends():

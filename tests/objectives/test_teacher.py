@@ -17,19 +17,19 @@ from factories import run_ranks
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hf_format, store
-from common.cache import Cache
 from common.errors import CheckpointError, DataError, SettingsError
 from common.files import FileLock
+from common.verified_files import Cache
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
-from objectives import once, teacher_store
+from objectives import precompute, stored_outputs
 from objectives.distillation import Distillation
-from objectives.once import Once
+from objectives.precompute import StoredTeacherRows, TeacherOutputs, top_k_logprobs
+from objectives.stored_outputs import ComputeOnce, RowWriter
 from objectives.teacher import (
     HFTeacher,
     LlamaTeacher,
@@ -39,15 +39,8 @@ from objectives.teacher import (
     load_teacher,
     teacher_facts,
 )
-from objectives.teacher_store import (
-    StoredTeacherRows,
-    StoreWriter,
-    TeacherStore,
-    top_k_logprobs,
-    with_stored_teacher,
-)
-from parallel.collectives import Interrupted, Ranks, start_ranks, stop_ranks
-from tokenizer import load_tokenizer
+from parallel.collectives import Interrupted, Ranks, RunContext, start_ranks, stop_ranks
+from tokenizer import load_tokenizer, train_bpe, write_tiktoken
 
 CPU = torch.device("cpu")
 TEXTS = ["The cat saw the dog. The hen lost the fox. A bird fed the cow and the cat met the hen by the barn."] * 3
@@ -396,9 +389,9 @@ class CountingTeacher(LlamaTeacher):
 def stored(rows, folder: Path, tokenizer, teacher, signals=NOBODY_STOPS, indices=None, said=None, ranks=Ranks(), facts=FACTS,
            **changes) -> StoredTeacherRows:
     config = settings(**({"distillation_top_k": 8} | changes))
-    info = (lambda text: None) if said is None else said.append
-    return with_stored_teacher(rows, facts, lambda: teacher, config, tokenizer.vocab_size,
-                               Once(Cache(folder), ranks, signals, info), indices)
+    log = SimpleNamespace(info=[].append if said is None else said.append)
+    once = ComputeOnce(Cache(folder), RunContext(ranks, signals, log))
+    return once.load_or_compute(TeacherOutputs(rows, facts, lambda: teacher, config, tokenizer.vocab_size, indices))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -444,7 +437,7 @@ def test_a_teacher_is_asked_once(tmp_path, tokenizer):
     rows, teacher, said = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer), []
     first = stored(rows, tmp_path, tokenizer, teacher, said=said)
     again = stored(rows, tmp_path, tokenizer, None)
-    assert teacher.asked == len(rows) == len(again) and "8 likeliest tokens of 9 rows" in said[0]
+    assert teacher.asked == len(rows) == len(again) and "8 most likely tokens of 9 rows" in said[0]
     for name in ("teacher_ids", "teacher_logprobs"):
         torch.testing.assert_close(first(np.array([3, 8])).stored[name], again(np.array([3, 8])).stored[name])
     assert again(np.array([3])).to(CPU).stored["teacher_ids"].shape == (1, ROW_TOKENS, 8)
@@ -475,10 +468,9 @@ def test_a_stopped_pass_goes_on_and_gives_the_same_store(tmp_path, tokenizer):
 
 def test_rows_that_were_written_but_not_committed_are_asked_for_again(tmp_path, tokenizer):
     rows = token_rows(tmp_path / "data", tokenizer)
-    store = TeacherStore(tmp_path / "store", {}, len(rows), ROW_TOKENS, tokenizer.vocab_size, 8)
-    writer = StoreWriter(store)
-    said = top_k_logprobs(CountingTeacher(tokenizer), rows(np.arange(3)), 8, 1.0, tokenizer.vocab_size)
-    writer.write(rows(np.arange(3)), np.arange(3), *said)
+    store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
+    writer = RowWriter(store)
+    writer.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
     assert len(store.missing(np.arange(9))) == 9  # so would a killed process leave it
     writer.__exit__(None, None, None)
     assert store.missing(np.arange(9)).tolist() == [3, 4, 5, 6, 7, 8]
@@ -548,7 +540,7 @@ def test_what_is_damaged_in_a_store_is_computed_again_and_only_that(tmp_path, to
 
 def test_of_two_jobs_one_fills_the_store_and_the_other_waits(tmp_path, tokenizer, monkeypatch):
     """The second computes on another kind of machine: its bits are not the first one's."""
-    monkeypatch.setattr(once, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(stored_outputs, "WAIT_SECONDS", 0.01)
     rows, waits, said = token_rows(tmp_path, tokenizer), threading.Event(), []
 
     class WaitedFor(CountingTeacher):
@@ -616,7 +608,7 @@ def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, mo
 
 
 def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(teacher_store.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.setattr(precompute.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(DataError, match="bytes more, and 100 are free; set CACHE_DIR"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
 
@@ -628,8 +620,8 @@ def test_how_much_of_the_teacher_is_kept_is_told_at_every_start(tmp_path, tokeni
     stored(rows, tmp_path, tokenizer, teacher, said=said, distillation_temperature=4.0, distillation_top_k=500)
     logits = teacher.logits(rows(np.arange(2)))(slice(None))
     kept = (torch.softmax(logits / 4, -1).topk(8).values.sum(-1).mean() * 100).round().int().item()
-    assert said[1] == said[2] and f"the 8 likeliest tokens hold {kept}% of its" in said[1] and "a lower temperature" in said[1]
-    assert "500 likeliest tokens hold 9" in said[4] and "a lower temperature" not in said[4]
+    assert said[1] == said[2] and f"the 8 most likely tokens hold {kept}% of its" in said[1] and "a lower temperature" in said[1]
+    assert "500 most likely tokens hold 9" in said[4] and "a lower temperature" not in said[4]
 
 
 def test_more_tokens_than_there_are_cannot_be_kept(tmp_path, tokenizer):

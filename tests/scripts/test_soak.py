@@ -9,6 +9,7 @@ from factories import prepare_stages, stop_at, without_clocks
 
 import train
 from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.shard_reader import TokenizerFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
@@ -60,7 +61,7 @@ def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
 def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(prepared, tmp_path):
     """With dropout, whose random numbers nobody saves."""
     stages = prepare_stages(prepared, tmp_path)
-    rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", vocab_size=512), 96))
+    rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", TokenizerFacts(512)), 96))
     last = -(-rows // 8) + 2
     settings = {"MAX_STEPS": last, "LORA_DROPOUT": 0.3}
     whole = stages.run("lora-sft", tmp_path / "whole", **settings)

@@ -40,8 +40,7 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 
 def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
     tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
-    tokens = open_token_set(str(prepared.shards), "train", vocab_size=tokenizer.vocab_size, tokenizer_sha256=tokenizer.sha256,
-                            document_start_id=tokenizer.document_start_id, minimum_tokens=1, verify="never").tokens
+    tokens = open_token_set(str(prepared.shards), "train", tokenizer).tokens
     entries = ledger(whole)
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     for entry in entries:

@@ -28,13 +28,15 @@ from safetensors.torch import load_file, save_file
 
 import lora
 import train
-from common import cache
+from common import verified_files
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.packed_rows import ExampleRows, open_example_set
+from data_pipeline.shard_reader import TokenizerFacts
 from model import Transformer
-from objectives import reference
-from objectives.base import DPO, NextToken, stored_reference
+from objectives import precompute
+from objectives.base import NextToken
+from objectives.preference import DPO, stored_reference
 from parallel.collectives import start_ranks, stop_ranks
 
 ROW_TOKENS = 192  # of the single steps; several pairs fit
@@ -70,10 +72,10 @@ def run(stages, tmp_path):
 
 def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
     """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
-    rows = ExampleRows(open_example_set(path, "train", kind, vocab_size=512), ROW_TOKENS)
+    rows = ExampleRows(open_example_set(path, "train", kind, TokenizerFacts(512)), ROW_TOKENS)
     if kind == "pairs":
         generator = torch.Generator().manual_seed(0)
-        rows = reference.ReferencedRows(rows, -20 * torch.rand(len(rows.example_set), 2, generator=generator))
+        rows = precompute.ReferencedRows(rows, -20 * torch.rand(len(rows.example_set), 2, generator=generator))
     return [rows(np.arange(first, first + rows_per_micro_batch)) for first in range(0, 8, rows_per_micro_batch)]
 
 
@@ -194,14 +196,14 @@ def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, 
 
 
 def signal_rank_1_in_the_reference() -> None:
-    original = reference.pair_logprobs
+    original = precompute.frozen_logprobs
 
-    def pair_logprobs(*arguments):
+    def frozen_logprobs(*arguments):
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
-    reference.pair_logprobs = pair_logprobs
+    precompute.frozen_logprobs = frozen_logprobs
 
 
 def test_ranks_leave_together_while_the_reference_is_computed(run, bare_pairs):
@@ -285,8 +287,8 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
     shutil.rmtree(data / ".verified.json", ignore_errors=True)
     (data / ".verified.json").unlink(missing_ok=True)
     (data / ".verified.json").mkdir()  # as in a folder that cannot be written, which root can
-    original, refused = cache.why_not_writable, PermissionError(13, "Permission denied")
-    monkeypatch.setattr(cache, "why_not_writable",
+    original, refused = verified_files.why_not_writable, PermissionError(13, "Permission denied")
+    monkeypatch.setattr(verified_files, "why_not_writable",
                         lambda folder: refused if folder.is_relative_to(data) else original(folder))
     settings = {"DPO_DATA_PATH" if mode == "dpo-stored" else "PRETRAIN_DATA_PATH": data, "MAX_STEPS": 1, **UNMEASURED}
     before = sorted(path.name for path in data.iterdir())
@@ -297,7 +299,7 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
         assert here.train() == 0
         told = capsys.readouterr().out
         assert "are computed once" in told
-        assert told.count(f"Permission denied; what is computed once goes to {place} (") == (not more)
+        assert told.count(f"Permission denied; what is computed once is stored in {place} (") == (not more)
         assert here.train(RESUME="never") == 0
         assert "are computed once" not in capsys.readouterr().out
         assert list(place.rglob("reference-*" if mode == "dpo-stored" else "teacher-*")) and list(place.rglob(".verified.json"))
@@ -314,13 +316,13 @@ def test_another_base_has_a_reference_of_its_own(own_pairs, stages, run):
 
 
 def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, monkeypatch, finished):
-    stopped, original = run("dpo-stored", DPO_DATA_PATH=bare_pairs), reference.pair_logprobs
+    stopped, original = run("dpo-stored", DPO_DATA_PATH=bare_pairs), precompute.frozen_logprobs
 
-    def pair_logprobs(*arguments):
+    def frozen_logprobs(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
         return original(*arguments)
 
-    monkeypatch.setattr(reference, "pair_logprobs", pair_logprobs)
+    monkeypatch.setattr(precompute, "frozen_logprobs", frozen_logprobs)
     assert stopped.train() == train.EXIT_PREEMPTED
     assert not [*bare_pairs.glob("*reference-*.safetensors")] and not stopped.steps_saved()
     monkeypatch.undo()

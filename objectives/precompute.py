@@ -1,0 +1,334 @@
+"""The outputs that are computed once and stored: a reference's log-probabilities, and a teacher's top tokens.
+
+Shapes: B rows, T tokens, P pairs of a row, E examples of the data, M positions with a target, V vocabulary,
+K tokens kept, C = K + 1 with all others as one class.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from checkpoint.tensor_files import write_tensors
+from common.errors import DataError, SettingsError
+from common.files import atomic_write
+from common.heartbeat import HEARTBEAT
+from config import Config
+from data_pipeline.batch import Batch, ReadRows
+from data_pipeline.packed_rows import ExampleRows
+from fused.chunked_head import IGNORE_INDEX, LOWEST_LOGPROB, chunk_tokens, slices
+from objectives.preference import frozen_logprobs
+from objectives.stored_outputs import ComputeOnce, RowStore, RowWriter, describe, row_checksum, why_stale
+
+FORMAT = 1
+BLOCK_ROWS = 16  # that are verified between two looks at the other ranks
+LITTLE = 0.5  # of the teacher's probability: if less is kept, most of its knowledge is lost
+
+# --------------------------------------------------------------------------- a reference's log-probabilities
+
+
+class ReferencedRows:
+    """Rows of pairs whose batches contain `stored["reference_BP2"]`.
+
+    Args:
+        logprob_E2: of each example's chosen and rejected answer.
+    """
+
+    def __init__(self, rows: ExampleRows, logprob_E2: Tensor):
+        self.rows, self.logprob_E2 = rows, logprob_E2
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        batch = self.rows(indices)
+        reference_BP2 = torch.zeros(len(indices), int(batch.document_ids_BT.max()) // 2, 2)
+        for row, index in enumerate(indices.tolist()):
+            stored = self.logprob_E2[torch.from_numpy(self.rows.examples_in(index)).long()]
+            reference_BP2[row, :len(stored)] = stored
+        batch.stored["reference_BP2"] = reference_BP2
+        return batch
+
+
+class ReferenceOutputs:
+    """The reference's log-probabilities of all pairs: a safetensors file that is named by its weights.
+
+    Args:
+        facts: what the values follow from; `weights_sha256` and `compute_dtype` are the reference's.
+        load_model: loads the reference if it is needed.
+    """
+
+    def __init__(self, rows: ExampleRows, split: str, facts: Mapping[str, str],
+                 load_model: Callable[[], nn.Module], micro_batch_size: int):
+        self.rows, self.load_model, self.micro_batch_size = rows, load_model, micro_batch_size
+        self.facts = {**facts, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
+        weights, precision = facts["weights_sha256"][:16], facts["compute_dtype"].removeprefix("torch.")
+        self.name = f"reference-{weights}-{split}-{rows.row_tokens}-{precision}.safetensors"
+
+    def load(self, path: Path, once: ComputeOnce) -> Optional[ReferencedRows]:
+        """Return the rows with stored values; None if those are missing, stale or damaged."""
+        logprob_E2, _ = self._read_on_all(path, once)
+        return None if logprob_E2 is None else ReferencedRows(self.rows, logprob_E2)
+
+    def complete(self, path: Path, once: ComputeOnce) -> ReferencedRows:
+        """Compute and store the values, unless another job has done so meanwhile."""
+        logprob_E2, why_not = self._read_on_all(path, once)
+        if logprob_E2 is None:
+            if why_not:
+                once.info(f"{path} {why_not}; it is computed again")
+            logprob_E2 = self._compute(once)
+            if error := once.ranks.broadcast(once.ranks.on_rank0(lambda: self._write(path, logprob_E2))):
+                once.info(f"{path} cannot be written: {error}; this run uses what it has computed, and the "
+                          "next one computes it again")
+        return ReferencedRows(self.rows, logprob_E2)
+
+    def _read_on_all(self, path: Path, once: ComputeOnce) -> tuple[Optional[Tensor], str]:
+        """Return what rank 0 reads on every rank, whether that sees rank 0's disk or not."""
+        found, why_not = once.ranks.on_rank0(lambda: self._read(path)) or (None, "")
+        exists, why_not = once.ranks.broadcast([found is not None, why_not])
+        if not exists:
+            return None, why_not
+        return once.ranks.all_reduce_sum(self._zeros() if found is None else found), ""
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(len(self.rows.example_set), 2)
+
+    def _compute(self, once: ComputeOnce) -> Tensor:
+        """Return (E, 2) float32 log-probabilities of all pairs; 0 for those that are left out."""
+        model = self.load_model()
+        HEARTBEAT.enter("reference")
+        ranks, rows, logprob_E2 = once.ranks, self.rows, self._zeros()
+        batches_per_rank = -(-len(rows) // (self.micro_batch_size * ranks.world_size))
+        once.info(f"Reference: the log-probabilities of {rows.examples:,} pairs are computed once")
+        for number in once.progress(range(batches_per_rank), "Reference"):
+            first = (ranks.rank * batches_per_rank + number) * self.micro_batch_size
+            indices = np.arange(first, min(first + self.micro_batch_size, len(rows)))
+            if len(indices):
+                logprob_BP2 = frozen_logprobs(model, rows(indices).to(ranks.device)).float().cpu()
+                for row, index in enumerate(indices.tolist()):
+                    examples = torch.from_numpy(rows.examples_in(index)).long()
+                    logprob_E2[examples] = logprob_BP2[row, :len(examples)]
+        return ranks.all_reduce_sum(logprob_E2)
+
+    def _write(self, path: Path, logprob_E2: Tensor) -> str:
+        """Write the file; return the error if that fails, and "" otherwise."""
+        try:
+            with atomic_write(path) as temporary:
+                metadata = {**self.facts, "sha256": _digest(logprob_E2)}
+                write_tensors(temporary, {"logprob_E2": logprob_E2}, metadata)
+        except OSError as error:
+            return error.strerror
+        return ""
+
+    def _read(self, path: Path) -> tuple[Optional[Tensor], str]:
+        """Return the stored values; or None, and why they cannot be used: "" if there is no file."""
+        try:
+            if not path.is_file():
+                return None, ""
+            content = path.read_bytes()  # not memory-mapped: truncating a mapped file kills the process
+            logprob_E2 = safetensors.torch.load(content)["logprob_E2"]
+            found = json.loads(content[8:8 + int.from_bytes(content[:8], "little")])["__metadata__"]
+        except (OSError, SafetensorError, KeyError) as error:
+            return None, f"cannot be read: {error}"
+        if stale := why_stale(found, self.facts):
+            return None, stale
+        sound = logprob_E2.dtype == torch.float32 and found.get("sha256") == _digest(logprob_E2)
+        return (logprob_E2, "") if sound else (None, "is damaged")
+
+
+def _digest(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------- a teacher's top tokens
+
+
+class StoredTeacherRows:
+    """Rows whose batches contain `stored["teacher_ids"]` (B, T, K) int32, and `stored["teacher_logprobs"]`
+    (B, T, C) float16, the last of each for all other tokens; 0 where there is no target.
+
+    Raises:
+        DataError: when called for rows that are missing in the store, damaged, or of other data.
+    """
+
+    def __init__(self, rows: ReadRows, store: RowStore):
+        self.rows, self.store, self.checksums = rows, store, store.checksums()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        batch, records = self.rows(indices), self.store.read(indices)
+        for position, index in enumerate(indices.tolist()):
+            if row_checksum(batch, position, records[position]) != self.checksums[index]:
+                self.store.clear_verified()
+                what = "damaged, or of other data" if self.checksums[index] else "missing"
+                raise DataError(f"{self.store.folder}: the teacher's output for row {index} is {what}; start "
+                                "again to recompute it")
+        batch.stored["teacher_ids"] = torch.from_numpy(records["ids"].astype(np.int32))
+        batch.stored["teacher_logprobs"] = torch.from_numpy(records["logprobs"].copy())
+        return batch
+
+
+@torch.no_grad()
+def top_k_logprobs(teacher, batch: Batch, k: int, temperature: float,
+                   vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the K most likely ids of each target, and log-probabilities at the temperature: theirs, and last
+    that of all other tokens together.
+
+    Returns:
+        (B, T, K) int64 in no order, and (B, T, C) float32; 0 where there is no target.
+    """
+    device, positions = batch.tokens_BT.device, batch.tokens_BT.numel()
+    target_index_M = batch.target_index_M
+    if target_index_M is None:
+        target_index_M = torch.arange(positions, device=device)
+    ids_PK = torch.zeros(positions, k, dtype=torch.long, device=device)
+    logprobs_PC = torch.zeros(positions, k + 1, device=device)
+    logits_of = teacher.logits(batch)
+    for part in slices(len(target_index_M), chunk_tokens(vocab_size, device.type)):
+        scaled_MV = logits_of(part) / temperature
+        normaliser_M1 = scaled_MV.logsumexp(dim=-1, keepdim=True)
+        kept_MK, ids_MK = scaled_MV.topk(k, sorted=False)
+        others_M1 = scaled_MV.scatter_(1, ids_MK, -torch.inf).logsumexp(dim=-1, keepdim=True)
+        logprobs_MC = torch.cat([kept_MK, others_M1], dim=1) - normaliser_M1
+        ids_PK[target_index_M[part]] = ids_MK
+        logprobs_PC[target_index_M[part]] = logprobs_MC.clamp(min=LOWEST_LOGPROB)
+    shape = batch.tokens_BT.shape
+    return ids_PK.view(*shape, k).cpu().numpy(), logprobs_PC.view(*shape, k + 1).cpu().numpy()
+
+
+class TeacherOutputs:
+    """The teacher's DISTILLATION_TOP_K most likely tokens of every target: a `RowStore` named by its facts.
+
+    Args:
+        facts: what they follow from besides the settings: teacher, data and split.
+        load_teacher: loads the teacher if it is needed.
+        indices: the rows that the run will read; None = all.
+    Raises:
+        SettingsError: DISTILLATION_TOP_K exceeds the vocabulary.
+    """
+
+    def __init__(self, rows, facts: Mapping[str, Any], load_teacher: Callable[[], Any], config: Config,
+                 vocab_size: int, indices: Optional[np.ndarray] = None):
+        k = config.distillation_top_k
+        if k > vocab_size:
+            raise SettingsError(f"DISTILLATION_TOP_K={k} exceeds the vocabulary of {vocab_size:,}; set it to "
+                                "a few dozen")
+        self.rows, self.load_teacher, self.config, self.vocab_size = rows, load_teacher, config, vocab_size
+        self.indices = np.arange(len(rows)) if indices is None else np.unique(indices)
+        self.facts = {
+            "format": FORMAT, **facts, "temperature": config.distillation_temperature, "top_k": k,
+            "document_mask": config.document_mask, "rows": len(rows), "max_seq_len": rows.row_tokens,
+            "vocab_size": vocab_size}
+        self.name = f"teacher-{hashlib.sha256(describe(self.facts).encode()).hexdigest()[:16]}"
+
+    def store(self, path: Path) -> RowStore:
+        """Return the store at a path."""
+        id_type, k = "<u2" if self.vocab_size <= 1 << 16 else "<i4", self.config.distillation_top_k
+        record = np.dtype([("ids", id_type, (self.rows.row_tokens, k)),
+                           ("logprobs", "<f2", (self.rows.row_tokens, k + 1))])
+        return RowStore(path, self.facts, len(self.rows), record)
+
+    def load(self, path: Path, once: ComputeOnce) -> Optional[StoredTeacherRows]:
+        """Return the rows with stored outputs; None if some are missing or damaged."""
+        store = self.store(path)
+        missing = once.ranks.broadcast(once.ranks.on_rank0(lambda: len(store.missing(self.indices))))
+        if missing or self._find_damaged(store, once)[1]:
+            return None
+        return self._stored_rows(store, once)
+
+    def complete(self, path: Path, once: ComputeOnce) -> StoredTeacherRows:
+        """Compute what is missing or damaged. After an interruption, what is stored is kept.
+
+        Raises:
+            DataError: the store cannot be written.
+        """
+        ranks, config, store = once.ranks, self.config, self.store(path)
+        with ranks.raise_on_all(lambda: RowWriter(store)) as writer:
+            # What is damaged counts as missing.
+            damaged, total = self._find_damaged(store, once)
+            if total:
+                once.info(f"Teacher: {total:,} rows in {path} are damaged or of other data; recomputing them")
+            ranks.raise_on_all(lambda: writer.strike_out(damaged))
+            own = store.missing(np.array_split(self.indices, ranks.world_size)[ranks.rank])
+            missing = ranks.all_gather_json(len(own))
+            if any(missing):
+                once.info(f"Teacher: the {config.distillation_top_k} most likely tokens of {sum(missing):,} "
+                          "rows are computed once")
+                ranks.raise_on_all(lambda: _check_room(store, sum(missing)))
+                teacher = ranks.raise_on_all(self.load_teacher)
+                HEARTBEAT.enter("teacher")
+                for block in once.progress(slices(max(missing), config.micro_batch_size), "Teacher"):
+                    ranks.raise_on_all(partial(self._fill, writer, teacher, own[block], ranks.device))
+                ranks.raise_on_all(writer.commit)
+        ranks.on_rank0(store.set_verified)
+        return self._stored_rows(store, once)
+
+    def _fill(self, writer: RowWriter, teacher, indices: np.ndarray, device: torch.device) -> None:
+        if len(indices):
+            batch, config = self.rows(indices), self.config
+            records = np.zeros(len(indices), writer.store.record)
+            records["ids"], records["logprobs"] = top_k_logprobs(
+                teacher, batch.to(device), config.distillation_top_k, config.distillation_temperature,
+                self.vocab_size)
+            writer.write(batch, indices, records)
+
+    def _find_damaged(self, store: RowStore, once: ComputeOnce) -> tuple[np.ndarray, int]:
+        """Return the damaged rows that this rank has found, and the number of those of all ranks."""
+        ranks = once.ranks
+        if ranks.broadcast(ranks.on_rank0(store.is_verified)):
+            return np.arange(0), 0
+        HEARTBEAT.enter("teacher")
+        own = np.array_split(np.flatnonzero(store.checksums()), ranks.world_size)[ranks.rank]
+        blocks, found = slices(max(ranks.all_gather_json(len(own))), BLOCK_ROWS), [np.arange(0)]
+        for block in once.progress(blocks, "Teacher: verifying what is stored"):
+            found.append(ranks.raise_on_all(partial(store.damaged, self.rows, own[block])))
+        damaged = np.concatenate(found)
+        total = sum(ranks.all_gather_json(len(damaged)))
+        if not total:
+            ranks.on_rank0(store.set_verified)
+        return damaged, total
+
+    def _stored_rows(self, store: RowStore, once: ComputeOnce) -> StoredTeacherRows:
+        """Return the rows, after telling the user how much of the teacher's probability is kept."""
+        once.ranks.raise_on_all(lambda: _check_complete(store, self.indices))
+        rows, config = StoredTeacherRows(self.rows, store), self.config
+        if len(self.indices):
+            share = once.ranks.raise_on_all(lambda: kept_share(rows(self.indices[:config.micro_batch_size])))
+            advice = "" if share > LITTLE else "; a lower temperature or larger DISTILLATION_TOP_K keeps more"
+            once.info(f"Teacher: the {config.distillation_top_k} most likely tokens hold {share:.0%} of its "
+                      f"probability at DISTILLATION_TEMPERATURE={config.distillation_temperature:g}{advice}")
+        return rows
+
+
+def kept_share(batch: Batch) -> float:
+    """Return the mean share of the teacher's probability that the kept tokens have, over all targets."""
+    others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
+    return 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
+
+
+def _check_room(store: RowStore, rows: int) -> None:
+    parent = next(folder for folder in (store.folder, *store.folder.parents) if folder.exists())
+    needed, free = rows * store.record.itemsize, shutil.disk_usage(parent).free
+    if needed > free:
+        raise DataError(f"{store.folder} needs {needed:,} bytes more, and {free:,} are free; set CACHE_DIR "
+                        "to another disk, lower DISTILLATION_TOP_K, or set that to 0 to run the teacher in "
+                        "each step")
+
+
+def _check_complete(store: RowStore, indices: np.ndarray) -> None:
+    """Raise DataError if rows are missing, as on a machine that does not share the folder."""
+    missing = store.missing(indices)
+    if len(missing):
+        raise DataError(f"{store.folder} lacks {len(missing):,} rows that other ranks have written; share "
+                        "the folder between all machines (CACHE_DIR), or set DISTILLATION_TOP_K=0")
