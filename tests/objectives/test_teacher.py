@@ -23,6 +23,7 @@ from common.verified_files import Cache
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.shard_reader import HEADER_BYTES, Shard, TokenSet, header_bytes
+from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from dataloaders import TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
@@ -40,7 +41,7 @@ from objectives.teacher import (
     teacher_facts,
 )
 from parallel.collectives import Interrupted, Ranks, RunContext, start_ranks, stop_ranks
-from tokenizer import load_tokenizer, train_bpe, write_tiktoken
+from tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 TEXTS = ["The cat saw the dog. The hen lost the fox. A bird fed the cow and the cat met the hen by the barn."] * 3
