@@ -1,4 +1,4 @@
-"""Write .env.example and docs/settings.md from the settings, or docs/gpu.md from a suite's results.
+"""Write .env.example, docs/settings.md and the reading order of docs/architecture.md; or docs/gpu.md.
 
     python scripts/write_docs.py
     python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl
@@ -7,6 +7,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,28 @@ def settings_page() -> str:
         lines += [f"| `{name}` | {f'`{default}`' if default else ''} | {cell(meaning)} | {on_resume} |"
                   for _, name, default, meaning, on_resume in settings]
     return "\n".join(lines) + "\n"
+
+
+CHAPTERS = ("train", "model", "dataloaders", "tokenizer", "data_preparation_utils", "model_utils", "lora",
+            "hellaswag_utils", "config")
+BEGIN, END = "<!-- lines -->\n", "<!-- /lines -->"
+
+
+def with_reading_order(page: str) -> str:
+    """Return docs/architecture.md with its table of files and their lines, rounded to 50, as they are now."""
+    def lines_of(files: Iterable[Path]) -> int:
+        return 50 * round(sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) / 50)
+
+    chapters = [ROOT / f"{name}.py" for name in CHAPTERS]
+    packages = sorted(path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "scripts")
+    rows = [(f"{number}. `{path.name}`", [path]) for number, path in enumerate(chapters, 1)]
+    rows += [("**chapters**", chapters)]
+    rows += [(f"`{folder.name}/`: {', '.join(f'`{file.stem}`' for file in sorted(folder.glob('[!_]*.py')))}",
+              folder.glob("*.py")) for folder in packages]
+    rows += [("**packages**", [file for folder in packages for file in folder.glob("*.py")])]
+    table = "".join(f"| {name} | {lines_of(files):,} |\n" for name, files in rows)
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}| read | lines |\n|---|---|\n{table}{END}{rest.partition(END)[2]}"
 
 
 def cell(text: str) -> str:
@@ -163,6 +186,8 @@ def main() -> None:
         return
     (ROOT / ".env.example").write_text(env_example(), encoding="utf-8")
     (ROOT / "docs" / "settings.md").write_text(settings_page(), encoding="utf-8")
+    architecture = ROOT / "docs" / "architecture.md"
+    architecture.write_text(with_reading_order(architecture.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

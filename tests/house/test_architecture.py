@@ -232,10 +232,12 @@ def write_docs():
     return module
 
 
-def test_the_documents_tell_of_the_settings_as_they_are():
+def test_the_generated_documents_are_up_to_date():
     docs, again = write_docs(), "run python scripts/write_docs.py"
     assert (ROOT / ".env.example").read_text(encoding="utf-8") == docs.env_example(), again
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == docs.settings_page(), again
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert page == docs.with_reading_order(page), again
 
 
 def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
