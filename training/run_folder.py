@@ -19,7 +19,7 @@ from common.errors import CheckpointError
 from common.files import FileLock
 from config import Config
 from parallel.collectives import Ranks
-from training.run_log import LOGS, naming_refusals
+from training.run_log import LOGS, disk_errors
 
 LOCK = "run.lock"
 SEGMENTS = "configs"  # the folder with the settings of each part of a run
@@ -81,7 +81,7 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
     path = output_dir / (config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
     made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
     if config.run_name is None:
-        with naming_refusals(path):
+        with disk_errors(path):
             path = new_folder(path)
         made = [path, *made[1:]]
     with ExitStack() as stack:
@@ -142,7 +142,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     """
     path = Path(run_dir) / LOCK
     for _ in range(LOCK_ATTEMPTS):
-        with naming_refusals(path):
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path)
         with lock:
@@ -168,7 +168,7 @@ def make_again(run_dir: Path) -> Iterator[None]:
     Raises:
         CheckpointError: another folder has its name by now, or it cannot be made.
     """
-    with naming_refusals(run_dir):
+    with disk_errors(run_dir):
         try:
             run_dir.mkdir(parents=True)
         except FileExistsError as error:
@@ -196,7 +196,7 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any]) -> Non
         CheckpointError: they cannot be written.
     """
     newest = run_dir / "config.json"
-    with naming_refusals(newest):
+    with disk_errors(newest):
         kept = segments(run_dir)
         (run_dir / SEGMENTS).mkdir(exist_ok=True)
         if first > 1 and not kept and newest.exists():  # an older version wrote the newest alone

@@ -66,7 +66,7 @@ class LineFile:
     def __init__(self, path: Path, warn: Callable[[str], None]):
         self.path, self.warn, self.unwritten, self.warned = path, warn, b"", False
         self.lock = threading.RLock()  # trackers warn from their own threads, and a warning is a line too
-        with naming_refusals(path):
+        with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered, because nobody can say how much of a buffer a full disk has taken.
             self.file = open(path, "ab", buffering=0, opener=plain)
@@ -93,7 +93,7 @@ class LineFile:
 
 
 @contextmanager
-def naming_refusals(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """A `with` block in which an OSError becomes a CheckpointError that names the path."""
     try:
         yield
@@ -245,7 +245,7 @@ class RunLog:
             return
         for name in LOGS:
             path = run_dir / f"{name}.jsonl"
-            with naming_refusals(path):
+            with disk_errors(path):
                 keep_lines_up_to(path, steps_taken if name == "ledger" else step, self.warn)
             self.lines[name] = LineFile(path, self.warn)
         if self.config.wandb_enabled:

@@ -29,7 +29,7 @@ from parallel.collectives import Ranks, RunContext
 from training import diagnostics, run_folder
 from training.optim import Optimizer
 from training.run_folder import SEGMENTS, RunFolder
-from training.run_log import RunLog, naming_refusals
+from training.run_log import RunLog, disk_errors
 from training.start import is_inside
 
 
@@ -196,7 +196,7 @@ def begin(run: Run) -> None:
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
     def clear() -> None:
-        with naming_refusals(run.folder):
+        with disk_errors(run.folder):
             store.check_writable(run.folder, 0)
             if aside := run_folder.move_aside(run.folder, run.config.resume == "never"):
                 run.log.warn(f"RESUME=never: the earlier run in {run.folder} was moved into {aside.name}")
