@@ -14,7 +14,7 @@ from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives.base import Objective
 from parallel.collectives import Ranks, StopSignals, leave_if_stopped
-from training.generate import generate
+from training.generate import Sampling, generate
 from training.state import Run
 
 PROGRESS_SECONDS = 30  # between words on an evaluation that takes long
@@ -70,8 +70,8 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
         begun = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         stop_ids = chat_format.stop_ids
     with torch.compiler.set_stance("force_eager"):
-        written = generate(model, begun, max_new_tokens=config.sample_tokens, temperature=config.sample_temperature,
-                           top_p=config.sample_top_p, seed=config.seed + step, stop_ids=stop_ids)
+        sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
+        written = generate(model, begun, config.sample_tokens, sampling, stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
 
 
