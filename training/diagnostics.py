@@ -139,7 +139,7 @@ def count_bad(tensor: Tensor) -> int:
 
 
 def describe_tensors(model: nn.Module) -> list[dict]:
-    """Describe each parameter and gradient that is not finite: name, shape, how many elements, first values."""
+    """Describe each parameter and gradient with NaN or infinity: name, shape, their number, first values."""
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):

@@ -36,7 +36,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
 
 
 def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
-    """Return P matrices (R rows, C columns) whose singular values a Newton-Schulz iteration has brought near 1.
+    """Return P matrices of R rows and C columns with singular values near 1, by Newton-Schulz iteration.
 
     Source: Jordan et al. 2024, with their coefficients.
     """
@@ -72,7 +72,8 @@ class Muon(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     by_shape.setdefault(parameter.shape, []).append(parameter)
             for shape, parameters in by_shape.items():
-                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                           for p in parameters]
                 gradients = [p.grad for p in parameters]
                 if self.grad_scale is not None:
                     torch._foreach_div_(gradients, self.grad_scale)
@@ -103,14 +104,15 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig):
-        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         matrices = [p for p in self.names if p.ndim >= 2]
         vectors = [p for p in self.names if p.ndim < 2]
         # AdamW trains the factors of adapters: orthogonalising each does not orthogonalise their product.
         with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")
                      and not self.names[p].endswith((".lora_A", ".lora_B"))]
         muon_ids = set(map(id, with_muon))
-        groups = [{"params": [p for p in matrices if id(p) not in muon_ids], "weight_decay": config.weight_decay},
+        decaying = [p for p in matrices if id(p) not in muon_ids]
+        groups = [{"params": decaying, "weight_decay": config.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]
         self.parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
@@ -118,7 +120,8 @@ class Optimizer:
         if with_muon:
             self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
 
-    def step(self, lr: float, grad_scale: Optional[Tensor] = None, found_inf: Optional[Tensor] = None) -> None:
+    def step(self, lr: float, grad_scale: Optional[Tensor] = None,
+             found_inf: Optional[Tensor] = None) -> None:
         """Update the parameters, without waiting for the device.
 
         Args:
@@ -145,15 +148,15 @@ class Optimizer:
         """Restore the state of a checkpoint; one from before the first update has none.
 
         Raises:
-            CheckpointError: it belongs to other parameters. torch would read beyond the end of a smaller tensor.
+            CheckpointError: it is another model's; torch would read beyond the end of a smaller tensor.
         """
         if not tensors:
             return
-        places = {f"{self.names[parameter]}.{entry}": (part, parameter, entry) for part in self.parts
-                  for group in part.param_groups for parameter in group["params"] for entry in STATE_OF[type(part)]}
+        places = {f"{self.names[p]}.{entry}": (part, p, entry) for part in self.parts
+                  for group in part.param_groups for p in group["params"] for entry in STATE_OF[type(part)]}
         found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
-        wanted = {key: "torch.float32 ()" if entry == "step" else f"{parameter.dtype} {tuple(parameter.shape)}"
-                  for key, (_, parameter, entry) in places.items()}
+        wanted = {key: "torch.float32 ()" if entry == "step" else f"{p.dtype} {tuple(p.shape)}"
+                  for key, (_, p, entry) in places.items()}
         if found != wanted:
             key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
             raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is "
