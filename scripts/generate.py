@@ -1,7 +1,7 @@
-"""Continue texts, or talk, with a checkpoint or with any Llama in a Hugging Face folder.
+"""Continue texts, or chat, with a checkpoint or with any Llama in a Hugging Face folder.
 
     python scripts/generate.py runs/first/checkpoints/step-00000200 --prompt "Once upon a time" "The museum"
-    python scripts/generate.py runs/sft/checkpoints/step-00000900 --chat --prompt "Who are you?" "And who am I?"
+    python scripts/generate.py runs/sft/checkpoints/step-00000900 --chat --prompt "Who are you?" "And I?"
 """
 
 import argparse
@@ -14,29 +14,31 @@ from common.errors import run_script
 from common.text import show
 from data_pipeline.chat_templates import load_chat_format
 from model_utils import load_model_folder
-from training.generate import generate
+from training.generate import Sampling, generate
 
 
-def continuations(folder: Path, prompts: list[str], **options) -> list[str]:
-    """What the folder's model writes after each prompt; the options are those of generate."""
+def continuations(folder: Path, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> list[str]:
+    """Return what the folder's model generates after each prompt."""
     model, tokenizer = load_model_folder(folder)
-    written = generate(model, [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts],
-                       stop_ids={tokenizer.eos_id, tokenizer.document_start_id}, **options)
-    return [tokenizer.decode(ids) for ids in written]
+    prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
+    stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
+    return [tokenizer.decode(ids) for ids in generate(model, prompt_ids, max_new_tokens, sampling, stop_ids)]
 
 
-def answers(folder: Path, turns: list[str], system_prompt: str = "", **options) -> list[str]:
-    """What the folder's model answers to each turn of one dialog; the options are those of generate.
+def answers(folder: Path, turns: list[str], max_new_tokens: int, sampling: Sampling,
+            system_prompt: str = "") -> list[str]:
+    """Return the model's answer to each user turn of one chat.
 
     Raises:
-        DataError: its tokenizer has no chat format, or this refuses the dialog.
+        DataError: its tokenizer has no chat template, or the template refuses the chat.
     """
     model, tokenizer = load_model_folder(folder)
     chat_format = load_chat_format(tokenizer)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        written, = generate(model, [chat_format.encode_prompt(messages)], stop_ids=chat_format.stop_ids, **options)
+        prompt_ids = chat_format.encode_prompt(messages)
+        written, = generate(model, [prompt_ids], max_new_tokens, sampling, chat_format.stop_ids)
         messages.append({"role": "assistant", "content": tokenizer.decode(written)})
     return [message["content"] for message in messages if message["role"] == "assistant"]
 
@@ -44,19 +46,21 @@ def answers(folder: Path, turns: list[str], system_prompt: str = "", **options) 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="a checkpoint, or a Llama in Hugging Face's format")
-    parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT", help="beginnings to continue (default: none)")
-    parser.add_argument("--chat", action="store_true", help="the prompts are a user's turns in one dialog, and get answers")
-    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt of a chat (default: none)")
+    parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT",
+                        help="texts to continue (default: one empty text)")
+    parser.add_argument("--chat", action="store_true", help="the prompts are the user's turns in one chat")
+    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T",
-                        help="0 = the likeliest token always (default: %(default)s)")
+                        help="0 = always the most likely token (default: %(default)s)")
     parser.add_argument("--top-p", type=float, default=0.95, metavar="P",
-                        help="nucleus of the distribution that is sampled from (default: %(default)s)")
+                        help="sample from the most likely tokens of this probability (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
     args = parser.parse_args()
-    if not 0 <= args.max_new_tokens <= 1_000_000 or not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
-        parser.error("--max-new-tokens and --temperature must be 0 or more (a million tokens at most), --top-p above 0 and at "
-                     "most 1")
+    if not 0 <= args.max_new_tokens <= 1_000_000:
+        parser.error("--max-new-tokens must be at least 0 and at most 1,000,000")
+    if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
+        parser.error("--temperature must be at least 0, and --top-p above 0 and at most 1")
     if not 0 <= args.seed < 2**32:
         parser.error("--seed must be at least 0 and below 2^32")
     if args.system and not args.chat:
@@ -69,12 +73,13 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     folder = args.folder.expanduser()
-    options = dict(max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, seed=args.seed)
+    sampling = Sampling(args.temperature, args.top_p, seed=args.seed)
     if args.chat:
-        replies = answers(folder, args.prompt, args.system, **options)
+        replies = answers(folder, args.prompt, args.max_new_tokens, sampling, args.system)
         texts = [f"> {prompt}\n\n{reply}" for prompt, reply in zip(args.prompt, replies)]
     else:
-        texts = [prompt + text for prompt, text in zip(args.prompt, continuations(folder, args.prompt, **options))]
+        written = continuations(folder, args.prompt, args.max_new_tokens, sampling)
+        texts = [prompt + text for prompt, text in zip(args.prompt, written)]
     show(*"\n\n".join(texts).split("\n"))
 
 

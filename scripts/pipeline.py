@@ -90,7 +90,7 @@ def exact_answers(folder: Path) -> tuple[float, float]:
     right = stopped = 0
     for start in range(0, len(chats), 100):
         part = chats[start:start + 100]
-        written = generate(model, [chat_format.encode_prompt(chat[:-1]) for chat in part], max_new_tokens=ANSWER_TOKENS,
+        written = generate(model, [chat_format.encode_prompt(chat[:-1]) for chat in part], ANSWER_TOKENS,
                            stop_ids={chat_format.end_of_turn_id})
         right += sum(tokenizer.decode(ids) == chat[-1]["content"] for chat, ids in zip(part, written))
         stopped += sum(len(ids) < ANSWER_TOKENS for ids in written)

@@ -14,7 +14,7 @@ from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives.base import Objective
 from parallel.collectives import RunContext
-from training.generate import generate
+from training.generate import Sampling, generate
 from training.state import Run
 
 PROGRESS_SECONDS = 30  # between progress lines of a long evaluation
@@ -70,9 +70,8 @@ def samples(model: Transformer, tokenizer, config: Config, step: int) -> list[tu
         prompt_ids = [chat_format.encode_prompt([{"role": "user", "content": prompt}]) for prompt in prompts]
         stop_ids = chat_format.stop_ids
     with torch.compiler.set_stance("force_eager"):
-        written = generate(model, prompt_ids, max_new_tokens=config.sample_tokens, stop_ids=stop_ids,
-                           temperature=config.sample_temperature, top_p=config.sample_top_p,
-                           seed=config.seed + step)
+        sampling = Sampling(config.sample_temperature, config.sample_top_p, seed=config.seed + step)
+        written = generate(model, prompt_ids, config.sample_tokens, sampling, stop_ids)
     return [(prompt, tokenizer.decode(ids)) for prompt, ids in zip(prompts, written)]
 
 

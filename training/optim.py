@@ -1,4 +1,4 @@
-"""The optimizer: which parameters decay, what they are updated with, and the learning rate of each step."""
+"""The optimizers, the parameters that each updates, and the learning rate of each step."""
 
 import math
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ from config import OptimConfig
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
-    """The learning rate of the update that follows `step` finished ones; defined for every step from 0 on.
+    """Return the learning rate of the update that follows `step` finished ones, for every step >= 0.
 
-    Linear warm-up, then cosine decay, or a plateau with a linear decay at the end (wsd), or a plateau.
+    Linear warm-up, then cosine decay; or a plateau with a linear decay at its end (wsd); or a plateau.
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
-    assert step >= 0, f"a schedule that is {-step} updates before its beginning"
+    assert step >= 0, step
     peak, final = config.learning_rate, config.final_learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
@@ -30,15 +30,15 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     progress = (step - begin) / max(1, config.max_steps - begin)
     progress = min(1.0, max(0.0, progress))
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
-    rate = final + share * (peak - final)
-    assert math.isfinite(rate) and rate >= 0, rate
-    return rate
+    lr = final + share * (peak - final)
+    assert math.isfinite(lr) and lr >= 0, lr
+    return lr
 
 
 def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
-    """P matrices of R rows and C columns, with all singular values brought near 1 by a Newton-Schulz iteration.
+    """Return P matrices of R rows and C columns with singular values near 1, by Newton-Schulz iteration.
 
-    Source: Jordan et al. 2024, whose coefficients they are.
+    Source: Jordan et al. 2024, with their coefficients.
     """
     tall = matrices_PRC.shape[1] > matrices_PRC.shape[2]
     x = matrices_PRC.mT if tall else matrices_PRC
@@ -50,10 +50,10 @@ def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalised, as large as AdamW's would be, so that one learning rate serves both.
+    """Orthogonalised momentum, with updates as large as AdamW's, so that one learning rate serves both.
 
-    As torch.optim.Muon, which always iterates in bf16, one matrix at a time: here in float32 on a CPU, and matrices of one shape
-    together. `grad_scale` and `found_inf` mean what they mean to a fused AdamW.
+    torch.optim.Muon iterates in bf16, one matrix at a time; this one in float32 on a CPU, and all matrices of
+    a shape together. `grad_scale` and `found_inf` work as in a fused AdamW.
     Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
     """
 
@@ -67,12 +67,13 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         assert closure is None
         for group in self.param_groups:
-            alike: dict[torch.Size, list[nn.Parameter]] = {}
+            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    alike.setdefault(parameter.shape, []).append(parameter)
-            for shape, parameters in alike.items():
-                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p)) for p in parameters]
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+            for shape, parameters in by_shape.items():
+                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                           for p in parameters]
                 gradients = [p.grad for p in parameters]
                 if self.grad_scale is not None:
                     torch._foreach_div_(gradients, self.grad_scale)
@@ -82,36 +83,36 @@ class Muon(torch.optim.Optimizer):
                 if updates.device.type == "cuda":
                     updates = updates.bfloat16()
                 updates = orthogonalised(updates).to(parameters[0].dtype).unbind()
-                decay, rate = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
-                self._assign(parameters, ((parameter * decay).sub_(update, alpha=rate)
+                decay, lr = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
+                self._assign(parameters, ((parameter * decay).sub_(update, alpha=lr)
                                           for parameter, update in zip(parameters, updates)))
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
-        """Give the tensors new values, unless the update is left out, which the device knows alone."""
-        left_out = None if self.found_inf is None else self.found_inf != 0
+        """Give the tensors new values, unless the update is skipped, which only the device knows."""
+        skipped = None if self.found_inf is None else self.found_inf != 0
         for tensor, value in zip(tensors, values):
-            tensor.copy_(value) if left_out is None else torch.where(left_out, tensor, value, out=tensor)
+            tensor.copy_(value) if skipped is None else torch.where(skipped, tensor, value, out=tensor)
 
 
-STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # of each parameter
+STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # per parameter
 
 
 class Optimizer:
-    """AdamW, with Muon for the blocks' matrices when asked; one object whichever it is.
+    """AdamW, or AdamW with Muon for the blocks' matrices, over the parameters that require gradients.
 
-    Trains the parameters that require gradients. Weights of two dimensions decay, norms do not.
-    Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+    Matrices decay, norms do not. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig):
-        self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
         matrices = [p for p in self.names if p.ndim >= 2]
         vectors = [p for p in self.names if p.ndim < 2]
-        # The factors of adapters are no matrices whose update could be orthogonalised apart: AdamW has them.
+        # AdamW trains the factors of adapters: orthogonalising each does not orthogonalise their product.
         with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")
                      and not self.names[p].endswith((".lora_A", ".lora_B"))]
         muon_ids = set(map(id, with_muon))
-        groups = [{"params": [p for p in matrices if id(p) not in muon_ids], "weight_decay": config.weight_decay},
+        decaying = [p for p in matrices if id(p) not in muon_ids]
+        groups = [{"params": decaying, "weight_decay": config.weight_decay},
                   {"params": vectors, "weight_decay": 0.0}]
         self.parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
@@ -119,47 +120,49 @@ class Optimizer:
         if with_muon:
             self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
 
-    def step(self, rate: float, grad_scale: Optional[Tensor] = None, found_inf: Optional[Tensor] = None) -> None:
-        """Update the parameters at this learning rate, without waiting for the device.
+    def step(self, lr: float, grad_scale: Optional[Tensor] = None,
+             found_inf: Optional[Tensor] = None) -> None:
+        """Update the parameters, without waiting for the device.
 
         Args:
-            grad_scale: float32 (), what the gradients are divided by first; None = 1.
-            found_inf: float32 (), on the device; where it is 1, parameters and state stay as they are, to the bit.
+            grad_scale: float32 (), divides the gradients first; None = 1.
+            found_inf: float32 (), on the device; if it is 1, parameters and state keep their bits.
         """
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = rate
+                group["lr"] = lr
             part.grad_scale, part.found_inf = grad_scale, found_inf
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begin a step: drop the gradients, or fill them with zeros where they are."""
+        """Drop the gradients, or set them to zero."""
         for part in self.parts:
             part.zero_grad(set_to_none)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """What resuming needs, as `<parameter>.<state>`; the tensors themselves, not copies."""
+        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, not copies."""
         return {f"{self.names[parameter]}.{key}": value for part in self.parts
                 for parameter, state in part.state.items() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Take over the state of a checkpoint; none was saved before the first update.
+        """Restore the state of a checkpoint; one from before the first update has none.
 
         Raises:
-            CheckpointError: it is not that of these parameters; torch would read beyond the end of what is too small.
+            CheckpointError: it is another model's; torch would read beyond the end of a smaller tensor.
         """
         if not tensors:
             return
-        places = {f"{self.names[parameter]}.{entry}": (part, parameter, entry) for part in self.parts
-                  for group in part.param_groups for parameter in group["params"] for entry in STATE_OF[type(part)]}
+        places = {f"{self.names[p]}.{entry}": (part, p, entry) for part in self.parts
+                  for group in part.param_groups for p in group["params"] for entry in STATE_OF[type(part)]}
         found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
-        wanted = {key: "torch.float32 ()" if entry == "step" else f"{parameter.dtype} {tuple(parameter.shape)}"
-                  for key, (_, parameter, entry) in places.items()}
+        wanted = {key: "torch.float32 ()" if entry == "step" else f"{p.dtype} {tuple(p.shape)}"
+                  for key, (_, p, entry) in places.items()}
         if found != wanted:
             key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
-            raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is {found.get(key, 'missing')}, "
-                                  f"expected {wanted.get(key, 'nothing')}; take another checkpoint")
+            raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is "
+                                  f"{found.get(key, 'missing')}, expected {wanted.get(key, 'nothing')}; "
+                                  "use another checkpoint")
         for key, (part, parameter, entry) in places.items():
-            # A fused AdamW counts its steps on the device.
+            # On the parameter's device, where a fused AdamW counts its steps.
             part.state[parameter][entry] = tensors[key].to(parameter.device)
             HEARTBEAT.beat()

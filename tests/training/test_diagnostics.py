@@ -16,7 +16,6 @@ from training.diagnostics import (
     count_bad,
     describe_tensors,
     flops_per_token,
-    matmul_parameters,
     peak_flops,
     peak_memory_bytes,
     write_dump,
@@ -39,7 +38,6 @@ def make_model(**settings) -> Transformer:
 def test_flops_of_a_small_model_counted_by_hand():
     config = ModelConfig(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20)
     block = 8 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 3 * 8 * 20  # wq wk wv wo, w1 w2 w3
-    assert matmul_parameters(config, vocab_size=100) == 3 * block + 100 * 8
     scores_and_values = 3 * 2 * (2 * 8 * 16)  # 3 layers, QK' and AV, 2 FLOPs x width 8 x 16 tokens
     assert flops_per_token(config, 100, seq_len=16) == 3 * (2 * (3 * block + 800) + scores_and_values)
 
@@ -159,16 +157,16 @@ def test_the_banner_tells_step_rank_rows_and_tensors():
     healthy = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}
     lines = banner([healthy, REPORT]).splitlines()
     assert lines[0] == lines[-1] == "=" * 100
-    assert lines[1] == "NON-FINITE in step 7, from rank 1: the update was not made."
+    assert lines[1] == "NON-FINITE in step 7, from rank 1: the update was skipped."
     assert lines[2] == "loss nan, gradient norm nan, rows of rank 1: [[3, 5], [8, 1]]"
-    assert lines[3:5] == ["first module with a bad output: layers.0.feed_forward.w2",
-                          "  gradient norm.weight (64,): 2 not finite, begins nan, 0.5"]
+    assert lines[3:5] == ["first module with a non-finite output: layers.0.feed_forward.w2",
+                          "  gradient norm.weight (64,): 2 non-finite, first values nan, 0.5"]
 
 
 def test_the_banner_names_no_rank_where_all_are_finite_when_computed_again():
     transient = {**REPORT, "finite": True}
     lines = banner([{**transient, "rank": 0}, transient]).splitlines()
-    assert lines[1] == "NON-FINITE in step 7, and finite when computed again: the update was not made."
+    assert lines[1] == "NON-FINITE in step 7, and finite when computed again: the update was skipped."
     assert "rows of rank 0" in lines[2]
 
 

@@ -5,7 +5,7 @@ import torch
 
 from config import ModelConfig
 from model import Transformer
-from training.generate import choose, generate
+from training.generate import Sampling, choose, generate
 
 VOCAB = 61  # not a multiple of 128: the padded ids are there to be drawn by mistake
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [30, 8, 17], [5, 5, 5, 5]]
@@ -33,13 +33,13 @@ def without_cache(model: Transformer, prompt: list[int], length: int) -> list[in
 
 def test_a_batch_with_cache_equals_each_prompt_alone_without(model):
     expected = [without_cache(model, prompt, 20) for prompt in PROMPTS]
-    assert generate(model, PROMPTS, max_new_tokens=20) == expected
+    assert generate(model, PROMPTS, 20) == expected
     assert len({token for row in expected for token in row}) > 8, "a model that repeats itself would prove little"
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_neighbours(model):
     def sampled(prompts: list[list[int]], seed: int) -> list[list[int]]:
-        return generate(model, prompts, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=seed)
+        return generate(model, prompts, 12, Sampling(temperature=1.0, top_p=0.9, seed=seed))
 
     together = sampled(PROMPTS, 3)
     assert together == sampled(PROMPTS, 3)
@@ -49,22 +49,22 @@ def test_sampling_depends_on_the_seed_and_not_on_the_neighbours(model):
 
 
 def test_a_row_that_stops_early_ends_there_and_disturbs_nobody(model):
-    free = generate(model, PROMPTS, max_new_tokens=20)
+    free = generate(model, PROMPTS, 20)
     stop = free[0][4]
-    stopped = generate(model, PROMPTS, max_new_tokens=20, stop_ids={stop})
+    stopped = generate(model, PROMPTS, 20, stop_ids={stop})
     assert stopped == [row[:row.index(stop)] if stop in row else row for row in free]
     assert len(stopped[0]) <= 4
 
 
 def test_no_padded_id_is_ever_drawn(model):
-    written = generate(model, PROMPTS, max_new_tokens=50, temperature=50.0)
+    written = generate(model, PROMPTS, 50, Sampling(temperature=50.0))
     assert max(token for row in written for token in row) < VOCAB
 
 
 def test_edges(model):
-    assert generate(model, [], max_new_tokens=5) == []
-    assert generate(model, PROMPTS, max_new_tokens=0) == [[]] * 4
-    assert [len(row) for row in generate(model, PROMPTS, max_new_tokens=1)] == [1] * 4
+    assert generate(model, [], 5) == []
+    assert generate(model, PROMPTS, 0) == [[]] * 4
+    assert [len(row) for row in generate(model, PROMPTS, 1)] == [1] * 4
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -74,7 +74,7 @@ def test_mode_and_gradients_are_left_as_they_were(model, training):
     with pytest.MonkeyPatch.context() as patch:
         hidden = model.hidden
         patch.setattr(model, "hidden", lambda *args: seen.append((model.training, torch.is_grad_enabled())) or hidden(*args))
-        generate(model, [[1]], max_new_tokens=2)
+        generate(model, [[1]], 2)
     assert seen == [(False, False)] * 2
     assert model.training is training and model.layers[0].training is training and torch.is_grad_enabled()
 
@@ -82,8 +82,7 @@ def test_mode_and_gradients_are_left_as_they_were(model, training):
 def drawn_share(logits: list[float], **how) -> torch.Tensor:
     """How often each id comes, over draws that are spread evenly."""
     draws = (torch.arange(10_000) + 0.5) / 10_000
-    options = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, **how}
-    ids = choose(torch.tensor(logits).expand(len(draws), -1), draws, **options)
+    ids = choose(torch.tensor(logits).expand(len(draws), -1), draws, Sampling(**{"temperature": 1.0, **how}))
     return torch.bincount(ids, minlength=len(logits)) / len(draws)
 
 
@@ -109,6 +108,6 @@ def test_the_largest_draw_stays_in_the_nucleus():
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
     ranked = logits.argsort(descending=True)
     nucleus = (logits.softmax(-1).gather(1, ranked).cumsum(-1) < 0.5).sum(-1) + 1
-    ids = choose(logits, torch.ones(200), 1.0, 0.5, 0)
+    ids = choose(logits, torch.ones(200), Sampling(1.0, top_p=0.5))
     assert torch.equal(ids, ranked.gather(1, nucleus[:, None] - 1)[:, 0])
-    assert torch.equal(choose(logits, torch.zeros(200), 1.0, 0.5, 0), ranked[:, 0])
+    assert torch.equal(choose(logits, torch.zeros(200), Sampling(1.0, top_p=0.5)), ranked[:, 0])

@@ -276,15 +276,15 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
     ("activity", {name: value for name, value in ITEM.items() if name != "activity_label"}, "'activity_label' is null"))] + group(
     "items", TRAIN, 3, empty=(put("items.jsonl"), "HELLASWAG_PATH=items.jsonl holds no items"),
     blank=(put("items.jsonl", "\n\n"), "holds no items"),
-    missing=(gone("items.jsonl"), "cannot be read"), folder=(instead("items.jsonl", os.mkdir), "is no file"),
-    pipe=(instead("items.jsonl", os.mkfifo), "is no file"),
-    loop=(instead("items.jsonl", loop), "symbolic links"),
+    missing=(gone("items.jsonl"), "cannot be read"), folder=(instead("items.jsonl", os.mkdir), "is no plain file"),
+    pipe=(instead("items.jsonl", os.mkfifo), "is no plain file"),
+    loop=(instead("items.jsonl", loop), "is no plain file"),
     utf16=(edit("items.jsonl", lambda c: c.decode().encode("utf-16")), "items.jsonl:1: not a line"),
     cut=(cut("items.jsonl", -20), "items.jsonl:10: not a line"),
     gzip_cut=(all_of(put("i.gz", gzip.compress(b"x" * 999)[:-5]), env(HELLASWAG_PATH="i.gz")), "ended before"),
     gzip_junk=(all_of(put("i.gz", b"junk"), env(HELLASWAG_PATH="i.gz")), "Not a gzipped"),
     long_ending=(put("items.jsonl", lines({**ITEM, "endings": ["x" * 500, "b", "c", "d"]})), "ending of 501 tokens"),
-    device=(env(HELLASWAG_PATH="/dev/zero"), "is no file")) + commands(
+    device=(env(HELLASWAG_PATH="/dev/zero"), "is no plain file")) + commands(
     "items", 3, nowhere=("scripts/load_hellaswag_dataset.py --source none.jsonl --output h.jsonl", "none.jsonl: no such"),
     into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set: cannot be written"),
     under_file=("scripts/load_hellaswag_dataset.py --source items.jsonl --output x.jsonl/h", "x.jsonl/h: cannot be written"),
