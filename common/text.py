@@ -87,7 +87,7 @@ def silence_unread_streams() -> bool:
 
 
 @contextmanager
-def exit_quietly_if_unread() -> Iterator[None]:
+def exit_if_unread() -> Iterator[None]:
     """A `with` block that prints. If its output has no reader (`| head`), the process exits silently with
     141.
 

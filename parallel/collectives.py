@@ -22,13 +22,7 @@ import torch.distributed as dist
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
-from parallel.exit_report import (
-    JOB_TOKEN,
-    SECOND_SIGNAL_SECONDS,
-    mark_joined,
-    stop_signals,
-    write_error_file,
-)
+from parallel import exit_report
 from parallel.network import listen_at, restrict_interface
 from parallel.watchdog import HangWatchdog, StatusStore
 
@@ -179,7 +173,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
                 f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
-    mark_joined()
+    exit_report.mark_joined()
     return ranks
 
 
@@ -211,7 +205,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
 
         # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
         # The keys hold only a hash of the job's token, because any client can list them.
-        job = f"{os.environ.get(JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        job = f"{os.environ.get(exit_report.JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         prefix = f"paddock-{hashlib.sha256(job.encode()).hexdigest()}"
         arrived = [f"{prefix}/here-{rank}" for rank in range(ranks.world_size)]
         store.set(arrived[ranks.rank], "yes")
@@ -223,7 +217,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         # The watchdog has a connection of its own. Without a launcher the secret token comes through the
         # group and not through the store, which strangers can read.
         client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        token = os.environ.pop(JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
+        token = os.environ.pop(exit_report.JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
     statuses = StatusStore(client, token, ranks.world_size)
     watchdog = HangWatchdog(HEARTBEAT, statuses, store_on_rank0, ranks.rank, timeout_seconds)
 
@@ -241,7 +235,7 @@ def host_store(listening: socket.socket) -> dist.TCPStore:
 @contextmanager
 def _default_signal_handlers() -> Iterator[None]:
     """A `with` block of C++ calls, where no Python handler could run: a stop signal ends the process."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in stop_signals()}
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in exit_report.stop_signals()}
     try:
         yield
     finally:
@@ -320,7 +314,7 @@ class StopSignals:
         self.received_at = 0.0
 
     def __enter__(self) -> "StopSignals":
-        self.handlers = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        self.handlers = {number: signal.signal(number, self._handle) for number in exit_report.stop_signals()}
         return self
 
     def __exit__(self, *_) -> None:
@@ -331,9 +325,9 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self.received_at = number, now
-        elif now - self.received_at > SECOND_SIGNAL_SECONDS:
-            name = signal.Signals(number).name
-            write_error_file(1, f"rank {os.environ.get('RANK', 0)} exited at a second {name}, without saving")
+        elif now - self.received_at > exit_report.SECOND_SIGNAL_SECONDS:
+            rank, name = os.environ.get("RANK", 0), signal.Signals(number).name
+            exit_report.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
             os._exit(128 + number)
 
 

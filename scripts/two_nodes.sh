@@ -37,7 +37,7 @@ done
 python - "$work" > "$work/flags" 2> /dev/null <<'END'
 import sys
 from pathlib import Path
-from helpers import TinyRun, prepare
+from factories import TinyRun, prepare
 work = Path(sys.argv[1])
 run = TinyRun(prepare(work / "data"), work / "runs")
 print("\n".join(flag for flag in run.argv() if not flag.startswith("--run-name")))
