@@ -159,8 +159,7 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
 
 def from_meta(tensors: Mapping[str, Tensor],
               params: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the parameters and model settings of Meta's Llama 3 checkpoint (consolidated.00.pth,
-    params.json).
+    """Return parameters and model settings of Meta's Llama 3 files: consolidated.00.pth, params.json.
 
     Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor
     of the rotary scaling, which is 32; Llama 3.1's is 8. Source: the models' published configurations.

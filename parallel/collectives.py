@@ -28,8 +28,7 @@ from parallel.watchdog import HangWatchdog, StatusStore
 
 T = TypeVar("T")
 JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
-# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out would also end a wait for a slow but live
-# rank.
+# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out also ends waits for a slow but live rank.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
 
@@ -109,8 +108,7 @@ class Ranks:
             return [json.loads(bytes(buffer.tolist())) for buffer in buffers]
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """Return make() of this rank. If it raises a PaddockError on any rank, raise that error on all of
-        them.
+        """Return make() of this rank. A PaddockError that it raises on any rank is raised on all.
 
         Collective: every rank must call it.
         """
@@ -140,8 +138,7 @@ class Ranks:
 
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
-    """Join the process group that torchrun describes in the environment; without torchrun, stay a single
-    process.
+    """Join the process group of torchrun's environment variables; without them, stay a single process.
 
     Args:
         device_type: "cuda" (nccl) or "cpu" (gloo).
@@ -303,8 +300,7 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
 
 
 class StopSignals:
-    """Remembers TERM, INT, USR1 and HUP, so that the training loop saves and exits; a later second one exits
-    at once.
+    """Remembers TERM, INT, USR1 or HUP, so that the loop saves and exits; a later second one exits at once.
 
     Leaving the `with` block restores the handlers.
     """

@@ -1,5 +1,4 @@
-"""Train on all GPUs of this machine, or of several machines, with one rank each. All other flags are
-train.py's.
+"""Train on all GPUs of one or several machines, with a rank for each. All other flags are train.py's.
 
     python scripts/launch.py --preset 1.3b
     python scripts/launch.py --nproc-per-node 2 --max-steps 100
@@ -182,8 +181,7 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
-    """Return the address and port where ranks and launchers meet, and on the first machine the listening
-    socket.
+    """Return the address and port where all meet, and on the first machine the listening socket.
 
     Raises:
         SettingsError: this machine cannot listen there.
@@ -257,8 +255,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
 
 def stop_twice(error: type[Exception]) -> None:
-    """Make a stop signal raise an error, at which torch's launcher stops the ranks, and a later second one
-    again.
+    """Make a stop signal, and a later second one, raise an error, at which torch's launcher stops the ranks.
 
     All further signals are ignored: torch's launcher would exit at a third one without waiting, and hang.
 

@@ -107,11 +107,9 @@ def misspelt(key: str) -> Optional[str]:
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     """Return the settings and libraries' keys of a `.env` file, each with its line. Empty values are ignored.
 
-    `${NAME}` and `${NAME:-default}` are expanded as by python-dotenv: from the environment, then from earlier
-    lines.
+    python-dotenv expands `${NAME}` and `${NAME:-default}`: from the environment, then from earlier lines.
     """
-    # python-dotenv's parser and not its dotenv_values, which reports neither lines nor duplicates nor
-    # mistakes.
+    # Not python-dotenv's dotenv_values, which reports neither lines nor duplicates nor mistakes.
     values, problems, earlier = {}, [], {}
     known = ChainMap(environ, earlier)
     try:
@@ -299,8 +297,7 @@ def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) ->
     if naming is not None:
         names, where = layers[naming].values["preset"]
         preset = read_preset(names, where) if isinstance(names, str) else Layer({}, [])
-        # A preset on the command line is above `.env`; one that `.env` names is changed by the rest of
-        # `.env`.
+        # A preset on the command line is above `.env`; one that `.env` names is below it.
         layers.insert(min(naming, 1), preset)
     return layers
 
