@@ -344,8 +344,7 @@ def path_rules(c: Config) -> Iterator[str]:
     for name in (*LOCAL_PATHS, *NAMES_OR_PATHS):
         if (value := getattr(c, name)) and is_url(value):
             hub = " or a hub name" if name in NAMES_OR_PATHS else ""
-            yield (f"{name.upper()}={value} is a URL, and must be a path on this machine{hub}; mount or copy "
-                   "what is there")
+            yield (f"{name.upper()}={value} is a URL, and must be a local path{hub}; mount or copy it")
         elif value and re.search(r"\$[\w({]|`", value):
             yield (f"{name.upper()}={value} has a variable or a command in it that nothing expands here; "
                    "write its value (.env expands ${NAME})")
@@ -362,8 +361,7 @@ def path_rules(c: Config) -> Iterator[str]:
     if c.run_name is not None and not is_plain_name(c.run_name):
         yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
-        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it "
-               "(a letter has up to four)")
+        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it")
 
 
 def stage_rules(c: Config) -> Iterator[str]:
@@ -373,8 +371,7 @@ def stage_rules(c: Config) -> Iterator[str]:
     if len(checkpoints) > 1:
         yield f"{' and '.join(checkpoints)} are both set; start from one checkpoint"
     if c.random_init and checkpoints:
-        yield (f"RANDOM_INIT=true starts from random weights, and {checkpoints[0]} from trained ones; "
-               "remove one of them")
+        yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
     if c.training_stage == "dpo" and has_none:
         yield "TRAINING_STAGE=dpo needs a model that answers already; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
@@ -383,8 +380,7 @@ def stage_rules(c: Config) -> Iterator[str]:
     # Adapters, preferences and distillation.
     layers = {name.strip() for name in c.lora_target_modules.split(",")}
     if c.lora_enabled and not layers <= (known := set(LoraConfig().lora_target_modules.split(","))):
-        yield (f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {', '.join(sorted(known))}, "
-               "with commas")
+        yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {', '.join(sorted(known))}"
     if c.training_stage == "dpo" and c.distillation_enabled:
         yield "DISTILLATION_ENABLED works in the stages pretrain and sft, not in dpo"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:

@@ -83,8 +83,7 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         embedding = tensors.get(peft_name("tok_embeddings.weight"))
         head = remaining.pop(peft_name("output.weight"), None)
         if (embedding is None) != (head is None) or (head is not None and not torch.equal(embedding, head)):
-            raise CheckpointError("the adapters train head and embeddings separately, which are one matrix "
-                                  "in their base")
+            raise CheckpointError("the adapters train head and embeddings separately; their base ties them")
     for name, shape in shapes.items():
         tensor = remaining.pop(peft_name(name), None)
         if tensor is None:
@@ -99,8 +98,7 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         state[name] = permuted(name, tensor, model_config, to_huggingface=False) if is_lora_b else tensor
     if remaining:
         raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
-                              f"({len(remaining)} such tensors); use the base that the adapters were made "
-                              "for")
+                              f"({len(remaining)} such tensors); use the base that they were made for")
     return state
 
 

@@ -156,8 +156,7 @@ def read_state_file(path: Path) -> dict[str, Any]:
     try:
         return parse(read_plain(path), State, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; move this checkpoint away and use "
-                              "another") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:

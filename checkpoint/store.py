@@ -171,8 +171,7 @@ def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> 
     folder = Path(folder)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise CheckpointError(f"{folder} cannot be written to ({existing}); set OUTPUT_DIR to a writable "
-                              "folder")
+        raise CheckpointError(f"{folder} cannot be written to ({existing}); set OUTPUT_DIR to another folder")
     if shutil.disk_usage(existing).free < needed_bytes:
         raise CheckpointError(f"{folder} has too little room for a checkpoint: "
                               f"{_space(existing, needed_bytes)}; free some, or set OUTPUT_DIR to another "
@@ -228,8 +227,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not intact:
         raise CheckpointError(f"{path} is damaged; use another checkpoint")
     if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}, or "
-                              "another checkpoint")
+        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
     return parse(content, Manifest, path)
 
 
@@ -259,8 +257,7 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were "
                                   "written; use another checkpoint")
         if digest != expected["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is not that of {MANIFEST}; use another "
-                                  "checkpoint")
+            raise CheckpointError(f"{path} is damaged: its SHA-256 has changed; use another checkpoint")
     return manifest
 
 

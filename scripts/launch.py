@@ -55,17 +55,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="R",
                         help="the number of this machine, from 0")
     parser.add_argument("--master-addr", "--master_addr", metavar="HOST",
-                        help="address of the first machine, the only one that it listens at (default on one "
-                             "machine: loopback)")
+                        help="the first machine's address, where it listens (default: loopback)")
     parser.add_argument("--master-port", "--master_port", type=int, default=0, metavar="P",
                         help="a free port there (default on one machine: any)")
     parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
-                        help="seconds for the ranks to save after a signal before they are killed "
-                             "(default: %(default)s)")
+                        help="seconds that ranks have to save after a signal (default: %(default)s)")
     args, flags = parser.parse_known_args()
     if args.nnodes > 1 and not (args.master_addr and args.master_port):
-        parser.error("--nnodes needs --master-addr and --master-port, the same on each machine, and "
-                     "--node-rank")
+        parser.error("--nnodes needs --master-addr, --master-port (the same everywhere) and --node-rank")
     counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
     if min(counts) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
         parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank below --nnodes")
@@ -126,8 +123,7 @@ def open_logs(config: Config, node_rank: int) -> Logs:
                 break
         lock = open(folder / LOCK, "w", encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR to a writable "
-                              "folder") from error
+        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR") from error
     take(lock)
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT_FOLDERS]:
         with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:

@@ -269,8 +269,7 @@ def read_preset(names: str, where: str) -> Layer:
         else:
             guess = nearest(name, known)
             advice = f"did you mean {guess}? " if guess in known else ""
-            problems.append(f"{where}: unknown preset {shortened(name)}; {advice}available: "
-                            f"{', '.join(known)}")
+            problems.append(f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
     return Layer(values, problems)
 
 
@@ -380,8 +379,7 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
-        yield (f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; leave the "
-               "setting out")
+        yield f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; remove it"
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:

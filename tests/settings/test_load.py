@@ -381,7 +381,7 @@ def test_what_other_trainers_call_a_setting_leads_to_a_setting():
 
 
 def test_an_unknown_preset_gets_its_nearest_neighbour():
-    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? available: 1.3b, 3b")
+    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? known: 1.3b, 3b")
     for outside in ("../presets/debug", "x" * 5000, "\0"):
         assert "unknown preset" in problems(env=f"PRESET={outside}\n")[0]
 
@@ -499,7 +499,7 @@ def test_a_script_can_do_without_what_training_needs():
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
-    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a path on this machine")
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a local path")
       for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
       for url in ("s3://x/y", "file:/x")),
 ])
@@ -536,7 +536,7 @@ def test_world_size_comes_from_the_launcher():
     assert load(environ=started, env="WORLD_SIZE=4\n").config.world_size == 2
     assert load("--check", env="WORLD_SIZE=4\n").config.world_size == 4
     assert problems("--world-size", "4", environ=started, env="") == [
-        "WORLD_SIZE=4, but the launcher started 2 processes; leave the setting out"]
+        "WORLD_SIZE=4, but the launcher started 2 processes; remove it"]
     assert "whole numbers" in problems(environ={**started, "RANK": "one"})[0]
     assert len(problems(environ={**started, "WORLD_SIZE": "two"})) == 1
 
