@@ -305,12 +305,13 @@ def is_plain_name(name: str) -> bool:
 
 def rules(config: Config) -> Iterator[str]:
     """Yield a sentence for every conflict; it names each setting that it depends on."""
-    for topic in (batch_rules, model_rules, training_rules, path_rules, start_rules, stage_rules):
+    for topic in (numeric_rules, path_rules, stage_rules):
         yield from topic(config)
 
 
-def batch_rules(c: Config) -> Iterator[str]:
-    """The batch must divide over ranks and micro-batches."""
+def numeric_rules(c: Config) -> Iterator[str]:
+    """Batch, model shape, optimizer and precision."""
+    # The batch divides over ranks and micro-batches.
     need = c.micro_batch_size * c.max_seq_len * c.world_size
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
@@ -319,10 +320,7 @@ def batch_rules(c: Config) -> Iterator[str]:
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
                f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; "
                f"try {' or '.join(str(size) for size in (below, above) if size)}{all_rows}")
-
-
-def model_rules(c: Config) -> Iterator[str]:
-    """Heads, rotary scaling, and what needs the compiler."""
+    # The shape of the model, and what it needs.
     if c.dim % c.n_heads or c.head_dim % 2:
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
@@ -335,10 +333,7 @@ def model_rules(c: Config) -> Iterator[str]:
     if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
         off = "DEBUG=true" if c.debug else "COMPILE=false"
         yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"
-
-
-def training_rules(c: Config) -> Iterator[str]:
-    """Learning rate, precision and early stopping."""
+    # How it is trained.
     if c.final_learning_rate > c.learning_rate:
         yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
     if c.precision == "fp16" and c.device == "cpu":
@@ -352,8 +347,7 @@ def path_rules(c: Config) -> Iterator[str]:
     for name in (*LOCAL_PATHS, *NAMES_OR_PATHS):
         if (value := getattr(c, name)) and is_url(value):
             hub = " or a hub name" if name in NAMES_OR_PATHS else ""
-            yield (f"{name.upper()}={value} is a URL, and must be a path on this machine{hub}; mount or copy "
-                   "what is there")
+            yield (f"{name.upper()}={value} is a URL, and must be a local path{hub}; mount or copy it")
         elif value and re.search(r"\$[\w({]|`", value):
             yield (f"{name.upper()}={value} has a variable or a command in it that nothing expands here; "
                    "write its value (.env expands ${NAME})")
@@ -370,32 +364,26 @@ def path_rules(c: Config) -> Iterator[str]:
     if c.run_name is not None and not is_plain_name(c.run_name):
         yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
-        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it "
-               "(a letter has up to four)")
+        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it")
 
 
-def start_rules(c: Config) -> Iterator[str]:
-    """What a run starts from, and what LoRA adapts."""
+def stage_rules(c: Config) -> Iterator[str]:
+    """What a run starts from, and which features work in which stage."""
     checkpoints = [name.upper() for name in START_FROM if getattr(c, name)]
     has_none = not checkpoints and c.resume in ("auto", "never")
     if len(checkpoints) > 1:
         yield f"{' and '.join(checkpoints)} are both set; start from one checkpoint"
     if c.random_init and checkpoints:
-        yield (f"RANDOM_INIT=true starts from random weights, and {checkpoints[0]} from trained ones; "
-               "remove one of them")
+        yield f"RANDOM_INIT=true conflicts with {checkpoints[0]}; remove one of them"
     if c.training_stage == "dpo" and has_none:
         yield "TRAINING_STAGE=dpo needs a model that answers already; set INSTRUCT_CHECKPOINT"
     if c.lora_enabled and has_none:
         yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
                "DPO_CHECKPOINT")
+    # Adapters, preferences and distillation.
     layers = {name.strip() for name in c.lora_target_modules.split(",")}
     if c.lora_enabled and not layers <= (known := set(LoraConfig().lora_target_modules.split(","))):
-        yield (f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {', '.join(sorted(known))}, "
-               "with commas")
-
-
-def stage_rules(c: Config) -> Iterator[str]:
-    """Which features work in which stage, and what they need."""
+        yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {', '.join(sorted(known))}"
     if c.training_stage == "dpo" and c.distillation_enabled:
         yield "DISTILLATION_ENABLED works in the stages pretrain and sft, not in dpo"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Optional
 
 from common.errors import SettingsError
-from common.text import exit_quietly_if_unread, print_safely, printable, write_line_by_line
+from common.text import exit_if_unread, print_safely, printable, write_line_by_line
 from parallel.exit_report import (
     EXIT_PREEMPTED,
     exit_at_signals,
@@ -53,7 +53,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     """Run from the command line; returns the exit code."""
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     try:
-        with exit_quietly_if_unread() if loaded.check else nullcontext():
+        with exit_if_unread() if loaded.check else nullcontext():
             provide_sample(loaded.config, may_write=not loaded.check)
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:

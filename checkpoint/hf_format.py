@@ -111,8 +111,7 @@ def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
     """Return the number of ids in a Llama's embedding. Raises CheckpointError if there is none."""
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or embedding.ndim != 2 or not len(embedding):
-        raise CheckpointError("the weights lack model.embed_tokens.weight with a row for each id; use "
-                              "another checkpoint")
+        raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
     return len(embedding)
 
 
@@ -129,10 +128,9 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if model_config.tie_embeddings:
         if head is not None and (embedding is None or not torch.equal(embedding, head)):
-            raise CheckpointError("the weights have a separate head (lm_head.weight); set "
-                                  "TIE_EMBEDDINGS=false")
+            raise CheckpointError("the weights have a separate lm_head.weight; set TIE_EMBEDDINGS=false")
     elif head is None:
-        raise CheckpointError("the weights have no separate head (lm_head.weight); set TIE_EMBEDDINGS=true")
+        raise CheckpointError("the weights have no separate lm_head.weight; set TIE_EMBEDDINGS=true")
     ours = {huggingface_name(name): name for name in shapes}
     ignored = ("lm_head.weight",)  # of a tied model, checked above
     unknown = [name for name in tensors if name not in (*ours, *ignored) and not name.endswith("inv_freq")]
@@ -159,8 +157,7 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
 
 def from_meta(tensors: Mapping[str, Tensor],
               params: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the parameters and model settings of Meta's Llama 3 checkpoint (consolidated.00.pth,
-    params.json).
+    """Return parameters and model settings of Meta's Llama 3 files: consolidated.00.pth, params.json.
 
     Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor
     of the rotary scaling, which is 32; Llama 3.1's is 8. Source: the models' published configurations.
@@ -175,8 +172,7 @@ def from_meta(tensors: Mapping[str, Tensor],
     missing = [key for key in required if key not in params]
     missing += [name for name in (*VOCABULARY, gate) if name not in state]
     if missing:
-        raise CheckpointError(f"not Meta's Llama 3 checkpoint: no {', '.join(missing)} in params.json and "
-                              "the weights; use another")
+        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
     tied = torch.equal(state["tok_embeddings.weight"], state["output.weight"])
     if tied:
         del state["output.weight"]
@@ -191,8 +187,7 @@ def from_meta(tensors: Mapping[str, Tensor],
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or tuple(state[name].shape) != expected.get(name)]
     if wrong:
-        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use both "
-                              "from the same download")
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use its own")
     return state, settings
 
 
@@ -262,15 +257,13 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     rope = config.get("rope_parameters") or {}
     scaling = config.get("rope_scaling") or rope
     if not isinstance(rope, Mapping) or not isinstance(scaling, Mapping):
-        raise CheckpointError("config.json: rope_parameters and rope_scaling must be objects; download it "
-                              "again")
+        raise CheckpointError("config.json: rope_parameters and rope_scaling must be objects; use another")
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if key not in config]
     if config.get("model_type") != "llama" or missing:
         raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model"
-                              f"{' without ' + ', '.join(missing) if missing else ''}; only Llama models can "
-                              "be read")
+                              f"{' without ' + ', '.join(missing) if missing else ''}; only Llamas can be read")
     settings = {"dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
                 "n_heads": config["num_attention_heads"],
                 "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
@@ -293,11 +286,9 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if rope_type not in ("default", "llama3"):
         unlike.append(f"rope_type={rope_type!r}")
     if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
-        unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads in a width of "
-                      f"{model.dim}")
+        unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
     if unlike:
-        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model cannot represent; use "
-                              "another")
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model does not support")
     return settings
 
 

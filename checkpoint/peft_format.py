@@ -9,18 +9,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from checkpoint.hf_format import (
-    HUGGINGFACE_NAMES,
-    VOCABULARY,
-    TokenIds,
-    check_numbers,
-    huggingface_name,
-    padded_rows,
-    parameter_shapes,
-    permuted,
-    read_json,
-    write_json,
-)
+from checkpoint import hf_format
+from checkpoint.hf_format import VOCABULARY, TokenIds, permuted, read_json, write_json
 from checkpoint.tensor_files import read_tensors, write_tensors
 from common.errors import CheckpointError
 from config import LoraConfig, ModelConfig
@@ -52,7 +42,7 @@ def peft_name(name: str) -> str:
     """Return PEFT's name of a LoRA factor, of trained token rows, or of a fully trained parameter."""
     stem, _, last = name.rpartition(".")
     suffix = {"weight": "weight", "rows": "token_adapter.trainable_tokens_delta"}.get(last, f"{last}.weight")
-    return f"base_model.model.{huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
+    return f"base_model.model.{hf_format.huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
 
 
 def to_peft(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
@@ -81,7 +71,7 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         CheckpointError: a tensor is of no parameter of this model, or not of its shape.
     """
     remaining, state, shapes = dict(tensors), {}, {}
-    for name, shape in parameter_shapes(model_config, padded_vocab).items():
+    for name, shape in hf_format.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")
         if name in VOCABULARY:
             shapes[name] = shape
@@ -93,15 +83,14 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         embedding = tensors.get(peft_name("tok_embeddings.weight"))
         head = remaining.pop(peft_name("output.weight"), None)
         if (embedding is None) != (head is None) or (head is not None and not torch.equal(embedding, head)):
-            raise CheckpointError("the adapters train head and embeddings separately, which are one matrix "
-                                  "in their base")
+            raise CheckpointError("the adapters train head and embeddings separately; their base ties them")
     for name, shape in shapes.items():
         tensor = remaining.pop(peft_name(name), None)
         if tensor is None:
             continue
-        check_numbers(peft_name(name), tensor)
+        hf_format.check_numbers(peft_name(name), tensor)
         if name in VOCABULARY:
-            tensor = padded_rows(tensor, padded_vocab)
+            tensor = hf_format.padded_rows(tensor, padded_vocab)
         if tensor.shape != shape:
             raise CheckpointError(f"{peft_name(name)} is {tuple(tensor.shape)}, but rank and base give "
                                   f"{shape}; use the base that the adapters were made for")
@@ -109,15 +98,14 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
         state[name] = permuted(name, tensor, model_config, to_huggingface=False) if is_lora_b else tensor
     if remaining:
         raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
-                              f"({len(remaining)} such tensors); use the base that the adapters were made "
-                              "for")
+                              f"({len(remaining)} such tensors); use the base that they were made for")
     return state
 
 
 def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     targets = [name.strip() for name in config.lora_target_modules.split(",")]
-    modules = [name.rpartition(".")[2] for part, name in HUGGINGFACE_NAMES.items()
+    modules = [name.rpartition(".")[2] for part, name in hf_format.HUGGINGFACE_NAMES.items()
                if part.rpartition(".")[2] in targets]
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)

@@ -33,8 +33,7 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         state: the trainer's state in the checkpoint, with its `settings`, `identity` and `world_size`.
         own: the checkpoint belongs to this very run.
     Raises:
-        CheckpointError: a fixed one has changed, and ALLOW_RESUME_MISMATCH does not name it, or could not
-        help.
+        CheckpointError: a fixed one has changed, and is not or cannot be in ALLOW_RESUME_MISMATCH.
     """
     now, before = config.public() | now_identity, state["settings"] | state["identity"]
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}

@@ -69,8 +69,7 @@ class SavedProgress:
     base: Optional[PathText] = None  # its path: the base of adapters, the reference of preferences
     base_sha256: Optional[str] = None  # of its weights
     base_beside: Optional[PathText] = None  # its path relative to the run's folder, for a tree that is moved
-    # The metrics of the last step, until what is due after it has been measured: a signal may come in
-    # between.
+    # The metrics of the last step, until all that is due after it is measured: a signal may come first.
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
 
 
@@ -157,8 +156,7 @@ def read_state_file(path: Path) -> dict[str, Any]:
     try:
         return parse(read_plain(path), State, path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; move this checkpoint away and use "
-                              "another") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:

@@ -1,8 +1,7 @@
 """Checkpoints on disk: a crash at any instant leaves a good one, and nothing is parsed before it is verified.
 
 A checkpoint is a folder `step-00000200`. It is written as `tmp-...`, gets a MANIFEST.json with the size and
-SHA-256 of every file, and only then its name. A folder to delete is renamed to `trash-...` first. Nothing is
-pickled.
+SHA-256 of every file, and only then its name. Deleting begins with renaming to `trash-...`. No pickles.
 """
 
 import errno
@@ -85,8 +84,7 @@ def save(checkpoints_dir: Path, contents: Contents, ranks: Ranks, warn: Warn = w
 
 def publish(folder: Path, write_files: Callable[[Path], None], facts: Mapping[str, Any],
             needed_bytes: int = 0, largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> None:
-    """Write a folder with its manifest so that it appears complete or not at all, replacing one of the same
-    name.
+    """Write a folder with its manifest, all or nothing, replacing one of the same name.
 
     If a network disk fails for a moment, everything is written again after RETRY_SECONDS: data written before
     a failed fsync may be lost even if a second fsync succeeds.
@@ -173,8 +171,7 @@ def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> 
     folder = Path(folder)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise CheckpointError(f"{folder} cannot be written to ({existing}); set OUTPUT_DIR to a writable "
-                              "folder")
+        raise CheckpointError(f"{folder} cannot be written to ({existing}); set OUTPUT_DIR to another folder")
     if shutil.disk_usage(existing).free < needed_bytes:
         raise CheckpointError(f"{folder} has too little room for a checkpoint: "
                               f"{_space(existing, needed_bytes)}; free some, or set OUTPUT_DIR to another "
@@ -230,14 +227,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not intact:
         raise CheckpointError(f"{path} is damaged; use another checkpoint")
     if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}, or "
-                              "another checkpoint")
+        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
     return parse(content, Manifest, path)
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint if all its files have the listed size and SHA-256. Parses nothing
-    else.
+    """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
 
     Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
     Raises:
@@ -262,8 +257,7 @@ def verify(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were "
                                   "written; use another checkpoint")
         if digest != expected["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 is not that of {MANIFEST}; use another "
-                                  "checkpoint")
+            raise CheckpointError(f"{path} is damaged: its SHA-256 has changed; use another checkpoint")
     return manifest
 
 
@@ -365,12 +359,10 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
           warn: Warn = warn_on_console) -> list[Path]:
-    """Delete the checkpoints that retention does not keep, and return them. Called on rank 0, under the run's
-    lock.
+    """Delete the checkpoints that retention does not keep, and return them. Rank 0 calls it under the lock.
 
     Keeps the `keep_last` written last (0 = all), the `keep_best` of lowest validation loss, the protected
-    ones (the one that the run was resumed from), and all that cannot be read. Deletes nothing unless the
-    newest verifies.
+    (what the run was resumed from), and all that cannot be read. Deletes nothing unless the newest verifies.
     """
     if keep_last == 0:
         return []

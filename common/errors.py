@@ -5,14 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.text import (
-    exit_quietly_if_unread,
-    is_url,
-    print_safely,
-    print_traceback,
-    printable,
-    without_passwords,
-)
+from common.text import exit_if_unread, is_url, print_safely, print_traceback, printable, without_passwords
 
 
 class PaddockError(Exception):
@@ -93,7 +86,7 @@ def local_path(text: str) -> Path:
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
     """Run a script's main; a PaddockError or Ctrl-C prints one line and exits with its code."""
     sys.excepthook = print_traceback
-    with exit_quietly_if_unread():
+    with exit_if_unread():
         try:
             main()
         except PaddockError as error:

@@ -87,9 +87,8 @@ def silence_unread_streams() -> bool:
 
 
 @contextmanager
-def exit_quietly_if_unread() -> Iterator[None]:
-    """A `with` block that prints. If its output has no reader (`| head`), the process exits silently with
-    141.
+def exit_if_unread() -> Iterator[None]:
+    """A `with` block that prints. Without a reader (`| head`) the process exits silently with 141.
 
     The exit code of a failure is kept.
     """

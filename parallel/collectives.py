@@ -22,20 +22,13 @@ import torch.distributed as dist
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
-from parallel.exit_report import (
-    JOB_TOKEN,
-    SECOND_SIGNAL_SECONDS,
-    mark_joined,
-    stop_signals,
-    write_error_file,
-)
+from parallel import exit_report
 from parallel.network import listen_at, restrict_interface
 from parallel.watchdog import HangWatchdog, StatusStore
 
 T = TypeVar("T")
 JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
-# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out would also end a wait for a slow but live
-# rank.
+# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out also ends waits for a slow but live rank.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
 
@@ -115,8 +108,7 @@ class Ranks:
             return [json.loads(bytes(buffer.tolist())) for buffer in buffers]
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """Return make() of this rank. If it raises a PaddockError on any rank, raise that error on all of
-        them.
+        """Return make() of this rank. A PaddockError that it raises on any rank is raised on all.
 
         Collective: every rank must call it.
         """
@@ -146,8 +138,7 @@ class Ranks:
 
 
 def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
-    """Join the process group that torchrun describes in the environment; without torchrun, stay a single
-    process.
+    """Join the process group of torchrun's environment variables; without them, stay a single process.
 
     Args:
         device_type: "cuda" (nccl) or "cpu" (gloo).
@@ -179,7 +170,7 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
                 f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
                 f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
                 "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
-    mark_joined()
+    exit_report.mark_joined()
     return ranks
 
 
@@ -211,7 +202,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
 
         # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
         # The keys hold only a hash of the job's token, because any client can list them.
-        job = f"{os.environ.get(JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        job = f"{os.environ.get(exit_report.JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         prefix = f"paddock-{hashlib.sha256(job.encode()).hexdigest()}"
         arrived = [f"{prefix}/here-{rank}" for rank in range(ranks.world_size)]
         store.set(arrived[ranks.rank], "yes")
@@ -223,7 +214,7 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         # The watchdog has a connection of its own. Without a launcher the secret token comes through the
         # group and not through the store, which strangers can read.
         client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        token = os.environ.pop(JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
+        token = os.environ.pop(exit_report.JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
     statuses = StatusStore(client, token, ranks.world_size)
     watchdog = HangWatchdog(HEARTBEAT, statuses, store_on_rank0, ranks.rank, timeout_seconds)
 
@@ -241,7 +232,7 @@ def host_store(listening: socket.socket) -> dist.TCPStore:
 @contextmanager
 def _default_signal_handlers() -> Iterator[None]:
     """A `with` block of C++ calls, where no Python handler could run: a stop signal ends the process."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in stop_signals()}
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in exit_report.stop_signals()}
     try:
         yield
     finally:
@@ -309,8 +300,7 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
 
 
 class StopSignals:
-    """Remembers TERM, INT, USR1 and HUP, so that the training loop saves and exits; a later second one exits
-    at once.
+    """Remembers TERM, INT, USR1 or HUP, so that the loop saves and exits; a later second one exits at once.
 
     Leaving the `with` block restores the handlers.
     """
@@ -320,7 +310,7 @@ class StopSignals:
         self.received_at = 0.0
 
     def __enter__(self) -> "StopSignals":
-        self.handlers = {number: signal.signal(number, self._handle) for number in stop_signals()}
+        self.handlers = {number: signal.signal(number, self._handle) for number in exit_report.stop_signals()}
         return self
 
     def __exit__(self, *_) -> None:
@@ -331,9 +321,9 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self.received_at = number, now
-        elif now - self.received_at > SECOND_SIGNAL_SECONDS:
-            name = signal.Signals(number).name
-            write_error_file(1, f"rank {os.environ.get('RANK', 0)} exited at a second {name}, without saving")
+        elif now - self.received_at > exit_report.SECOND_SIGNAL_SECONDS:
+            rank, name = os.environ.get("RANK", 0), signal.Signals(number).name
+            exit_report.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
             os._exit(128 + number)
 
 

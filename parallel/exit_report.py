@@ -88,8 +88,7 @@ def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondar
 
 @contextmanager
 def first_on_machine() -> Iterator[bool]:
-    """A `with` block that prints what every rank of this machine would print: yields True in the first to
-    enter.
+    """A `with` block for what every rank of this machine would print; yields True in the first to enter.
 
     The others wait until that one has left, so that none exits before all is printed: torchrun ends all ranks
     at the first exit. They share a lock file in the folder that torch's launchers make for each attempt;

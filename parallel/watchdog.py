@@ -240,7 +240,7 @@ class HangWatchdog:
             with open(path, "w", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file)
         except OSError as error:
-            print(f"no stacks of rank {self.rank}: {error}", file=sys.stderr, flush=True)
+            print_safely(f"no stacks of rank {self.rank}: {error}", sys.stderr)
 
     def _table(self, silent: list[int]) -> str:
         """One line for each rank: its phase, and the seconds since its last progress."""

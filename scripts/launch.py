@@ -1,5 +1,4 @@
-"""Train on all GPUs of this machine, or of several machines, with one rank each. All other flags are
-train.py's.
+"""Train on all GPUs of one or several machines, with a rank for each. All other flags are train.py's.
 
     python scripts/launch.py --preset 1.3b
     python scripts/launch.py --nproc-per-node 2 --max-steps 100
@@ -35,16 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.errors import CheckpointError, SettingsError, run_script
 from common.text import print_safely, silence_unread_streams
 from config import Config
-from parallel.exit_report import (
-    EXIT_PREEMPTED,
-    JOB_TOKEN,
-    JOINED,
-    LAUNCHER_PID,
-    SECOND_SIGNAL_SECONDS,
-    exit_at_signals,
-    open_missing_streams,
-    stop_signals,
-)
+from parallel import exit_report
 from parallel.network import LOOPBACK, listen_at
 from settings.load import exit_with, export, load_config
 
@@ -65,17 +55,14 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="R",
                         help="the number of this machine, from 0")
     parser.add_argument("--master-addr", "--master_addr", metavar="HOST",
-                        help="address of the first machine, the only one that it listens at (default on one "
-                             "machine: loopback)")
+                        help="the first machine's address, where it listens (default: loopback)")
     parser.add_argument("--master-port", "--master_port", type=int, default=0, metavar="P",
                         help="a free port there (default on one machine: any)")
     parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
-                        help="seconds for the ranks to save after a signal before they are killed "
-                             "(default: %(default)s)")
+                        help="seconds that ranks have to save after a signal (default: %(default)s)")
     args, flags = parser.parse_known_args()
     if args.nnodes > 1 and not (args.master_addr and args.master_port):
-        parser.error("--nnodes needs --master-addr and --master-port, the same on each machine, and "
-                     "--node-rank")
+        parser.error("--nnodes needs --master-addr, --master-port (the same everywhere) and --node-rank")
     counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
     if min(counts) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
         parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank below --nnodes")
@@ -111,7 +98,7 @@ class Logs(NamedTuple):
 
     def joined(self, local_rank: int) -> bool:
         """Whether a rank had something to save, as far as is known."""
-        return self.were_deleted or (self.of(local_rank) / JOINED).exists()
+        return self.were_deleted or (self.of(local_rank) / exit_report.JOINED).exists()
 
     def report(self, local_rank: int) -> Any:
         """Return the content of a rank's error file; None if it left none."""
@@ -136,8 +123,7 @@ def open_logs(config: Config, node_rank: int) -> Logs:
                 break
         lock = open(folder / LOCK, "w", encoding="utf-8")
     except OSError as error:
-        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR to a writable "
-                              "folder") from error
+        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR") from error
     take(lock)
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT_FOLDERS]:
         with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:
@@ -177,8 +163,9 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
     if isinstance(report, dict):
         return RankExit(report["is_secondary"], report["at"], rank, report["errorCode"], report["message"],
                         report["extraInfo"]["py_callstack"])
-    if exit_code == EXIT_PREEMPTED or not joined and (exit_code is None or -exit_code in stop_signals()):
-        return RankExit(False, at, rank, EXIT_PREEMPTED)  # before there was anything to save
+    was_signalled = exit_code is None or -exit_code in exit_report.stop_signals()
+    if exit_code == exit_report.EXIT_PREEMPTED or was_signalled and not joined:  # there was nothing to save
+        return RankExit(False, at, rank, exit_report.EXIT_PREEMPTED)
     if exit_code is None:
         return RankExit(False, at, rank, 1, f"rank {rank} was killed before it had saved")
     if exit_code < 0:
@@ -190,8 +177,7 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
-    """Return the address and port where ranks and launchers meet, and on the first machine the listening
-    socket.
+    """Return the address and port where all meet, and on the first machine the listening socket.
 
     Raises:
         SettingsError: this machine cannot listen there.
@@ -265,8 +251,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
 
 def stop_twice(error: type[Exception]) -> None:
-    """Make a stop signal raise an error, at which torch's launcher stops the ranks, and a later second one
-    again.
+    """Make a stop signal, and a later second one, raise an error, at which torch's launcher stops the ranks.
 
     All further signals are ignored: torch's launcher would exit at a third one without waiting, and hang.
 
@@ -277,18 +262,18 @@ def stop_twice(error: type[Exception]) -> None:
 
     def handle(number: int, frame: Any) -> None:
         now = time.monotonic()
-        if not received or len(received) < 2 and now - received[0] > SECOND_SIGNAL_SECONDS:
+        if not received or len(received) < 2 and now - received[0] > exit_report.SECOND_SIGNAL_SECONDS:
             received.append(now)
             raise error(f"got {signal.Signals(number).name}", signal.Signals(number))
 
-    for number in stop_signals():
+    for number in exit_report.stop_signals():
         signal.signal(number, handle)
 
 
 def main() -> None:
-    open_missing_streams()
+    exit_report.open_missing_streams()
     args, flags = parse_args()
-    exit_at_signals()
+    exit_report.exit_at_signals()
     config = check_settings(flags, args.nnodes * (args.nproc_per_node or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported in our words
     logging.disable(logging.CRITICAL)  # so are the messages of torch's launcher
@@ -300,17 +285,17 @@ def main() -> None:
     check_settings(flags, args.nnodes * ranks_here)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
-    os.environ[LAUNCHER_PID] = str(os.getpid())
-    os.environ[JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
+    os.environ[exit_report.LAUNCHER_PID] = str(os.getpid())
+    os.environ[exit_report.JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
     sys.stdout.reconfigure(line_buffering=True)
     logs = open_logs(config, args.node_rank)
     exits = launch(args, flags, ranks_here, logs, config.log_all_ranks)
 
     # Report the first cause. A signal, or a console that was closed, no longer changes how the job ended.
-    for number in stop_signals():
+    for number in exit_report.stop_signals():
         signal.signal(number, signal.SIG_IGN)
     silence_unread_streams()
-    failures = [each for each in exits if each.code not in (0, EXIT_PREEMPTED)]
+    failures = [each for each in exits if each.code not in (0, exit_report.EXIT_PREEMPTED)]
     if not failures:
         raise SystemExit(max((each.code for each in exits), default=0))
     cause = min(failures)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up, prepare what the run needs, and train on whatever is there: all GPUs, one, or the CPU. NPROC=N starts N ranks.
-# All flags go to train.py. Without a .env, and without --preset, --config or --env-file, it trains the embedded sample.
+# Set up, prepare the data, and train on all GPUs, or on the CPU if there is none. NPROC=N starts N ranks.
+# All flags go to train.py. Without .env, --preset, --config and --env-file it trains the embedded sample.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -22,13 +22,14 @@ fi
 if [[ ",$preset," == *,sample,* ]]; then
     cat <<'END'
 Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from random weights.
-It takes four to five minutes on two CPU cores, less on a GPU. On the way it is asked which of four endings fits a story that it has
-not seen: guessing gives 25 %. At the end it writes stories of its own, and leaves a model folder to go on with.
+It takes four to five minutes on two CPU cores, less on a GPU. During training it is asked which of four endings
+fits a story that it has not seen; guessing gives 25 %. At the end it writes stories of its own and saves a model
+folder, from which training can continue.
 END
     python scripts/make_sample.py
 fi
 
-# As many GPUs as .env lets torch see.
+# The GPUs that torch sees with the environment variables of .env.
 ranks=${NPROC:-$(python -c 'import os, sys; from settings.load import peek; os.environ.update(peek(sys.argv[1:])[1])
 import torch; print(torch.cuda.device_count())' "$@")}
 if [ "$check" = yes ]; then

@@ -1,5 +1,5 @@
-# Sourced by run.sh and test.sh: puts a Python with everything from the given requirements files on the PATH.
-# An active environment that has torch is used as it is (its torch is left alone); otherwise .venv is made here.
+# Sourced by run.sh and test.sh: puts a Python with the packages of the given requirements files on the PATH.
+# It uses an active environment that has torch, and keeps that torch; otherwise it creates .venv here.
 
 set_up() {
     [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_torch || enter_environment .venv
@@ -7,7 +7,7 @@ set_up() {
     wanted=$(cat "$@" | sed 's/#.*//' | grep -v '^\s*$')
     stamp="$(python -c 'import sys; print(sys.prefix)')/.paddock-$(echo "$wanted" | grep -v '^torch==' | cksum | tr -d ' ')"
     if [ ! -e "$stamp" ]; then
-        if has_torch; then  # nothing that asks for another may replace it
+        if has_torch; then  # no requirement may replace it
             wanted=$(echo "$wanted" | sed "s/^torch==.*/torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')/")
         fi
         echo "Installing $* (once, about a minute and a half) ..."
@@ -26,10 +26,10 @@ install() {
     python -m pip install --quiet --disable-pip-version-check "$@"
 }
 
-# The environment in a folder, which is made where there is none.
+# Activate the environment in a folder; create it if it does not exist.
 enter_environment() {
     if [ ! -x "$1/bin/python" ]; then
-        echo "Making the environment $1 (once) ..."
+        echo "Creating the environment $1 (once) ..."
         local python
         python=$(command -v python3 || command -v python) || { echo "error: no python3 was found; install Python 3.10 or newer" >&2; exit 1; }
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $("$python" --version) is too old; Paddock needs 3.10" >&2; exit 1; }
@@ -39,12 +39,12 @@ enter_environment() {
     source "$1/bin/activate"
 }
 
-# An environment of its own with a version of torch: the build for CPUs where there is one; 2.12 means the newest 2.12.x.
+# A separate environment with a version of torch, the CPU build if there is one; 2.12 means the newest 2.12.x.
 enter_environment_with_torch() {
     [[ "$1" =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] || { echo "error: --torch ${1:-(nothing)}: expected a version such as 2.15.0, or 2.12 for the newest 2.12.x" >&2; exit 2; }
     enter_environment ".venv-torch-$1"
     if ! has_torch; then
-        echo "Installing torch $1 (once; several GB where there is no build for CPUs) ..."
+        echo "Installing torch $1 (once; several GB if there is no CPU build) ..."
         { [[ "$1" = *.*.* ]] && install "torch==$1+cpu" 2>/dev/null; } || install "torch==$1.*" || { echo "error: pip could not install torch $1" >&2; exit 1; }
     fi
 }

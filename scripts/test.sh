@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Set up, and run the tests. Arguments go to pytest: -m slow, -m gpu, -m soak, a file, -k name.
-# With --torch VERSION before them they run with that torch, in an environment of its own: --torch 2.15.0, --torch 2.12.
+# Set up and run the tests. Arguments go to pytest: -m slow, -m gpu, -m soak, a file, -k name.
+# A first argument --torch VERSION (2.15.0, or 2.12) runs them with that torch, in a separate environment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Two nodes on one machine: two network namespaces joined by a veth pair, and a launcher for both in each, with gloo.
-# Trains a tiny model by torchrun and by scripts/launch.py; both must learn what one process learns. Needs root and
-# iproute2, takes a minute, cleans up after itself. PROCESSES_PER_NODE=1 by default.
+# Simulate two nodes on one machine: two network namespaces connected by a veth pair, a launcher in each, gloo.
+# Trains a tiny model with torchrun and with scripts/launch.py; both must match a single process. Needs root and
+# iproute2, takes a minute, cleans up after itself. PROCESSES_PER_NODE is 1 by default.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ "$(id -u)" = 0 ] || { echo "error: network namespaces need root; run this with sudo" >&2; exit 1; }
@@ -17,7 +17,7 @@ addresses=(10.213.77.1 10.213.77.2)
 started=()
 
 clean_up() {
-    # A node's launcher takes its ranks with it.
+    # A launcher ends its ranks too.
     for process in "${started[@]}"; do kill "$process" 2> /dev/null || true; done
     wait
     for node in "${nodes[@]}"; do ip netns delete "$node" 2> /dev/null || true; done
@@ -37,7 +37,7 @@ done
 python - "$work" > "$work/flags" 2> /dev/null <<'END'
 import sys
 from pathlib import Path
-from helpers import TinyRun, prepare
+from factories import TinyRun, prepare
 work = Path(sys.argv[1])
 run = TinyRun(prepare(work / "data"), work / "runs")
 print("\n".join(flag for flag in run.argv() if not flag.startswith("--run-name")))
@@ -52,7 +52,7 @@ for kind in torchrun launch; do
     started=()
     if [ $kind = torchrun ]; then launcher=(-m torch.distributed.run) script=(train.py); else launcher=(scripts/launch.py) script=(); fi
     for i in 0 1; do
-        # In a namespace the host's name says nothing about its addresses: the ranks find the interface by the master's.
+        # In a namespace the host's name has none of its addresses: the ranks find the interface by the master's.
         timeout --kill-after 60 300 ip netns exec "${nodes[i]}" \
             python "${launcher[@]}" --nnodes 2 --nproc-per-node "$processes" --node-rank $i --master-addr "${addresses[0]}" \
             --master-port 29500 "${script[@]}" "${flags[@]}" --run-name $kind > "$work/$kind-$i.txt" 2>&1 &

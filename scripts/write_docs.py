@@ -26,8 +26,8 @@ Written by `python scripts/write_docs.py` from `config.py`. How they are read is
 [README](../README.md#settings).
 
 The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes
-nothing that is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused unless
-`ALLOW_RESUME_MISMATCH` names the setting."""
+nothing that is learned; *curve* changes the training curve from there on, with a warning; *fixed* is refused
+unless `ALLOW_RESUME_MISMATCH` names the setting."""
 
 
 def env_example() -> str:
@@ -85,9 +85,9 @@ def cell(text: str) -> str:
 NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there:
 the device, the versions, the commit, the errors, and every figure."""
 HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. With
-`--wheels FOLDER` it installs missing packages first; `--parts` also accepts names. Each part is a process with
-a time limit, and one that fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the code
-of every part at toy size."""
+`--wheels FOLDER` it installs missing packages first; `--parts` also accepts names. Each part is a process
+with a time limit, and one that fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the
+code of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:

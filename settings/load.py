@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from common.errors import SettingsError
 from common.files import read_text
-from common.text import exit_quietly_if_unread, print_safely, printable, show, without_passwords
+from common.text import exit_if_unread, print_safely, printable, show, without_passwords
 from config import SECRETS, SECTIONS, Config, on_resume, rules
 from parallel.exit_report import first_on_machine
 
@@ -38,33 +38,22 @@ class Layer(NamedTuple):
 
 
 # What other trainers call these settings.
-FOREIGN_NAMES = {
-    foreign: name for name, names in {
-        "learning_rate": "max_lr lr max_learning_rate peak_lr",
-        "min_learning_rate": "min_lr",
-        "micro_batch_size": "batch_size max_batch_size per_device_train_batch_size",
-        "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
-        "max_seq_len": "block_size context_length seq_len seq_length max_length",
-        "max_steps": "max_iters num_iterations epochs num_epochs num_train_epochs",
-        "warmup_steps": "warmup_iters",
-        "lr_schedule": "lr_scheduler lr_scheduler_type",
-        "max_grad_norm": "grad_clip clip_grad",
-        "precision": "dtype bf16 fp16",
-        "validate_every": "eval_interval eval_every eval_steps",
-        "save_every": "save_interval save_steps",
-        "log_every": "log_interval logging_steps",
-        "output_dir": "out_dir",
-        "pretrain_data_path": "data_path data_dir",
-        "n_layers": "n_layer num_layers num_hidden_layers",
-        "n_heads": "n_head num_attention_heads",
-        "n_kv_heads": "num_key_value_heads",
-        "dim": "n_embd d_model hidden_size",
-        "ffn_dim": "intermediate_size hidden_dim",
-        "tokenizer_path": "vocab_size",
-        "activation_checkpointing": "gradient_checkpointing",
-        "resume": "resume_from",
-        "wandb_enabled": "use_wandb",
-    }.items() for foreign in names.split()}
+FOREIGN_NAMES = {foreign: name for name, names in {
+    "learning_rate": "max_lr lr max_learning_rate peak_lr", "min_learning_rate": "min_lr",
+    "micro_batch_size": "batch_size max_batch_size per_device_train_batch_size",
+    "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
+    "max_seq_len": "block_size context_length seq_len seq_length max_length",
+    "max_steps": "max_iters num_iterations epochs num_epochs num_train_epochs",
+    "warmup_steps": "warmup_iters",
+    "lr_schedule": "lr_scheduler lr_scheduler_type", "max_grad_norm": "grad_clip clip_grad",
+    "precision": "dtype bf16 fp16", "validate_every": "eval_interval eval_every eval_steps",
+    "save_every": "save_interval save_steps", "log_every": "log_interval logging_steps",
+    "output_dir": "out_dir", "pretrain_data_path": "data_path data_dir", "resume": "resume_from",
+    "n_layers": "n_layer num_layers num_hidden_layers", "n_heads": "n_head num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "dim": "n_embd d_model hidden_size",
+    "ffn_dim": "intermediate_size hidden_dim", "tokenizer_path": "vocab_size",
+    "activation_checkpointing": "gradient_checkpointing", "wandb_enabled": "use_wandb",
+}.items() for foreign in names.split()}
 # Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|"}
 # Environment variables of libraries, which `.env` may contain too.
@@ -118,11 +107,9 @@ def misspelt(key: str) -> Optional[str]:
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     """Return the settings and libraries' keys of a `.env` file, each with its line. Empty values are ignored.
 
-    `${NAME}` and `${NAME:-default}` are expanded as by python-dotenv: from the environment, then from earlier
-    lines.
+    python-dotenv expands `${NAME}` and `${NAME:-default}`: from the environment, then from earlier lines.
     """
-    # python-dotenv's parser and not its dotenv_values, which reports neither lines nor duplicates nor
-    # mistakes.
+    # Not python-dotenv's dotenv_values, which reports neither lines nor duplicates nor mistakes.
     values, problems, earlier = {}, [], {}
     known = ChainMap(environ, earlier)
     try:
@@ -282,8 +269,7 @@ def read_preset(names: str, where: str) -> Layer:
         else:
             guess = nearest(name, known)
             advice = f"did you mean {guess}? " if guess in known else ""
-            problems.append(f"{where}: unknown preset {shortened(name)}; {advice}available: "
-                            f"{', '.join(known)}")
+            problems.append(f"{where}: unknown preset {shortened(name)}; {advice}known: {', '.join(known)}")
     return Layer(values, problems)
 
 
@@ -310,8 +296,7 @@ def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) ->
     if naming is not None:
         names, where = layers[naming].values["preset"]
         preset = read_preset(names, where) if isinstance(names, str) else Layer({}, [])
-        # A preset on the command line is above `.env`; one that `.env` names is changed by the rest of
-        # `.env`.
+        # A preset on the command line is above `.env`; one that `.env` names is below it.
         layers.insert(min(naming, 1), preset)
     return layers
 
@@ -394,8 +379,7 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():
-        yield (f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; leave the "
-               "setting out")
+        yield f"WORLD_SIZE={config.world_size}, but the launcher started {started} processes; remove it"
 
 
 def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, str]]:
@@ -458,8 +442,7 @@ def describe_settings() -> Iterator[SettingLine]:
 def help_text(usage: str) -> str:
     """Return what --help prints: every setting with its default and meaning."""
     lines = [usage, "",
-             "Order: defaults < .env < preset < JSON < environment < flags; a preset named in .env lies "
-             "below it.",
+             "Order: defaults < .env < preset < JSON < environment < flags; one named in .env lies below it.",
              "MAX_STEPS in .env is --max-steps as a flag.", "",
              "  --preset NAME        one of "
              f"{', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
@@ -480,7 +463,7 @@ def help_text(usage: str) -> str:
 def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
     """Return the configuration with `.env`'s exports exported; exits after --help or with all mistakes."""
     if "--help" in argv or "-h" in argv:
-        with first_on_machine() as first, exit_quietly_if_unread():
+        with first_on_machine() as first, exit_if_unread():
             if first:
                 show(*help_text(usage).split("\n"))
         raise SystemExit(0)

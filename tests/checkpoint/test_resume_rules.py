@@ -1,4 +1,4 @@
-"""What may differ between a checkpoint and the run that goes on: every setting is safe, changes the curve, or is fixed."""
+"""Which settings may differ between a checkpoint and the run that resumes: each is safe, curve or fixed."""
 
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -19,7 +19,7 @@ def changes(before: Config, now: Config, data: tuple[str, str] = ("data", "data"
 
 
 def another(name: str):
-    """A valid value that is not the default."""
+    """A valid value other than the default."""
     field = Config.model_fields[name]
     default = EVERYTHING.get(name, field.default)
     if get_origin(field.annotation) is Literal:
@@ -33,7 +33,7 @@ def another(name: str):
 
 @pytest.mark.parametrize("name", Config.model_fields)
 def test_every_setting_is_classified_and_treated_so(name):
-    """A new setting fails here until it is made by `safe`, `curve` or `fixed`."""
+    """A new setting must be declared with `safe`, `curve` or `fixed`."""
     if name in ("wandb_api_key", "hf_token"):
         assert on_resume(name) == "safe" and name.upper() not in Config().public()
         return
@@ -93,7 +93,7 @@ def test_what_has_another_shape_cannot_be_allowed(now):
 
 
 def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared():
-    """A later version has settings that an earlier one did not write."""
+    """A later version has settings that an earlier version did not write."""
     before = {name: value for name, value in Config().public().items() if name != "LEARNING_RATE"}
     state = {"settings": before, "identity": identity(Config(), "data", "tokenizer"), "world_size": 1}
     assert check_changes(state, Config(learning_rate=1.0), identity(Config(), "data", "tokenizer"), CHECKPOINT) == ([], [])

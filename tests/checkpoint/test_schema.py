@@ -1,4 +1,4 @@
-"""What stands in a run's folder, whoever wrote it: it is understood, or refused in one sentence that names file and field."""
+"""The files of a run's folder are either valid or refused in one sentence that names file and field."""
 
 import copy
 import hashlib
@@ -28,7 +28,7 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
 
 @pytest.fixture
 def run(trained, tmp_path) -> TinyRun:
-    """A copy of it, to be spoiled."""
+    """A copy of it, to be damaged."""
     shutil.copytree(trained.output_dir, tmp_path / "runs")
     copied = TinyRun.__new__(TinyRun)
     copied.output_dir, copied.settings = tmp_path / "runs", {**trained.settings, "OUTPUT_DIR": tmp_path / "runs"}
@@ -48,7 +48,7 @@ def changed(content: dict, *place: str, to) -> dict:
 
 
 def resealed(folder: Path, manifest: dict, state: dict) -> None:
-    """Write both, with the hashes that belong to them."""
+    """Write both, with matching hashes."""
     text = json.dumps(state).encode()
     (folder / store.STATE).write_bytes(text)
     if isinstance(manifest.get("files"), dict) and isinstance(manifest["files"].get(store.STATE), dict):

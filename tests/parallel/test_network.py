@@ -1,5 +1,4 @@
-"""Where a job listens: at the address that it is given and at no other, and on an interface that others cannot reach where none
-need to."""
+"""A job listens only at the given address, and on loopback unless other machines must connect."""
 
 import errno
 import os

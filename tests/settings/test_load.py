@@ -48,7 +48,7 @@ PRESETS = sorted(path.stem for path in PRESETS_DIR.glob("*.env"))
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """No test sees the `.env` of whoever runs it."""
+    """No test reads the user's own `.env`."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -103,7 +103,7 @@ def test_what_a_preset_changes_of_env_is_told():
 
 
 def test_a_size_is_that_size_beside_any_env():
-    """Also beside a copy of .env.example with every line uncommented."""
+    """Also with a copy of .env.example in which every line is uncommented."""
     text = re.sub(r"^#(?=[A-Z0-9_]+=)", "", (ROOT / ".env.example").read_text(), flags=re.MULTILINE)
     hostile = ("DIM=128\nN_LAYERS=3\nN_HEADS=2\nN_KV_HEADS=2\nFFN_DIM=352\nNORM_EPS=0.1\nROPE_THETA=7\n"
                "ROPE_SCALING_FACTOR=9\nMAX_SEQ_LEN=64\nMICRO_BATCH_SIZE=2\nTOTAL_BATCH_SIZE=8192\nLEARNING_RATE=1\nPRECISION=fp32\nPRESET=debug\n")
@@ -152,7 +152,7 @@ def test_the_sample_is_the_sample_beside_any_env():
         LR_SCHEDULE=constant
     """).config
     assert beside == alone.model_copy(update={"dpo_data_path": "pairs", "teacher_model": "mine"})
-    # What a run learns with is named; the rest is the machine's, or counts only where another setting is on.
+    # The preset sets all that affects training; the rest is about hardware, or matters only with other settings.
     named = read_env_file(PRESETS_DIR / "sample.env").values
     left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
             and section not in (LoraConfig, PreferenceConfig, DistillationConfig)}
@@ -203,7 +203,7 @@ def test_every_preset_is_valid_once_the_data_is_named(name):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("sample")])
 def test_the_sample_trains_on_any_number_of_gpus(name, ranks):
-    """run.sh takes all that there are."""
+    """run.sh uses all GPUs."""
     presets = "sample" if name == "sample" else f"sample,{name}"
     config = load("--preset", presets, "--pretrain-checkpoint", "x", "--world-size", str(ranks), "--check").config
     assert config.accumulation_steps == 1
@@ -338,7 +338,7 @@ def test_what_run_sh_asks_for_is_what_the_program_will_have(monkeypatch):
     assert peek([])[1]["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-# What the environment decides
+# Settings of the environment
 
 
 def test_what_comes_from_the_environment_is_told():
@@ -381,7 +381,7 @@ def test_what_other_trainers_call_a_setting_leads_to_a_setting():
 
 
 def test_an_unknown_preset_gets_its_nearest_neighbour():
-    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? available: 1.3b, 3b")
+    assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? known: 1.3b, 3b")
     for outside in ("../presets/debug", "x" * 5000, "\0"):
         assert "unknown preset" in problems(env=f"PRESET={outside}\n")[0]
 
@@ -464,7 +464,7 @@ def test_a_script_can_do_without_what_training_needs():
         load_config([], {})
 
 
-# What must hold between settings
+# Rules between settings
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -499,7 +499,7 @@ def test_a_script_can_do_without_what_training_needs():
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),
     (("--world-size", "2"), "launch.py --nproc-per-node 2"),
-    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a path on this machine")
+    *(((f"--{name.replace('_', '-')}", url), f"{name.upper()}={url} is a URL, and must be a local path")
       for name in ("output_dir", "resume", "pretrain_checkpoint", "pretrain_data_path", "hellaswag_path", "tokenizer_path")
       for url in ("s3://x/y", "file:/x")),
 ])
@@ -536,7 +536,7 @@ def test_world_size_comes_from_the_launcher():
     assert load(environ=started, env="WORLD_SIZE=4\n").config.world_size == 2
     assert load("--check", env="WORLD_SIZE=4\n").config.world_size == 4
     assert problems("--world-size", "4", environ=started, env="") == [
-        "WORLD_SIZE=4, but the launcher started 2 processes; leave the setting out"]
+        "WORLD_SIZE=4, but the launcher started 2 processes; remove it"]
     assert "whole numbers" in problems(environ={**started, "RANK": "one"})[0]
     assert len(problems(environ={**started, "WORLD_SIZE": "two"})) == 1
 
@@ -592,7 +592,7 @@ def test_under_torchrun_whoever_comes_first_tells_and_none_leaves_before(tmp_pat
 
 
 def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder):
-    """Each write is a packet; -u, as torchrun starts its ranks, writes what print is given piece by piece."""
+    """Each write is a packet. With -u, as torchrun starts ranks, print writes its arguments one by one."""
     (empty_folder / ".env").write_text("MAX_STEP=3\n")
     (empty_folder / "sitecustomize.py").write_text("import atexit\natexit.register(lambda: print('the', 'end'))")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -611,7 +611,7 @@ def test_train_ends_with_code_2_before_anything_else_in_whole_lines(empty_folder
 @pytest.mark.parametrize("command", [["train.py", "-h"], ["scripts/make_sample.py", "--help"],
                                      ["scripts/load_pretrain_dataset.py", "-h"]])
 def test_help_that_nobody_reads_ends_without_a_word(command):
-    """As `| head` does; 141 is what a shell says of a process that a closed pipe has ended."""
+    """As with `| head`; 141 is a shell's code for a process that SIGPIPE ended."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=60,
@@ -685,7 +685,7 @@ def test_every_setting_has_one_line_of_meaning():
     assert sorted(line.name.lower() for line in describe_settings()) == sorted(Config.model_fields)
 
 
-# Whatever is written, it loads or it is a SettingsError
+# Any input loads or raises SettingsError
 
 names = st.one_of(st.sampled_from(sorted(name.upper() for name in Config.model_fields)), st.sampled_from(sorted(FOREIGN_NAMES)),
                   st.text(max_size=12))

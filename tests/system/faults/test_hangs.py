@@ -1,4 +1,4 @@
-"""A rank that does not move ends the job with exit code 6 and a report that says which rank is where; no memory is no hang."""
+"""A rank without progress ends the job with exit code 6 and a report of all ranks; out of memory is no hang."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def stall() -> None:
 
 
 class File:
-    """A file on a disk that does something before each write."""
+    """A file that calls a function before each write."""
 
     def __init__(self, file, before_write):
         self.file, self.before_write = file, before_write
@@ -88,7 +88,7 @@ def wait_for_each_other() -> None:
 
 
 def lose_rank_1() -> None:
-    """Where rank 0 does not learn of it: as if it waited in a kernel on a GPU."""
+    """Rank 0 does not notice, as if it waited in a GPU kernel."""
     watchdog.EXITED_RANK_SECONDS = 1
     if is_rank(1):
         do_in_step(3, lambda: (time.sleep(2 * watchdog.PUBLISH_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
@@ -118,7 +118,7 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     run = tiny_run()
     job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
     codes = job.wait(TIMEOUT + 35)
-    # One that was only stopped goes on when all is told, finds itself alone, and leaves as well.
+    # A rank that was only stopped continues after the report, finds no other rank, and exits too.
     assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
     text = job.text()
     assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
@@ -174,7 +174,7 @@ def leave_the_group_to_notice() -> None:
 
 @pytest.mark.slow
 def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
-    """The group's own time-out, which comes later than the watch."""
+    """The group's own time-out, which is longer than the watchdog's."""
     job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert job.wait() == [6, 1], job.text()
     assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
@@ -202,7 +202,7 @@ def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
 
 
 class Store:
-    """What a board needs of torch's store, which may break down."""
+    """The methods of torch's store that StatusStore uses; it can be broken."""
 
     def __init__(self):
         self.values, self.broken = {}, False
@@ -228,7 +228,7 @@ def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
 
 
 def test_what_a_stranger_hangs_out_is_left_there():
-    """Who has no secret, has seen another's words, or is of another version."""
+    """A stranger without the secret, replayed statuses, and those of another version."""
     store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
                             "reported": False, "sent_at": 1.0}
     board, stranger = StatusStore(store, "secret", 2), StatusStore(store, "guessed", 2)
@@ -281,7 +281,7 @@ def raise_it(error: Exception) -> None:
 
 
 def under_a_limit(allocate) -> None:
-    """As a container or a batch system limits a process."""
+    """With a memory limit, as in a container or batch system."""
     used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
     allocate()

@@ -1,4 +1,4 @@
-"""Several ranks do what one does. The ranks are real processes with gloo between them."""
+"""Several ranks train like one. The ranks are real processes with gloo."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_alone_every_collective_is_the_identity():
 
 
 def check_gradients() -> None:
-    """Eight rows with uneven targets: cut over two ranks and into micro-batches of 1, 2 or 4 they give one gradient."""
+    """Eight rows with uneven targets give the same gradient on two ranks in micro-batches of 1, 2 or 4."""
     whole, gradients, model = a_step(uneven_batches(8))
     ranks = start_ranks("cpu", 60)
     for rows in (1, 2, 4):
@@ -100,7 +100,7 @@ def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(fo
 
 
 def without_sums(metrics: list[dict]) -> list[dict]:
-    """What must be the same to the bit at any number of ranks."""
+    """The metrics that are bit-identical for any number of ranks."""
     return [{name: value for name, value in line.items() if name not in ("train_loss", "grad_norm", "val_loss")}
             for line in without_clocks(metrics)]
 
@@ -112,7 +112,7 @@ def assert_alike(run: TinyRun, other: TinyRun) -> None:
 
 
 def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
-    """Ten items and five rows of validation divide by none of them evenly."""
+    """Neither the ten items nor the five validation rows divide evenly."""
     runs = {world_size: tiny_run(RUN_NAME=f"ranks-{world_size}", TOTAL_BATCH_SIZE=12 * 32, MAX_STEPS=4, HELLASWAG_EVERY=2)
             for world_size in (1, 2, 3)}
     assert runs[1].train() == 0
@@ -129,7 +129,7 @@ def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
 
 @pytest.fixture(scope="module")
 def whole(prepared, tmp_path_factory) -> TinyRun:
-    """Two ranks that nothing has interrupted."""
+    """An uninterrupted run of two ranks."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
     job = run.start(WORLD)
     assert job.wait() == [0, 0], job.text()
@@ -142,7 +142,7 @@ def signal_rank_1_in_step_3() -> None:
 
 
 def test_two_ranks_that_one_signal_stopped_resume_identically(whole, tiny_run):
-    """The signal reaches rank 1 alone; both leave in the same step."""
+    """Only rank 1 gets the signal; both exit in the same step."""
     run = tiny_run()
     job = run.start(WORLD, signal_rank_1_in_step_3)
     assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
@@ -156,7 +156,7 @@ def test_two_ranks_that_one_signal_stopped_resume_identically(whole, tiny_run):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_ranks_reads_the_same_rows(before, after, whole, tiny_run):
-    """Each row's tokens differ, so equal losses mean equal rows; none repeated, none lost."""
+    """All rows differ, so equal losses mean equal rows: none repeated, none lost."""
     run = tiny_run()
     if before == 1:
         with at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
