@@ -7,6 +7,7 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import fsspec
 import pytest
 from factories import free_port
 
@@ -125,6 +126,22 @@ def test_a_parquet_file_behind_a_url_is_read_on_after_a_lost_connection(server, 
     server.faults = [503, "cut", "drop", "cut"]
     assert texts(f"{server.url}/x.parquet") == LINES
     assert not server.faults
+
+
+def test_a_download_leaves_no_file_has_no_time_limit_and_names_tmpdir_where_it_has_no_room(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file, = list_files(f"{server.url}/x.jsonl")
+    with file.open() as content:
+        assert content.read(9) == CONTENT[:9] and not list(tmp_path.iterdir())
+    assert file.fs.client_kwargs["timeout"].total is None
+    assert file.stamp() == [fsspec.filesystem("http").ukey(f"{server.url}/x.jsonl")], "another key of prepared sets"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file.fs, "get_file", full)
+    with pytest.raises(DataError, match="x.jsonl: the disk of .* is full; set TMPDIR"):
+        texts(f"{server.url}/x.jsonl")
 
 
 @pytest.mark.parametrize(("status", "tries"), [(401, 1), (403, 1), (404, 1), (503, TRIES)])
