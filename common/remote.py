@@ -193,5 +193,6 @@ def hub_revision(name: str, revision: str) -> str:
         return ask_hub(name, lambda: HfApi().dataset_info(
             name, revision=revision or None, timeout=HUB_SECONDS).sha)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
-        raise DataError(f"{name} is no file or folder here, and the hub does not give it: {why_not(error)}; "
-                        "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error
+        raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "
+                        f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give "
+                        "a path") from error

@@ -98,7 +98,7 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
     elif {"chosen", "rejected"} <= filled:
         raise DataError("is a preference, not a chat; prepare it with scripts/load_dpo_dataset.py")
     else:
-        raise DataError(f"is no chat: it has {columns_of(record)}, expected messages, conversations, "
+        raise DataError(f"is not a chat: it has {columns_of(record)}, expected messages, conversations, "
                         "instruction and output, or prompt and completion")
     return [Chat(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
             for dialog in dialogs]

@@ -136,11 +136,11 @@ def label_fault(example: Chat | Pair, segments: Segments,
     if segments[0][1] or not all(ids for ids, _ in segments):
         return "nothing comes before a target"
     if not segments[-1][1]:
-        return "the last tokens are no targets"
+        return "the last tokens are not targets"
     specials = frozenset(tokenizer.special_ids.values())
     for ids, answer in zip(targets, answers):
         if ids[-1] != chat_format.end_of_turn_id:
-            return f"the end of the turn is no target after {answer[-40:]!r}"
+            return f"the end of the turn is not a target after {answer[-40:]!r}"
         if not specials.isdisjoint(ids[:-1]):
             return f"a control token is a target within {tokenizer.decode(ids)[:80]!r}"
         words = tokenizer.decode(ids[:-1]).strip()

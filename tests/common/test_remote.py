@@ -221,7 +221,7 @@ def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    with pytest.raises(DataError, match=f"my/text is no file or folder here, and the hub does not give it: .*{told}"):
+    with pytest.raises(DataError, match=f"my/text is not a local file or folder, and the request to the hub failed: .*{told}"):
         remote.hub_revision("my/text", "")
     assert asked == [remote.HUB_SECONDS] * (tries + (tries > 1))
     assert capfd.readouterr().err.count("trying again") == tries - 1
