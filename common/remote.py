@@ -110,7 +110,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
-    """Download a file of a remote fsspec file system; the `with` block reads it, and then it is deleted.
+    """Download a file of a remote fsspec file system into a temporary file for the `with` block.
 
     Not by `simplecache::`, which makes the same call: after a lost connection it reads the part as if whole.
 
@@ -126,8 +126,9 @@ def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
                 raise
             raise DataError(f"{name}: the disk of {folder} is full; set TMPDIR to a folder with room for the "
                             "largest file of the source") from error
-        with open(local, "rb") as file:
-            yield file
+        file = open(local, "rb")
+    with file:  # which has no name any more, so that nothing stays behind if the process is killed
+        yield file
 
 
 def ask_hub(name: str, request: Callable[[], T]) -> T:
@@ -192,5 +193,6 @@ def hub_revision(name: str, revision: str) -> str:
         return ask_hub(name, lambda: HfApi().dataset_info(
             name, revision=revision or None, timeout=HUB_SECONDS).sha)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
-        raise DataError(f"{name} is no file or folder here, and the hub does not give it: {why_not(error)}; "
-                        "check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give a path") from error
+        raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "
+                        f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give "
+                        "a path") from error

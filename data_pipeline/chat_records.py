@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.errors import DataError
-from data_pipeline.sources import Reading, Source, flaw_of, read_records
+from data_pipeline.sources import Reading, Source, columns_of, flaw_of, read_records
 
 Messages = list[dict[str, str]]
 
@@ -98,7 +98,7 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
     elif {"chosen", "rejected"} <= filled:
         raise DataError("is a preference, not a chat; prepare it with scripts/load_dpo_dataset.py")
     else:
-        raise DataError(f"is no chat: it has {_columns_of(record)}, expected messages, conversations, "
+        raise DataError(f"is not a chat: it has {columns_of(record)}, expected messages, conversations, "
                         "instruction and output, or prompt and completion")
     return [Chat(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
             for dialog in dialogs]
@@ -114,7 +114,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
     if missing and {"completion", "label"} <= set(record):
         raise DataError(f"{UNPAIRED}pairs of a chosen and a rejected answer")
     if missing:
-        raise DataError(f"has no {' and no '.join(missing)}: it has {_columns_of(record)}, expected chosen "
+        raise DataError(f"has no {' and no '.join(missing)}: it has {columns_of(record)}, expected chosen "
                         "and rejected, with or without a prompt")
     prompt = _prompt_in(record)
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
@@ -178,7 +178,7 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
     role_name, content_name = ("from", "value") if "from" in message else ("role", "content")
     absent = [key for key in (role_name, content_name) if key not in message]
     if absent:
-        raise DataError(f"{name} has no {absent[0]!r}; it has {_columns_of(message)}")
+        raise DataError(f"{name} has no {absent[0]!r}; it has {columns_of(message)}")
     role = message[role_name]
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{name} has the role {role!r:.40}; known are {', '.join(ROLES)}")
@@ -225,12 +225,6 @@ def text_in(name: str, value: Any) -> str:
     if flaw:
         raise DataError(f"{name} {flaw}")
     return value
-
-
-def _columns_of(record: Mapping[str, Any]) -> str:
-    """Return the names of a record's columns, for an error message."""
-    names = [f"{name!r:.40} (null)" if value is None else f"{name!r:.40}" for name, value in record.items()]
-    return ", ".join(names[:20] + ["..."] * (len(names) > 20)) or "no columns"
 
 
 def _type_of(value: Any) -> str:

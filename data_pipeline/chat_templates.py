@@ -1,7 +1,7 @@
 """Encodes chats: in Llama 3's own format, or with the chat template of a Hugging Face tokenizer.
 
-A chat is a list of {"role", "content"}. Its ids are cut into *segments*, each marked as target or not: targets
-are the assistant's answers with the control token that ends the turn.
+A chat is a list of {"role", "content"}. Its ids are cut into *segments*, each marked as target or not:
+targets are the assistant's answers with the control token that ends the turn.
 """
 
 import hashlib
@@ -67,8 +67,8 @@ class ChatFormat:
         """Return the ids of a message's content, stripped, with the end of turn."""
         return [*self.tokenizer.encode(content.strip()), self.end_of_turn_id]
 
-    def encode_dialog(self, messages: Messages, add_generation_prompt: bool = False) -> list[int]:
-        """Return the ids of a whole dialog with its bos; a generation prompt is the header of an answer."""
+    def encode_prompt(self, messages: Messages, add_generation_prompt: bool = True) -> list[int]:
+        """Return the ids of a dialog with its bos and a generation prompt: the header of an answer."""
         ids = [self.tokenizer.special_ids["<|begin_of_text|>"]]
         for message in messages:
             ids += [*self.encode_header(message["role"]), *self.encode_words(message["content"])]
@@ -85,10 +85,6 @@ class ChatFormat:
             else:
                 ids += self.encode_words(message["content"])
         return segments
-
-    def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the ids of a dialog with a generation prompt."""
-        return self.encode_dialog(messages, add_generation_prompt=True)
 
     def encode_answer(self, messages: Messages, answer: str) -> list[int]:
         """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""

@@ -281,14 +281,14 @@ def write_shards(plan: Plan, folder: Path) -> dict:
             options.workers or core_count())))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = time.monotonic()
-        for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
+        for chunks_done, (tokenized, fraction) in enumerate(results, journal["chunks"] + 1):
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
-            if chunk.fraction:
+            if fraction:
                 tokens = sum(writer.ids.tokens for writer in writers.values())
-                bar.total = round(tokens / min(chunk.fraction, 1.0))
+                bar.total = round(tokens / min(fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
@@ -326,48 +326,39 @@ def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
     return f"give more {'examples' if kind else 'documents'}{split_text}"
 
 
-class Chunk(NamedTuple):
-    """Items that one worker tokenizes at a time."""
-
-    items: list
-    fraction: float | None  # of the sources' bytes that had been read when the chunk was full
-
-
 def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
-               fraction: Callable[[], float | None]) -> Iterator[Chunk]:
-    """Yield items in chunks of about CHUNK_CHARACTERS."""
+               fraction: Callable[[], float | None]) -> Iterator[tuple[list, float | None]]:
+    """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the sources that was read by then."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)
         characters += characters_of(item)
         if characters >= CHUNK_CHARACTERS:
-            yield Chunk(chunk, fraction())
+            yield chunk, fraction()
             chunk, characters = [], 0
     if chunk:
-        yield Chunk(chunk, fraction())
+        yield chunk, fraction()
 
 
-def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[Chunk],
-                      workers: int) -> Iterator[tuple[Tokenized, Chunk]]:
-    """Yield each chunk's tokens in the order of the chunks, with a few chunks per worker in progress.
+def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[tuple[list, float | None]],
+                      workers: int) -> Iterator[tuple[Tokenized, float | None]]:
+    """Yield each chunk's tokens and fraction in the order of the chunks, with a few per worker in progress.
 
     Workers are spawned, not forked, so that they inherit neither this process's lock nor its torch.
     """
     if workers == 1:
-        yield from ((tokenize(chunk.items), chunk) for chunk in chunks)
+        yield from ((tokenize(items), fraction) for items, fraction in chunks)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
     pending: deque = deque()
     try:
-        for chunk in chunks:
+        for items, fraction in chunks:
             with interrupts_blocked():
-                pending.append((pool.submit(tokenize, chunk.items), chunk))
+                pending.append((pool.submit(tokenize, items), fraction))
             if len(pending) > 2 * workers:
-                future, done = pending.popleft()
-                yield future.result(), done
-        while pending:
-            future, done = pending.popleft()
-            yield future.result(), done
+                future, fraction = pending.popleft()
+                yield future.result(), fraction
+        yield from ((future.result(), fraction) for future, fraction in pending)
     except BrokenProcessPool as error:
         raise PaddockError("a worker process was killed, maybe for lack of memory; set PREPARATION_WORKERS="
                            f"{workers // 2} and start again, it continues there") from error

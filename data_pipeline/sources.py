@@ -479,13 +479,19 @@ def _valid_texts(records: Iterable[tuple[str, dict]], column: str, reading: Read
     """Yield the texts of a column; refuse records where it is missing, not text, or cannot be encoded."""
     for where, record in records:
         if column not in record:
-            names = ", ".join(repr(name) for name in islice(record, LISTED_COLUMNS)) or "none"
-            more = f" and {len(record) - LISTED_COLUMNS:,} more" if len(record) > LISTED_COLUMNS else ""
-            reading.refuse(where, f"has no column {column!r}; it has {names}{more} (--column)")
+            reading.refuse(where, f"has no column {column!r}; it has {columns_of(record)} (--column)")
         elif flaw := flaw_of(record[column]):
             reading.refuse(where, f"column {column!r} {flaw}")
         else:
             yield record[column]
+
+
+def columns_of(record: Mapping[str, Any]) -> str:
+    """Return the names of a record's columns, for an error message."""
+    names = [f"{name!r:.40}" + (" (null)" if value is None else "")
+             for name, value in islice(record.items(), LISTED_COLUMNS)]
+    more = f" and {len(record) - LISTED_COLUMNS:,} more" if len(record) > LISTED_COLUMNS else ""
+    return ", ".join(names) + more or "no columns"
 
 
 def flaw_of(text: Any) -> str | None:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -37,23 +36,16 @@ SHOWN_TOKENS = 64  # at either end of a segment
 SHOWN_SEGMENTS = 64
 
 
-class Recipe(NamedTuple):
-    """What decides an example's tokens besides the tokenizer."""
-
-    kind: str
-    chat_format_sha256: str
-    system_prompt: str
-
-
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
     """Return what `prepare` needs to know of chats or pairs.
 
     Raises:
         DataError: the tokenizer has no chat format.
     """
-    recipe = Recipe(kind, load_chat_format(tokenizer).sha256, system_prompt)
-    return Kind(kind, READERS[kind], count_characters, partial(tokenize_examples, recipe), decode_examples,
-                {**recipe._asdict(), "examples_version": EXAMPLES_VERSION})
+    sha256 = load_chat_format(tokenizer).sha256
+    return Kind(kind, READERS[kind], count_characters, partial(tokenize_examples, sha256), decode_examples,
+                {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
+                 "examples_version": EXAMPLES_VERSION})
 
 
 def count_characters(example: Chat | Pair) -> int:
@@ -87,18 +79,18 @@ def worker_chat_format(encoding: Encoding, sha256: str) -> ChatFormat | Template
     return chat_format
 
 
-def tokenize_examples(recipe: Recipe, encoding: Encoding, examples: Sequence[Chat | Pair]) -> Tokenized:
+def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence[Chat | Pair]) -> Tokenized:
     """Return the examples of each split as flat arrays of ids and segments, and the refused examples.
 
     Raises:
         DataError: the labels of an example are wrong, which is not the record's fault.
     """
-    chat_format = worker_chat_format(encoding, recipe.chat_format_sha256)
+    chat_format = worker_chat_format(encoding, format_sha256)
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
     refused = []
     for example in examples:
         try:
-            segments = segments_of(example, chat_format, recipe.system_prompt)
+            segments = segments_of(example, chat_format, encoding.options.system_prompt)
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
@@ -144,11 +136,11 @@ def label_fault(example: Chat | Pair, segments: Segments,
     if segments[0][1] or not all(ids for ids, _ in segments):
         return "nothing comes before a target"
     if not segments[-1][1]:
-        return "the last tokens are no targets"
+        return "the last tokens are not targets"
     specials = frozenset(tokenizer.special_ids.values())
     for ids, answer in zip(targets, answers):
         if ids[-1] != chat_format.end_of_turn_id:
-            return f"the end of the turn is no target after {answer[-40:]!r}"
+            return f"the end of the turn is not a target after {answer[-40:]!r}"
         if not specials.isdisjoint(ids[:-1]):
             return f"a control token is a target within {tokenizer.decode(ids)[:80]!r}"
         words = tokenizer.decode(ids[:-1]).strip()
@@ -179,17 +171,12 @@ def decode_examples(folder: Path, splits: dict, tokenizer, dtype: str) -> list[s
     texts, text, start = [], "", 0
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
-        words = abbreviate(segment, tokenizer)
+        words = tokenizer.decode(segment)
+        if (hidden := len(segment) - 2 * SHOWN_TOKENS) > 0:
+            ends = [tokenizer.decode(part) for part in (segment[:SHOWN_TOKENS], segment[-SHOWN_TOKENS:])]
+            words = f" [... {hidden:,} tokens ...] ".join(ends)
         text += f"⟦{words}⟧" if flag & 1 else words
         if flag & 2:
             texts.append(text)
             text = ""
     return (texts or [text + " ..."])[:3]
-
-
-def abbreviate(ids: Sequence[int], tokenizer) -> str:
-    """Return the text of tokens; of a long run only its ends."""
-    if len(ids) <= 2 * SHOWN_TOKENS:
-        return tokenizer.decode(ids)
-    first, last = (tokenizer.decode(part) for part in (ids[:SHOWN_TOKENS], ids[-SHOWN_TOKENS:]))
-    return f"{first} [... {len(ids) - 2 * SHOWN_TOKENS:,} tokens ...] {last}"

@@ -1,8 +1,9 @@
-"""The words of the embedded sample: who and what there is in its world, and the plots by which stories are told of it.
+"""The vocabulary of the embedded sample: the people, things and places, and the plots of its stories.
 
-In a template {hero}, {colour} ... stand for the facts of a story (`world.Facts`), {she} {her} {them} for the hero's
-pronouns (subject, possessive, object). Every word that may follow an article begins with a consonant. An ending has no
-pronoun, for it would give its person away, and tells only what each way to tell its plot has settled before.
+In a template {hero}, {colour} ... are replaced by the facts of a story (`world.Facts`), {she} {her} {them} by
+the hero's pronouns (subject, possessive, object). Every word that may follow an article begins with a
+consonant. An ending has no pronoun, which would reveal its person, and uses only facts that every version of
+its plot has told.
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,10 @@ GIRLS = ("Anna Clara Daisy Ella Grace Hanna Ivy Julia Lily Maya Nora Olive Rosa 
 BOYS = ("Adam Ben Carl David Felix Hugo Jack Leo Max Noah Oscar Paul Peter Sam Tom Will").split()
 PEOPLE = GIRLS + BOYS
 COLOURS = "black blue brown golden green grey pink purple red silver white yellow".split()
-THINGS = ("bag ball basket bell blanket book bottle bowl box bucket candle chair clock coat cup drum flag flute hat kite "
-          "lamp mirror plate pot puppet ribbon ring scarf ship spoon sword whistle").split()
-PLACES = ("bakery barn beach bridge castle church farm fountain gate harbour inn lake library market mill museum park "
-          "pond river school shop station tower well").split()
+THINGS = ("bag ball basket bell blanket book bottle bowl box bucket candle chair clock coat cup drum flag "
+          "flute hat kite lamp mirror plate pot puppet ribbon ring scarf ship spoon sword whistle").split()
+PLACES = ("bakery barn beach bridge castle church farm fountain gate harbour inn lake library market mill "
+          "museum park pond river school shop station tower well").split()
 ANIMALS = "bear cat cow crow dog donkey duck fox goat hen horse mouse pig rabbit sheep".split()
 WEATHERS = "bright cold dark foggy rainy snowy stormy sunny warm windy".split()
 TIMES = "morning afternoon evening day".split()
@@ -23,7 +24,7 @@ TIMES = "morning afternoon evening day".split()
 
 @dataclass(frozen=True)
 class Plot:
-    """Ways to tell one course of events; each beat, and the ending, is one of several sentences."""
+    """One course of events; for each beat, and for the ending, one of several sentences is chosen."""
 
     titles: Sequence[str]
     beats: Sequence[Sequence[str]]
@@ -37,7 +38,7 @@ OPENINGS = (
     "On a {weather} {time} {hero} was at the {place}. In {her} hands {she} had a {colour} {thing}.",
     "{hero} had a {colour} {thing}. One {weather} {time} {she} took the {thing} to the {place}.",
 )
-# One follows the first sentence that tells the place: what is told only once is learned late.
+# One follows the first sentence with the place: a fact that is mentioned only once is learned late.
 SCENES = (
     "It was quiet at the {place}.",
     "The {place} was full of people that {time}.",
@@ -92,7 +93,8 @@ PLOTS = (
         titles=("A gift for a friend", "A gift", "The birthday"),
         beats=(
             ("It was the birthday of {friend}. {hero} wanted to give {friend} a {colour} {thing}.",
-             "One {weather} {time} {hero} said, \"Today is the birthday of {friend}. I will give {friend} a {colour} {thing}.\"",
+             "One {weather} {time} {hero} said, \"Today is the birthday of {friend}. I will give {friend} a "
+             "{colour} {thing}.\"",
              "{friend} had a birthday on a {weather} {time}, and {hero} was looking for a gift."),
             ("{She} went to the {place} and bought a {colour} {thing}.",
              "At the {place} {she} saw a {colour} {thing}. \"That is the right gift!\" said {hero}.",
@@ -100,9 +102,11 @@ PLOTS = (
             ("{hero} hid the {thing} under an old cloth, so that nobody could see it.",
              "A {animal} wanted to play with the {thing}, but {hero} held it high.",
              "All the way from the {place} {hero} thought about the face of {friend}."),
-            ("\"This is for you, {friend}!\" said {hero}. {friend} opened the gift and saw the {colour} {thing}.",
+            ("\"This is for you, {friend}!\" said {hero}. {friend} opened the gift and saw "
+             "the {colour} {thing}.",
              "{friend} was so glad to see {hero} and the {colour} {thing}.",
-             "\"What a fine {colour} {thing}!\" said {friend}. \"Where did you find it?\" \"At the {place},\" said {hero}."),
+             "\"What a fine {colour} {thing}!\" said {friend}. \"Where did you find it?\" \"At the "
+             "{place},\" said {hero}."),
         ),
         endings=("So {friend} got the {colour} {thing} that {hero} had found at the {place}.",
                  "Now the {colour} {thing} belongs to {friend}.",
@@ -116,13 +120,15 @@ PLOTS = (
         titles=("A fair swap", "Two friends swap", "The {thing} and the {other_thing}"),
         beats=(
             ("{hero} had a {colour} {thing}, and {friend} had a {other_colour} {other_thing}.",
-             "One {weather} {time} {hero} came with a {colour} {thing}, and {friend} came with a {other_colour} {other_thing}.",
+             "One {weather} {time} {hero} came with a {colour} {thing}, and {friend} came with a "
+             "{other_colour} {other_thing}.",
              "{hero} owned a {colour} {thing}. {friend} owned a {other_colour} {other_thing}."),
             ("They met at the {place}, where a {animal} was sleeping.",
              "They sat down at the {place} and looked at both things.",
              "On a {weather} {time} they met near the {place}."),
             ("\"I like your {other_thing},\" said {hero}. \"And I like your {thing},\" said {friend}.",
-             "{hero} looked at the {other_colour} {other_thing}, and {friend} looked at the {colour} {thing}.",
+             "{hero} looked at the {other_colour} {other_thing}, and {friend} looked at the {colour} "
+             "{thing}.",
              "\"Will you swap your {colour} {thing} for my {other_colour} {other_thing}?\" asked {friend}."),
             ("{hero} thought about it. Then {hero} said yes.",
              "\"Let us swap!\" said {hero}, and {friend} was happy.",
@@ -351,7 +357,7 @@ PLOTS = (
     ),
 )
 
-# Asked of every story, besides its plot's own questions.
+# For every story, in addition to its plot's own questions.
 QUESTIONS = (
     ("What colour is the {thing}?", "The {thing} is {colour}."),
     ("What is {colour}?", "The {thing} is {colour}."),

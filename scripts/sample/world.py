@@ -1,8 +1,8 @@
-"""The embedded sample: a small world of people, places and things, and stories, items, questions and pairs told of it.
+"""The embedded sample: a small world, and stories, items, questions and pairs about it.
 
-A story is made of *facts* (who, which colour, what thing, where ...) and a *plot* that tells them. Facts are split by a hash:
-whatever is held out (items, questions, pairs) is about facts that no training text ever tells.
-The same seed gives the same bytes on every machine and every Python: of `random.Random` only `random()` is used.
+A story consists of *facts* (who, which colour, what thing, where ...) and a *plot* that tells them. A hash
+splits the facts: held-out items, questions and pairs are about facts that are in no training text.
+The same seed gives the same bytes on every machine and Python: of `random.Random` only `random()` is used.
 """
 
 import itertools
@@ -43,7 +43,7 @@ HELD_OUT_SHARE = 10
 
 @dataclass(frozen=True)
 class Facts:
-    """What is true in one story. The other_* are there to be told apart from the true ones."""
+    """The facts of one story; the other_* are distractors."""
 
     hero: str
     friend: str
@@ -59,14 +59,14 @@ class Facts:
 
     @property
     def held_out(self) -> bool:
-        """Whether these facts belong to the held-out part; decided by who, colour, thing and place alone."""
+        """Whether these facts are held out; depends only on hero, colour, thing and place."""
         key = " ".join((self.hero, self.colour, self.thing, self.place))
         return zlib.crc32(key.encode()) % HELD_OUT_SHARE == 0
 
 
 @dataclass(frozen=True)
 class Story:
-    """One story: a title, sentences that tell it, and the last one, which follows from them."""
+    """One story: a title, sentences, and an ending that follows from them."""
 
     plot: Plot
     facts: Facts
@@ -86,13 +86,14 @@ class Story:
 
     @property
     def text(self) -> str:
-        """The whole, as a model reads it: HellaSwag's rendering of label, context and ending."""
+        """The whole text, in the format of HellaSwag's label, context and ending."""
         return f"{self.title}: {self.body} {self.ending}"
 
 
-# Where each slot's values come from, and the fact that is the easiest to take for it.
-POOLS = {"hero": PEOPLE, "friend": PEOPLE, "colour": COLOURS, "other_colour": COLOURS, "thing": THINGS, "other_thing": THINGS,
-         "place": PLACES, "other_place": PLACES, "animal": ANIMALS, "weather": WEATHERS, "time": TIMES}
+# The values of each slot, and the fact that is most easily confused with it.
+POOLS = {"hero": PEOPLE, "friend": PEOPLE, "colour": COLOURS, "other_colour": COLOURS, "thing": THINGS,
+         "other_thing": THINGS, "place": PLACES, "other_place": PLACES, "animal": ANIMALS,
+         "weather": WEATHERS, "time": TIMES}
 RIVALS = {"hero": "friend", "friend": "hero", "colour": "other_colour", "other_colour": "colour",
           "thing": "other_thing", "other_thing": "thing", "place": "other_place"}
 PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},
@@ -100,33 +101,33 @@ PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},
 
 
 class Dice:
-    """Choices that are the same on every Python: `random()` is the one method whose sequence is promised."""
+    """Random choices that are the same on every Python: only the sequence of `random()` is guaranteed."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed).random
 
     def choose(self, values: Sequence):
-        """One of the values, each as likely."""
+        """Return one of the values, with equal probability."""
         return values[int(self.random() * len(values))]
 
     def several(self, values: Sequence, count: int) -> list:
-        """`count` different values, in the order drawn."""
+        """Return `count` different values, in the order of drawing."""
         left = list(values)
         return [left.pop(int(self.random() * len(left))) for _ in range(count)]
 
 
 def slots_of(template: str) -> list[str]:
-    """The names of the facts that a template tells, each once, in order."""
+    """Return the names of the facts in a template, each once, in order."""
     return list(dict.fromkeys(slot for slot in re.findall(r"{(\w+)}", template) if slot in POOLS))
 
 
 def tell(template: str, facts: Facts) -> str:
-    """The template's sentence about these facts."""
+    """Return a template filled with these facts."""
     return template.format_map(vars(facts) | PRONOUNS[facts.hero in GIRLS])
 
 
 def draw_facts(dice: Dice, held_out: bool) -> Facts:
-    """Draw facts until they belong to the part that is asked for."""
+    """Draw facts until they are held out, or not, as requested."""
     while True:
         hero, friend = dice.several(PEOPLE, 2)
         colour, other_colour = dice.several(COLOURS, 2)
@@ -139,7 +140,7 @@ def draw_facts(dice: Dice, held_out: bool) -> Facts:
 
 
 def draw_story(dice: Dice, held_out: bool) -> Story:
-    """Draw facts and tell them by one of the plots."""
+    """Draw facts and a plot, and return the story."""
     facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
     title = tell(dice.choose(plot.titles), facts)
     templates = [dice.choose(beat) for beat in plot.beats]
@@ -152,12 +153,12 @@ def draw_story(dice: Dice, held_out: bool) -> Story:
 
 
 def draw_epilogue(dice: Dice, facts: Facts, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> str:
-    """What happened after the story: one of several kinds of things, each as likely as the others."""
+    """Return what happened after the story; each of the kinds is equally probable."""
     return tell(dice.choose(dice.choose(kinds)), facts)
 
 
 def documents(count: int, seed: int) -> Iterator[str]:
-    """Training texts: title, colon, story; every second one has an epilogue."""
+    """Yield training texts: title, colon, story; half of them have an epilogue."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out=False)
@@ -165,11 +166,12 @@ def documents(count: int, seed: int) -> Iterator[str]:
 
 
 def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
-    """Three endings that tell another value of one slot, each from the slot's own pool.
+    """Return three endings with another value of one slot, each from the slot's own pool.
 
-    One of them is the rival, where the story tells of it and the ending does not: who has merely read the names has to guess.
+    One has the rival if the story mentions it and the ending does not: knowing the names is not enough.
     """
-    named = {getattr(story.facts, other) for other in slots_of(story.ending_template) if POOLS[other] is POOLS[slot]}
+    named = {getattr(story.facts, other) for other in slots_of(story.ending_template)
+             if POOLS[other] is POOLS[slot]}
     others = [value for value in POOLS[slot] if value not in named]
     rival = getattr(story.facts, RIVALS[slot])
     values = [rival] if rival in others and re.search(rf"\b{rival}\b", story.body) else []
@@ -178,24 +180,24 @@ def wrong_endings(dice: Dice, story: Story, slot: str) -> list[str]:
 
 
 def items(count: int, seed: int) -> Iterator[dict]:
-    """Multiple-choice items in HellaSwag's schema; four endings that differ in the person, the colour, the thing or the place."""
+    """Yield items in HellaSwag's schema; their endings differ in a person, colour, thing or place."""
     dice = Dice(seed)
     for index in range(count):
         story = draw_story(dice, held_out=True)
         slot = dice.choose([slot for slot in slots_of(story.ending_template) if slot in RIVALS])
         endings, label = wrong_endings(dice, story, slot), dice.choose(range(4))
         endings.insert(label, story.ending)
-        yield {"ind": index, "activity_label": story.title, "ctx": story.body, "endings": endings, "label": label,
-               "source_id": f"sample~{slot.removeprefix('other_')}"}
+        yield {"ind": index, "activity_label": story.title, "ctx": story.body, "endings": endings,
+               "label": label, "source_id": f"sample~{slot.removeprefix('other_')}"}
 
 
 def chat(prompt: str, answer: str) -> dict:
-    """One turn of a user and one of the assistant."""
+    """Return a chat of one user message and one answer."""
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 
 def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
-    """Chats: a story and a question about it, and the one right answer."""
+    """Yield chats: a story and a question about it, and the one right answer."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out)
@@ -204,7 +206,7 @@ def questions(count: int, seed: int, held_out: bool) -> Iterator[dict]:
 
 
 def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNKIND)) -> Iterator[dict]:
-    """Chats: a story and what happened then, kind or unkind, so that a model learns to tell both."""
+    """Yield chats: a story and what happened then, kind or unkind, so that a model learns both."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out=False)
@@ -212,7 +214,7 @@ def epilogues(count: int, seed: int, kinds: Sequence[Sequence[str]] = (KIND, UNK
 
 
 def preferences(count: int, seed: int, held_out: bool) -> Iterator[dict]:
-    """Preference pairs: a story, the kind epilogue that is wanted and the unkind one that is not."""
+    """Yield preference pairs: a story, the kind epilogue (chosen) and the unkind one (rejected)."""
     dice = Dice(seed)
     for _ in range(count):
         story = draw_story(dice, held_out)
@@ -221,7 +223,7 @@ def preferences(count: int, seed: int, held_out: bool) -> Iterator[dict]:
 
 
 def texts() -> Iterator[str]:
-    """Every kind of text in turn, without end, for the tokenizer to learn its words from."""
+    """Yield every kind of text in turn, without end, for the training of the tokenizer."""
     for number in itertools.count(100):
         yield from documents(10, number)
         for record in (*questions(5, number, held_out=False), *epilogues(5, number)):
@@ -229,13 +231,14 @@ def texts() -> Iterator[str]:
 
 
 def parts(stories: int) -> dict[str, Iterable[dict]]:
-    """The whole sample: the records of each file, by its name; `held-out` is never trained on.
+    """Return the records of each file of the sample, by its name; no `held-out` file is trained on.
 
     Args:
-        stories: number of training texts, which the other numbers follow.
+        stories: the number of training texts; the other numbers follow from it.
     """
     chats, held_out = stories // 5, min(500, stories // 8)
-    asked, told = questions(chats, 3, held_out=False), epilogues(chats, 4, (KIND, UNKIND, UNKIND, UNKIND))  # for DPO to turn
+    # Most epilogues are unkind, so that DPO has something to change.
+    asked, told = questions(chats, 3, held_out=False), epilogues(chats, 4, (KIND, UNKIND, UNKIND, UNKIND))
     return {
         "stories.jsonl": ({"text": text} for text in documents(stories, seed=1)),
         "items.jsonl": items(held_out, seed=2),
@@ -247,18 +250,19 @@ def parts(stories: int) -> dict[str, Iterable[dict]]:
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
-    """Make the sample, told on the screen, where the settings name its files and it is not there. One rank of a machine does it;
-    the others wait where ranks meet.
+    """Make the sample if the settings name its files and it does not exist. Only local rank 0 does so; the
+    others wait at the next collective.
 
     Raises:
         DataError: it cannot be made, or must not be.
     """
-    named = (config.tokenizer_path, config.hellaswag_path, getattr(config, f"{config.training_stage}_data_path"))
+    named = (config.tokenizer_path, config.hellaswag_path,
+             getattr(config, f"{config.training_stage}_data_path"))
     if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
         return
     if not may_write:
-        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with scripts/make_sample.py --folder {SAMPLE}, as "
-                        "the run itself does")
+        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with scripts/make_sample.py "
+                        f"--folder {SAMPLE}, as the run itself does")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         script = Path(__file__).resolve().parents[1] / "make_sample.py"
         if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
@@ -266,7 +270,7 @@ def provide_sample(config: Config, may_write: bool) -> None:
 
 
 def write_jsonl(path: Path, records: Iterable[dict]) -> int:
-    """Write one JSON object a line; returns their number."""
+    """Write one JSON object per line; return their number."""
     lines = [json.dumps(record) + "\n" for record in records]
     path.write_bytes("".join(lines).encode("ascii"))
     return len(lines)

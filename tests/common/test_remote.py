@@ -7,6 +7,7 @@ import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import fsspec
 import pytest
 from factories import free_port
 
@@ -127,6 +128,22 @@ def test_a_parquet_file_behind_a_url_is_read_on_after_a_lost_connection(server, 
     assert not server.faults
 
 
+def test_a_download_leaves_no_file_has_no_time_limit_and_names_tmpdir_where_it_has_no_room(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    file, = list_files(f"{server.url}/x.jsonl")
+    with file.open() as content:
+        assert content.read(9) == CONTENT[:9] and not list(tmp_path.iterdir())
+    assert file.fs.client_kwargs["timeout"].total is None
+    assert file.stamp() == [fsspec.filesystem("http").ukey(f"{server.url}/x.jsonl")], "another key of prepared sets"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file.fs, "get_file", full)
+    with pytest.raises(DataError, match="x.jsonl: the disk of .* is full; set TMPDIR"):
+        texts(f"{server.url}/x.jsonl")
+
+
 @pytest.mark.parametrize(("status", "tries"), [(401, 1), (403, 1), (404, 1), (503, TRIES)])
 def test_only_what_may_pass_is_asked_for_again_and_the_end_is_one_sentence(server, status, tries, capfd):
     server.faults = [status] * 100
@@ -204,7 +221,7 @@ def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
-    with pytest.raises(DataError, match=f"my/text is no file or folder here, and the hub does not give it: .*{told}"):
+    with pytest.raises(DataError, match=f"my/text is not a local file or folder, and the request to the hub failed: .*{told}"):
         remote.hub_revision("my/text", "")
     assert asked == [remote.HUB_SECONDS] * (tries + (tries > 1))
     assert capfd.readouterr().err.count("trying again") == tries - 1

@@ -54,9 +54,9 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
 
 
 @pytest.mark.parametrize("record, reason", [
-    ({}, "is no chat: it has no columns, expected messages, conversations, instruction"),
-    ({"text": "x"}, "is no chat: it has 'text'"),
-    ({"messages": None}, r"is no chat: it has 'messages' \(null\)"),
+    ({}, "is not a chat: it has no columns, expected messages, conversations, instruction"),
+    ({"text": "x"}, "is not a chat: it has 'text'"),
+    ({"messages": None}, r"is not a chat: it has 'messages' \(null\)"),
     ({"messages": []}, "has no messages"),
     ({"messages": "Why?"}, "messages is str, expected a list"),
     ({"messages": [ASK, "So."]}, r"messages\[1\] is str, expected a message"),
@@ -81,12 +81,12 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"messages": [ASK, {**SAY, "content": "\ud800"}]}, "holds a lone surrogate at character 1"),
     ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}]}, "calls a tool"),
     ({"messages": [ASK, SAY], "system": 5}, "system is int"),
-    ({"instruction": "Why?", "output": None}, "is no chat"),
+    ({"instruction": "Why?", "output": None}, "is not a chat"),
     ({"instruction": "Why?", "output": ""}, "output is empty"),
     ({"instruction": "Why?", "input": 5, "output": "x"}, "input is int"),
     ({"instruction": "Why?", "instances": []}, "instances is not a list"),
     ({"instruction": "Why?", "instances": [{"input": ""}]}, "output is null"),
-    ({"prompt": "Why?"}, "is no chat"),
+    ({"prompt": "Why?"}, "is not a chat"),
     ({"prompt": "Why?", "completion": ""}, "completion is empty"),
     ({"prompt": "Why?", "completion": "So.", "label": True}, "unpaired labels is not supported"),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "load_dpo_dataset.py"),
@@ -171,5 +171,5 @@ def test_a_parquet_file_is_read_with_all_its_columns(tmp_path):
 
 def test_lines_of_text_are_no_chats(tmp_path):
     (tmp_path / "x.txt").write_text("Why?\n")
-    with pytest.raises(DataError, match="x.txt:1: is no chat"):
+    with pytest.raises(DataError, match="x.txt:1: is not a chat"):
         list(read_chats(Source(path=str(tmp_path / "x.txt")), Reading()))

@@ -87,8 +87,8 @@ messages_of = st.fixed_dictionaries({
 def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages, ask):
     rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
     expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert ChatFormat(ours).encode_dialog(messages, add_generation_prompt=ask) == expected
-    assert ChatFormat(theirs).encode_dialog(messages, add_generation_prompt=ask) == expected
+    assert ChatFormat(ours).encode_prompt(messages, add_generation_prompt=ask) == expected
+    assert ChatFormat(theirs).encode_prompt(messages, add_generation_prompt=ask) == expected
 
 
 def test_chat_is_spelled_as_metas(meta):

@@ -191,7 +191,7 @@ def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monke
 
 def test_the_hub_out_of_reach_is_one_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match="nobody/nothing is no file or folder here, and the hub does not give it: "):
+    with pytest.raises(DataError, match="nobody/nothing is not a local file or folder, and the request to the hub failed: "):
         identify(Source(name="nobody/nothing"), {})
 
 

@@ -182,9 +182,9 @@ RECORDS = group(
     closed=(f"scripts/load_pretrain_dataset.py --source nope/ {PREPARE}", "nope/: no such file or folder"),
     deep=(f"scripts/load_dpo_dataset.py --source a/b/c {PREPARE}", "a/b/c: no such file or folder"),
     suffix=("scripts/load_hellaswag_dataset.py --source x.md --output h.jsonl", "x.md: no such file or folder"),
-    hub_items=("scripts/load_hellaswag_dataset.py --source no/such --output h.jsonl", "no/such is no file or folder here"),
-    hub_name=(f"scripts/load_pretrain_dataset.py --source mytext {PREPARE}", "mytext is no file or folder here, and the hub"),
-    hub=(f"scripts/load_pretrain_dataset.py --source no/such {PREPARE}", "no/such is no file or folder here"),
+    hub_items=("scripts/load_hellaswag_dataset.py --source no/such --output h.jsonl", "no/such is not a local file or folder"),
+    hub_name=(f"scripts/load_pretrain_dataset.py --source mytext {PREPARE}", "mytext is not a local file or folder, and the"),
+    hub=(f"scripts/load_pretrain_dataset.py --source no/such {PREPARE}", "no/such is not a local file or folder"),
     too_long=(f"scripts/load_pretrain_dataset.py --source {LONG}.jsonl {PREPARE}", "aaa"),
     held_out=(f"scripts/load_pretrain_dataset.py --source y.jsonl --column prompt --validation-fraction 0.99999 {PREPARE}",
               "60 fell into validation.*lower VALIDATION_FRACTION"),
@@ -193,7 +193,7 @@ RECORDS = group(
     output_too_long=(f"scripts/load_pretrain_dataset.py --source y.jsonl --output {LONG}", "File name too long")) + commands(
     "flags", 2, empty=(f"scripts/load_pretrain_dataset.py --source= {PREPARE}", "--source: needs a value"),
     nothing=(f"scripts/load_dpo_dataset.py {PREPARE}", "--source is not set"),
-    no_value=("scripts/load_pretrain_dataset.py --source", "needs"),
+    no_value=("scripts/load_pretrain_dataset.py --source", "expected one argument"),
     unknown=(f"scripts/load_pretrain_dataset.py --colum x {PREPARE}", "did you mean --column"),
     text_flag=(f"scripts/load_instruct_dataset.py --source x.jsonl --column a {PREPARE}", "unknown flag --column"),
     limit=(f"{TEXT} --max-documents 1.5", "--max-documents: 1.5 must"),
@@ -234,10 +234,10 @@ EXAMPLES = [
     ("system_inside", {"messages": [USER, SAYS, {"role": "system", "content": "s"}, USER, SAYS]}, "message 3 is the system's"),
     ("system_list", chat("a", "b", system=["s"]), "system is list"),
     ("twice_user", {"messages": [USER, USER, SAYS]}, "message 2 is the user's"),
-    ("unlearned", {"messages": [USER, {**SAYS, "weight": 0}]}, "marked as not to be learned"), ("pair", PAIR, "load_dpo_dataset"),
-    ("columns", {f"k{number}": 1 for number in range(3000)}, r"is no chat: it has 'k0'.*, \.\.\., expected"),
+    ("unlearned", {"messages": [USER, {**SAYS, "weight": 0}]}, "excluded from training"), ("pair", PAIR, "load_dpo_dataset"),
+    ("columns", {f"k{number}": 1 for number in range(3000)}, r"is not a chat: it has 'k0'.* and 2,980 more, expected"),
     ("unpaired", {"prompt": "a", "completion": "b", "label": True}, "unpaired"),
-    ("long_key", {"k" * 100_000: 1}, r"is no chat: it has 'k{39}, expected"), ("newline", {"a\nb": 1}, r"it has 'a\\nb'"))] + [
+    ("long_key", {"k" * 100_000: 1}, r"is not a chat: it has 'k{39}, expected"), ("newline", {"a\nb": 1}, r"it has 'a\\nb'"))] + [
     Case(f"pair-{name}", PAIRS, 3, second_line(record, PAIR), f"in.jsonl:2: .*{words}") for name, record, words in (
         ("missing", {"prompt": "a"}, "has no chosen and no rejected"), ("equal", {**PAIR, "rejected": " So."}, "are equal"),
         ("null", {**PAIR, "chosen": None}, "has no chosen"),
@@ -343,7 +343,7 @@ TOKENIZERS = group(
     folder=(instead(TOKENIZER, os.mkdir), "folder without a tokenizer.json"),
     pipe=(instead(TOKENIZER, os.mkfifo), "there is no file"), missing=(gone(TOKENIZER), "there is no file"),
     long=(env(TOKENIZER_PATH=LONG), "TOKENIZER_PATH=aaa"),
-    hub=(env(TOKENIZER_PATH="no/such"), "no/such is no local file"),
+    hub=(env(TOKENIZER_PATH="no/such"), "no/such is not a local file"),
     backend=(env(TOKENIZER_BACKEND="huggingface"), "is not a JSON object")) + group(
     "tokenizer", THEIRS, 3, empty=(put(JSON), "tokenizer.json is not a JSON object"),
     cut=(cut(JSON, 1000), "is not a JSON object"),
@@ -369,9 +369,9 @@ TOKENIZERS = group(
     gone=(gone(JSON), "without a tokenizer.json"), pipe=(instead(JSON, os.mkfifo), "without a tokenizer.json")) + [
     Case(f"template-{name}", THEIRS, 3, put("model/chat_template.jinja", template), f"chat template cannot be .*{words}")
     for name, template, words in (
-        ("syntax", "{% if %}", "mend its chat_template"),
+        ("syntax", "{% if %}", "correct its chat_template"),
         ("endless", "{% for i in range(99999999999) %}x{% endfor %}", "Range too big"),
-        ("include", "{% include '/etc/passwd' %}", "no loader"), ("deep", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "mend"),
+        ("include", "{% include '/etc/passwd' %}", "no loader"), ("deep", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "correct its"),
         ("escape", "{{ cycler.__init__.__globals__.os.mkdir('executed') }}", "unsafe"),
         ("raise", "{{ raise_exception('no') }}", "refuses it"), ("empty", "", "no control token"),
         ("undefined", "{{ nope.nope }}", "'nope' is undefined"),
