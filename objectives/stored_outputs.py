@@ -32,7 +32,7 @@ COMMIT_SECONDS = 10
 class StoredOutputs(Protocol[T]):
     """One kind of outputs for the rows of one split. Collective: every rank must call each method."""
 
-    rows: Any  # with `folder` and `fingerprint`
+    rows: Any  # of dataloaders.Rows
     name: str  # of the file or folder
 
     def load(self, path: Path, once: "ComputeOnce") -> Optional[T]:
@@ -67,7 +67,7 @@ class ComputeOnce:
             Interrupted: a rank was signalled.
         """
         rows = outputs.rows
-        for place in self.cache.places(rows.folder, rows.fingerprint):
+        for place in self.cache.places(rows.token_set.folder, rows.fingerprint):
             if (found := outputs.load(place / outputs.name, self)) is not None:
                 return found
         path = self._place_to_write(rows, outputs.name) / outputs.name
@@ -76,7 +76,7 @@ class ComputeOnce:
 
     def _place_to_write(self, rows, name: str) -> Path:
         def find() -> list[str]:
-            place, why = self.cache.place_to_write(rows.folder, rows.fingerprint, name)
+            place, why = self.cache.place_to_write(rows.token_set.folder, rows.fingerprint, name)
             try:
                 place.mkdir(parents=True, exist_ok=True)
             except OSError as error:

@@ -224,7 +224,7 @@ def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
 
 def check_cache(config: Config, inputs: Inputs) -> tuple[Path, str]:
     """Where what is computed before the first step will lie. Raises DataError where there is no place for it."""
-    place, why = cache_of(config).place_to_write(inputs.rows.folder, inputs.rows.fingerprint)
+    place, why = cache_of(config).place_to_write(inputs.rows.token_set.folder, inputs.rows.fingerprint)
     what = "reference's log-probabilities" if config.training_stage == "dpo" else "teacher's likeliest tokens"
     return place, f"the {what} are computed once and kept in {place}{f' ({why})' if why else ''}"
 
