@@ -69,7 +69,7 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
     columns = zip(*_examples(segments, kind, f"{path}: {split}"))
     lengths, segment_counts, first_targets = map(np.concatenate, columns)
     if (total := int(lengths.sum(dtype=np.int64))) != tokens.tokens:
-        raise DataError(f"{path}: the {split} segments have {total:,} tokens, but there are "
+        raise DataError(f"{path}: the {split} segments are {total:,} tokens long in all, but there are "
                         f"{tokens.tokens:,}; prepare the data again")
     starts, segment_starts = (np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
                               for counts in (lengths, segment_counts))

@@ -256,7 +256,8 @@ def _prepared_folder(path: Path) -> Path | None:
     inside = path.glob(f"*/{MANIFEST}") if path.is_dir() and os.listdir(path) else []
     found = sorted(file.parent for file in inside if not file.parent.name.startswith(("tmp-", ".")))
     if len(found) > 1:
-        raise DataError(f"{path}: holds {len(found)} prepared sets; name one: {', '.join(map(str, found))}")
+        raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: "
+                        f"{', '.join(map(str, found))}")
     return found[0] if found else None
 
 
@@ -310,7 +311,7 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     if in_folder:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
         if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
-            raise DataError(f"{path}: {own} looks like a prepared shard, but {MANIFEST} is missing; restore "
+            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}; restore "
                             "it, or prepare the data again (files of another trainer need other names)")
     else:
         files = [path] if path.is_file() else sorted(
@@ -402,7 +403,7 @@ def _status_and_head(path: Path) -> tuple[os.stat_result, bytes]:
         with open(path, "rb") as file:
             status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: is missing, but {MANIFEST} lists it; copy or prepare it again") from error
+        raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
                         "permissions") from error
@@ -433,7 +434,7 @@ def _wrong_magic(path: Path, head: bytes) -> DataError:
                          f"{KINDS['documents'][1]} --source {path}")
     known = " or ".join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())
     return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
-                     f"({known}) or .npy; files without a header must be called train.bin or val.bin")
+                     f"({known}) or .npy; files without a header are called train.bin or val.bin")
 
 
 def _with_checked_size(shard: Shard) -> Shard:
