@@ -131,6 +131,7 @@ class ExampleRows:
     def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
         self.example_set, self.row_tokens = example_set, row_tokens
         self.numbered = document_mask or example_set.kind == "pairs"
+        # The slots of each example, and which of them fit.
         lengths, first_targets = np.diff(example_set.starts), example_set.first_targets
         if example_set.kind == "pairs":
             slots = lengths + first_targets - 2

@@ -455,17 +455,20 @@ def _verify(token_set: TokenSet, verification: Verification) -> None:
     """Compare every shard with its hash and the vocabulary; remember the result for the next start."""
     if verification.mode == "never":
         return
+    # What is remembered of each file, in all folders where that may be.
     shards = token_set.shards
     places = {folder: verification.cache.places(folder, token_set.fingerprint)
               for folder in {shard.path.parent for shard in shards}}
     known = {folder: dict(ChainMap(*map(load_verified, inside))) for folder, inside in places.items()}
     facts = {shard: known[shard.path.parent].get(shard.path.name, {}) for shard in shards}
+    # Read the others, and remember what they contain.
     always = verification.mode == "always"
     due = [shard for shard in shards if always or not _still_holds(facts[shard], shard)]
     for shard, found in zip(due, _scan_all(due)):
         facts[shard] = known[shard.path.parent][shard.path.name] = file_stamp(shard.status) | found
     for folder in {shard.path.parent for shard in due}:
         any(save_verified(place, known[folder]) for place in places[folder])  # in the first that is writable
+    # Judge all of them: what was remembered may be bad too.
     for shard, found in facts.items():
         if shard.sha256 is not None and found["sha256"] != shard.sha256:
             raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {found['sha256'][:12]}, "

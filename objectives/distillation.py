@@ -115,6 +115,7 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     """
     compare = divergence if len(teacher) == 1 else sparse_divergence
     divergence_M, gradient_MV = compare(logits_MV, *teacher, *settings)
+    # Cross-entropy by hand, so that its exponentials are computed once for value and gradient.
     counted_M = (targets_M != IGNORE_INDEX).float()
     index_M1 = targets_M.clamp(min=0)[:, None]
     highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
@@ -154,6 +155,7 @@ class Distillation:
         targets_M = targets_M if target_index_M is None else targets_M[target_index_M]
         sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
+        # For each chunk of the head: the loss, and its gradient written over the logits, block by block.
         def loss(logits_MV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             chunk_targets_M, chunk_teacher = targets_M[part], teacher_of(part)
             total, rows = torch.zeros_like(sums["divergence"]), len(logits_MV)
@@ -162,7 +164,7 @@ class Distillation:
             for block in slices(len(logits_MV), max(1, rows)):
                 mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block],
                                         tuple(tensor[block] for tensor in chunk_teacher), weight, settings)
-                logits_MV[block] = mixed.gradient_MV  # in place of the logits, which nobody reads again
+                logits_MV[block] = mixed.gradient_MV
                 sums["divergence"] += mixed.divergence
                 sums["cross_entropy"] += mixed.cross_entropy
                 total += weight * mixed.divergence + (1 - weight) * mixed.cross_entropy

@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import FileLock, atomic_write, read_plain
 from common.text import duration
-from common.verified_files import VERIFIED, Cache, WatchedFile, file_stamp, load_verified, save_verified
+from common.verified_files import Cache, WatchedFile, file_stamp, load_verified, save_verified
 from data_pipeline.batch import Batch, ReadRows
 from parallel.collectives import Ranks, RunContext
 
@@ -109,6 +109,7 @@ class ComputeOnce:
 
         with ExitStack() as stack:
             lock, waiting = self.ranks.on_rank0(open_lock), False
+            # Polled, and not waited for: a signal must be able to end this.
             while holder := self.ranks.broadcast(self.ranks.on_rank0(take)):
                 if not waiting:
                     self.info(f"{holder} computes the same ({path}); waiting for it")
@@ -207,8 +208,7 @@ class RowStore:
 
     def clear_verified(self) -> None:
         """Have the next start verify all records."""
-        with suppress(OSError):
-            (self.folder / VERIFIED).unlink()
+        save_verified(self.folder, {})
 
 
 class RowWriter:
