@@ -46,11 +46,6 @@ class TokenRows:
         """A hash of the data, the same on every rank."""
         return self.token_set.fingerprint
 
-    @property
-    def folder(self) -> Path:
-        """The folder of the data."""
-        return self.token_set.shards[0].path.parent
-
     def describe(self) -> str:
         """Return a description of the rows for the user."""
         return f"{self.token_set.tokens:,} tokens"

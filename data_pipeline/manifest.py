@@ -30,7 +30,7 @@ class Stream(BaseModel, strict=True):
         if len({entry.file for entry in self.shards}) < len(self.shards):
             raise ValueError("a shard is listed twice")
         if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
-            raise ValueError(f"the listed shards have {listed} tokens, but there should be {self.tokens}")
+            raise ValueError(f"the listed shards have {listed} tokens, and there should be {self.tokens}")
         return self
 
 

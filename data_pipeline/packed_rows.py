@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,14 +21,6 @@ from fused.chunked_head import IGNORE_INDEX
 
 # A segment is one uint32: its length, whether it ends its example, whether its tokens are targets.
 LENGTH_SHIFT, LAST, TARGET = 2, 2, 1
-
-
-class _Lengths(NamedTuple):
-    """Arrays with one entry for each example that ends in a block of segments."""
-
-    segments: np.ndarray
-    tokens: np.ndarray
-    first_target: np.ndarray  # tokens before the first target
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,24 +66,19 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
     assert kind in ("chats", "pairs")
     tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
     segments = open_segments(path, split, verification)
-    parts = list(_read_lengths(segments, kind, f"{path}: {split}"))
-    total = sum(int(part.tokens.sum()) for part in parts)
-    if total != tokens.tokens:
-        raise DataError(f"{path}: the {split} segments have {total:,} tokens, but there are "
+    columns = zip(*_examples(segments, kind, f"{path}: {split}"))
+    lengths, segment_counts, first_targets = map(np.concatenate, columns)
+    if (total := int(lengths.sum(dtype=np.int64))) != tokens.tokens:
+        raise DataError(f"{path}: the {split} segments are {total:,} tokens long in all, but there are "
                         f"{tokens.tokens:,}; prepare the data again")
-    return ExampleSet(Path(path), kind, tokens, segments, _starts([part.tokens for part in parts]),
-                      _starts([part.segments for part in parts]),
-                      np.concatenate([part.first_target for part in parts], dtype=np.int32))
+    starts, segment_starts = (np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+                              for counts in (lengths, segment_counts))
+    return ExampleSet(Path(path), kind, tokens, segments, starts, segment_starts, first_targets)
 
 
-def _starts(lengths: list[np.ndarray]) -> np.ndarray:
-    starts = np.zeros(sum(map(len, lengths)) + 1, np.int64)
-    np.cumsum(np.concatenate(lengths), out=starts[1:])
-    return starts
-
-
-def _read_lengths(segments: TokenSet, kind: str, name: str) -> Iterator[_Lengths]:
-    """Yield the lengths of all examples in order, a block of the file at a time.
+def _examples(segments: TokenSet, kind: str, name: str) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield int32 arrays over all examples in order, a block of the file at a time: the numbers of tokens, of
+    segments, and of tokens before the first target.
 
     Raises:
         DataError: the segments do not form examples of this kind.
@@ -121,7 +107,7 @@ def _read_lengths(segments: TokenSet, kind: str, name: str) -> Iterator[_Lengths
         tokens = np.diff(borders[ends - 1], prepend=0)
         first_target = np.minimum.reduceat(np.where(is_target, borders - lengths, borders[-1]), firsts)
         first_target -= borders[ends - 1] - tokens
-        yield _Lengths(*(values.astype(np.int32) for values in (counts, tokens, first_target)))
+        yield tokens.astype(np.int32), counts.astype(np.int32), first_target.astype(np.int32)
     if len(unfinished):
         raise DataError(f"{name} example {examples:,} has no end; prepare the data again")
 
@@ -145,6 +131,7 @@ class ExampleRows:
     def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
         self.example_set, self.row_tokens = example_set, row_tokens
         self.numbered = document_mask or example_set.kind == "pairs"
+        # The slots of each example, and which of them fit.
         lengths, first_targets = np.diff(example_set.starts), example_set.first_targets
         if example_set.kind == "pairs":
             slots = lengths + first_targets - 2
@@ -181,11 +168,6 @@ class ExampleRows:
     def fingerprint(self) -> str:
         """A hash of the data, the same on every rank."""
         return self.example_set.fingerprint
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the data."""
-        return self.example_set.tokens.shards[0].path.parent
 
     def describe(self) -> str:
         """Return a description of the rows for the user."""

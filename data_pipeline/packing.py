@@ -95,6 +95,7 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[_Placement]:
             first, bins = ranges[room].pop()
             if not ranges[room]:
                 heappop(roomy)
+            # Fill the bins of one range, the last of them perhaps not to the brim.
             per_bin = room // length
             full = min(bins, items // per_bin)
             rest = items - full * per_bin if full < bins else 0  # fewer than `per_bin`, all for one more bin

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT
 from common.verified_files import Cache, WatchedFile, file_stamp, load_verified, save_verified
-from data_pipeline.manifest import MANIFEST, Entry, Manifest, read_manifest
+from data_pipeline.manifest import MANIFEST, Manifest, read_manifest
 
 HEADER_BYTES = 1024
 # llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
@@ -136,6 +135,11 @@ class TokenSet:
         return list(accumulate((shard.tokens for shard in self.shards), initial=0))
 
     @property
+    def folder(self) -> Path:
+        """The folder of the first shard."""
+        return self.shards[0].path.parent
+
+    @property
     def tokens(self) -> int:
         """The number of tokens in all shards."""
         return self._starts[-1]
@@ -196,7 +200,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
         DataError: the data is missing, damaged, too small, of another kind, or of another tokenizer.
     """
     assert split in SPLIT_WORDS and verification.mode in ("auto", "always", "never")
-    with _oserror_as_data_error(path, kind):
+    try:
         if folder := _prepared_folder(Path(path)):
             manifest = read_manifest(folder)
             _check_manifest(folder, manifest, tokenizer, kind)
@@ -207,16 +211,18 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
             shards = [_foreign_shard(file, tokenizer.vocab_size) for file in files]
             fingerprint, document_start_id = _sampled_fingerprint(shards), tokenizer.document_start_id
         else:
-            raise DataError(f"{path}: holds no prepared {kind} ({MANIFEST}); prepare them with "
-                            f"{KINDS[kind][1]}")
-        _allow_open_files(len(shards), shards[0].path.parent)
+            raise DataError(f"{path}: holds no {MANIFEST} of {kind}; prepare them with {KINDS[kind][1]}")
         token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
+        _allow_open_files(len(shards), token_set.folder)
         if token_set.tokens < minimum_tokens:
             smaller = "TOTAL_BATCH_SIZE" if split == "train" else "MAX_SEQ_LEN"
             raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but "
                             f"{minimum_tokens:,} are needed; prepare more text, or lower {smaller}")
         _verify(token_set, verification)
-        return token_set
+    except OSError as error:
+        raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: "
+                        f"{error.strerror}; check the path and its permissions") from error
+    return token_set
 
 
 def open_segments(path: str | Path, split: str, verification: Verification = Verification()) -> TokenSet:
@@ -227,15 +233,6 @@ def open_segments(path: str | Path, split: str, verification: Verification = Ver
     segments = TokenSet(tuple(shards), _fingerprint(shards))
     _verify(segments, verification)
     return segments
-
-
-@contextmanager
-def _oserror_as_data_error(path: str | Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: "
-                        f"{error.strerror}; check the path and its permissions") from error
 
 
 def _allow_open_files(files: int, folder: Path) -> None:
@@ -271,9 +268,8 @@ def _check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerFacts,
     if tokenizer.sha256 is None:
         return
     if tokenizer.sha256 != manifest.tokenizer_sha256:
-        raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}) than "
-                        f"the one given ({tokenizer.sha256[:12]}); set TOKENIZER_PATH to the one it was made "
-                        "with, or prepare the data again")
+        raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "
+                        f"{tokenizer.sha256[:12]}); set TOKENIZER_PATH to it, or prepare the data again")
     begins = tokenizer.document_start_id
     if kind == "documents" and begins not in (None, manifest.document_start_id):
         raise DataError(f"{folder / MANIFEST}: document_start_id is {manifest.document_start_id}, but its "
@@ -289,18 +285,17 @@ def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: boo
         stream, dtype = stream.segments, "uint32"
         if stream is None:
             raise DataError(f"{folder / MANIFEST}: lists no segments of {split}; prepare the data again")
-    return [_prepared_shard(folder / entry.file, dtype, entry) for entry in stream.shards]
-
-
-def _prepared_shard(path: Path, dtype: str, entry: Entry) -> Shard:
-    status, head = _status_and_head(path)
-    shard = _llmc_shard(path, status, head, entry.sha256)
-    if shard is None:
-        raise _wrong_magic(path, head)
-    if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
-        raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} "
-                        f"says {entry.tokens} of {dtype}; prepare the data again")
-    return shard
+    shards = []
+    for entry in stream.shards:
+        path = folder / entry.file
+        status, head = _status_and_head(path)
+        if (shard := _llmc_shard(path, status, head, entry.sha256)) is None:
+            raise _wrong_magic(path, head)
+        if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
+            raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} "
+                            f"says {entry.tokens} of {dtype}; prepare the data again")
+        shards.append(shard)
+    return shards
 
 
 def _fingerprint(shards: Sequence[Shard]) -> str:
@@ -316,16 +311,15 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     if in_folder:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
         if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
-            raise DataError(f"{path}: {own} looks like a prepared shard, but there is no {MANIFEST} to "
-                            "verify it with; restore that, or prepare the data again (files of another "
-                            "trainer need other names)")
+            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}; restore "
+                            "it, or prepare the data again (files of another trainer need other names)")
     else:
         files = [path] if path.is_file() else sorted(
             file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     if not files:
-        what = f"neither {MANIFEST} nor token files (.bin, .npy)" if in_folder else ""
-        raise DataError(f"{path}: {f'holds {what}' if what else 'no such file or folder'}; prepare data with "
-                        "scripts/load_pretrain_dataset.py")
+        what = f"holds neither {MANIFEST} nor token files (.bin, .npy)"
+        raise DataError(f"{path}: {what if in_folder else 'no such file or folder'}; prepare data with "
+                        f"{KINDS['documents'][1]}")
     # A file that the user names is training data unless its name says otherwise; in a folder it may not be.
     default = None if in_folder else "train"
     of_split = [file for file in files if (_split_in_name(file) or default) == split]
@@ -353,7 +347,7 @@ def _foreign_shard(path: Path, vocab_size: int) -> Shard:
         shard = _llmc_shard(path, status, head, None) or _raw_shard(path, status, head)
     if shard.dtype != "uint32" and dtype_for(vocab_size) == "uint32":
         raise DataError(f"{path}: its ids are {shard.dtype}, too narrow for the vocabulary of "
-                        f"{vocab_size:,}; set TOKENIZER_PATH to the tokenizer of these, or tokenize again")
+                        f"{vocab_size:,}; set TOKENIZER_PATH to their tokenizer, or tokenize the text again")
     return shard
 
 
@@ -363,8 +357,7 @@ def _raw_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
     if path.stem.lower() not in RAW_NAMES or looks_like_header:
         raise _wrong_magic(path, head)
     if status.st_size % 2:
-        raise DataError(f"{path}: has an odd size ({status.st_size} bytes), but its ids take two bytes each; "
-                        "copy it again")
+        raise DataError(f"{path}: has an odd size ({status.st_size} bytes) for 2-byte ids; copy it again")
     return Shard(path, "uint16", 0, status.st_size // 2, None, status)
 
 
@@ -410,8 +403,7 @@ def _status_and_head(path: Path) -> tuple[os.stat_result, bytes]:
         with open(path, "rb") as file:
             status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy or prepare the data "
-                        "again") from error
+        raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
                         "permissions") from error
@@ -427,8 +419,7 @@ def _llmc_shard(path: Path, status: os.stat_result, head: bytes, sha256: str | N
     if dtype is None:
         return None
     if len(head) < HEADER_BYTES:
-        raise DataError(f"{path}: is cut short inside its header, after {status.st_size} bytes; copy or "
-                        "prepare it again")
+        raise DataError(f"{path}: is cut short inside its header, at {status.st_size} bytes; copy it again")
     _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
     if version != MAGIC_AND_VERSION[dtype][1]:
         raise DataError(f"{path}: has version {version} of the format with magic {magic}, "
@@ -443,7 +434,7 @@ def _wrong_magic(path: Path, head: bytes) -> DataError:
                          f"{KINDS['documents'][1]} --source {path}")
     known = " or ".join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())
     return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
-                     f"({known}) or .npy; files without a header must be called train.bin or val.bin")
+                     f"({known}) or .npy; files without a header are called train.bin or val.bin")
 
 
 def _with_checked_size(shard: Shard) -> Shard:
@@ -464,17 +455,20 @@ def _verify(token_set: TokenSet, verification: Verification) -> None:
     """Compare every shard with its hash and the vocabulary; remember the result for the next start."""
     if verification.mode == "never":
         return
+    # What is remembered of each file, in all folders where that may be.
     shards = token_set.shards
     places = {folder: verification.cache.places(folder, token_set.fingerprint)
               for folder in {shard.path.parent for shard in shards}}
     known = {folder: dict(ChainMap(*map(load_verified, inside))) for folder, inside in places.items()}
     facts = {shard: known[shard.path.parent].get(shard.path.name, {}) for shard in shards}
+    # Read the others, and remember what they contain.
     always = verification.mode == "always"
     due = [shard for shard in shards if always or not _still_holds(facts[shard], shard)]
     for shard, found in zip(due, _scan_all(due)):
         facts[shard] = known[shard.path.parent][shard.path.name] = file_stamp(shard.status) | found
     for folder in {shard.path.parent for shard in due}:
         any(save_verified(place, known[folder]) for place in places[folder])  # in the first that is writable
+    # Judge all of them: what was remembered may be bad too.
     for shard, found in facts.items():
         if shard.sha256 is not None and found["sha256"] != shard.sha256:
             raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {found['sha256'][:12]}, "

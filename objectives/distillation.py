@@ -25,14 +25,6 @@ class Teacher(Protocol):
         """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
 
 
-class DivergenceSettings(NamedTuple):
-    """The arguments of `divergence`."""
-
-    kind: str
-    temperature: float = 1.0
-    jsd_beta: float = 0.5
-
-
 def divergence(student_logits_MV: Tensor, teacher_logits_MV: Tensor, kind: str, temperature: float = 1.0,
                jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
     """Return the divergence of two softened distributions times temperature squared, and its gradient with
@@ -114,14 +106,16 @@ class MixedLoss(NamedTuple):
 
 
 def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...], weight: float,
-               settings: DivergenceSettings) -> MixedLoss:
+               settings: tuple[str, float, float]) -> MixedLoss:
     """Return `weight` times the divergence plus (1 - weight) times the cross-entropy, over all targets.
 
     Args:
         teacher: its (M, V) logits; or, of a stored one, ids (M, K) and log-probabilities (M, C).
+        settings: kind, temperature and jsd_beta of `divergence`.
     """
     compare = divergence if len(teacher) == 1 else sparse_divergence
     divergence_M, gradient_MV = compare(logits_MV, *teacher, *settings)
+    # Cross-entropy by hand, so that its exponentials are computed once for value and gradient.
     counted_M = (targets_M != IGNORE_INDEX).float()
     index_M1 = targets_M.clamp(min=0)[:, None]
     highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
@@ -132,12 +126,6 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1)
     gradient_MV = add_at(gradient_MV, index_M1, -share_M1)
     return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
-
-
-def block_rows(logits_MV: Tensor) -> int:
-    """Return the number of positions to compute on at a time."""
-    rows = len(logits_MV) if logits_MV.device.type != "cpu" else CACHE_BYTES // (4 * logits_MV.shape[1])
-    return max(1, rows)
 
 
 class Distillation:
@@ -161,20 +149,22 @@ class Distillation:
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         """Return the mixed loss summed over the targets."""
         config, target_index_M = self.config, batch.target_index_M
-        settings = DivergenceSettings(config.distillation_loss, config.distillation_temperature,
-                                      config.distillation_jsd_beta)
+        settings = config.distillation_loss, config.distillation_temperature, config.distillation_jsd_beta
         weight, teacher_of = config.distillation_weight, self._teacher_outputs(batch)
         targets_M = batch.targets_BT.flatten()
         targets_M = targets_M if target_index_M is None else targets_M[target_index_M]
         sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
+        # For each chunk of the head: the loss, and its gradient written over the logits, block by block.
         def loss(logits_MV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
             chunk_targets_M, chunk_teacher = targets_M[part], teacher_of(part)
-            total = torch.zeros_like(sums["divergence"])
-            for block in slices(len(logits_MV), block_rows(logits_MV)):
+            total, rows = torch.zeros_like(sums["divergence"]), len(logits_MV)
+            if logits_MV.device.type == "cpu":
+                rows = CACHE_BYTES // (4 * logits_MV.shape[1])
+            for block in slices(len(logits_MV), max(1, rows)):
                 mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block],
                                         tuple(tensor[block] for tensor in chunk_teacher), weight, settings)
-                logits_MV[block] = mixed.gradient_MV  # in place of the logits, which nobody reads again
+                logits_MV[block] = mixed.gradient_MV
                 sums["divergence"] += mixed.divergence
                 sums["cross_entropy"] += mixed.cross_entropy
                 total += weight * mixed.divergence + (1 - weight) * mixed.cross_entropy

@@ -304,17 +304,13 @@ class TeacherOutputs:
         once.ranks.raise_on_all(lambda: _check_complete(store, self.indices))
         rows, config = StoredTeacherRows(self.rows, store), self.config
         if len(self.indices):
-            share = once.ranks.raise_on_all(lambda: kept_share(rows(self.indices[:config.micro_batch_size])))
+            batch = once.ranks.raise_on_all(lambda: rows(self.indices[:config.micro_batch_size]))
+            others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
+            share = 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
             advice = "" if share > LITTLE else "; a lower temperature or larger DISTILLATION_TOP_K keeps more"
             once.info(f"Teacher: the {config.distillation_top_k} most likely tokens hold {share:.0%} of its "
                       f"probability at DISTILLATION_TEMPERATURE={config.distillation_temperature:g}{advice}")
         return rows
-
-
-def kept_share(batch: Batch) -> float:
-    """Return the mean share of the teacher's probability that the kept tokens have, over all targets."""
-    others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
-    return 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
 
 
 def _check_room(store: RowStore, rows: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from common.errors import DataError
 from common.files import FileLock, atomic_write, read_plain
 from common.text import duration
-from common.verified_files import VERIFIED, Cache, WatchedFile, file_stamp, load_verified, save_verified
+from common.verified_files import Cache, WatchedFile, file_stamp, load_verified, save_verified
 from data_pipeline.batch import Batch, ReadRows
 from parallel.collectives import Ranks, RunContext
 
@@ -32,7 +32,7 @@ COMMIT_SECONDS = 10
 class StoredOutputs(Protocol[T]):
     """One kind of outputs for the rows of one split. Collective: every rank must call each method."""
 
-    rows: Any  # with `folder` and `fingerprint`
+    rows: Any  # of dataloaders.Rows
     name: str  # of the file or folder
 
     def load(self, path: Path, once: "ComputeOnce") -> Optional[T]:
@@ -67,7 +67,7 @@ class ComputeOnce:
             Interrupted: a rank was signalled.
         """
         rows = outputs.rows
-        for place in self.cache.places(rows.folder, rows.fingerprint):
+        for place in self.cache.places(rows.token_set.folder, rows.fingerprint):
             if (found := outputs.load(place / outputs.name, self)) is not None:
                 return found
         path = self._place_to_write(rows, outputs.name) / outputs.name
@@ -76,7 +76,7 @@ class ComputeOnce:
 
     def _place_to_write(self, rows, name: str) -> Path:
         def find() -> list[str]:
-            place, why = self.cache.place_to_write(rows.folder, rows.fingerprint, name)
+            place, why = self.cache.place_to_write(rows.token_set.folder, rows.fingerprint, name)
             try:
                 place.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -109,6 +109,7 @@ class ComputeOnce:
 
         with ExitStack() as stack:
             lock, waiting = self.ranks.on_rank0(open_lock), False
+            # Polled, and not waited for: a signal must be able to end this.
             while holder := self.ranks.broadcast(self.ranks.on_rank0(take)):
                 if not waiting:
                     self.info(f"{holder} computes the same ({path}); waiting for it")
@@ -207,8 +208,7 @@ class RowStore:
 
     def clear_verified(self) -> None:
         """Have the next start verify all records."""
-        with suppress(OSError):
-            (self.folder / VERIFIED).unlink()
+        save_verified(self.folder, {})
 
 
 class RowWriter:

@@ -50,6 +50,7 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
         CheckpointError: it does not exist, or is damaged.
         SettingsError: it has another vocabulary.
     """
+    # A path or a run's name is tried first; what cannot be either is a name on the hub.
     name = config.teacher_model
     setting, places = f"TEACHER_MODEL={name}", (Path(config.output_dir) / name, Path(name).expanduser())
     if any(place.exists() for place in places) or not HUB_NAME.fullmatch(name):
@@ -102,6 +103,7 @@ def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
         if rows != ours:
             raise refusal("")
         return
+    # The same tokenizer, or one that decodes every id to the same text.
     theirs = load_tokenizer(str(folder), "huggingface")
     if theirs.vocab_size != ours or rows < ours:
         raise refusal(f" (its tokenizer {theirs.vocab_size:,})" if theirs.vocab_size != rows else "")
@@ -234,12 +236,14 @@ def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: 
     except ImportError as error:
         raise SettingsError(f"{name} is a {kind!r} model, which needs the package transformers; install it "
                             "with pip install transformers, or choose a Llama") from error
+    # What its configuration rules out.
     if isinstance(longest, int) and longest < config.max_seq_len:
         raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, "
                             "or choose another teacher")
     if kind not in transformers.CONFIG_MAPPING:
         raise SettingsError(f"{name}: transformers {transformers.__version__} knows no {kind!r} models, and "
                             "code that comes with a model is never run; choose another teacher")
+    # What its weights rule out; from_pretrained would initialize missing ones randomly.
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True, use_safetensors=True, output_loading_info=True)

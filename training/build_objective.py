@@ -81,6 +81,7 @@ def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[O
     Collective: every rank must call it.
     """
     tokenizer, ranks = inputs.tokenizer, once.ranks
+    # Rank 0 verifies the teacher's files for all.
     verified = ranks.on_rank0(lambda: find_teacher(config, tokenizer))
     folder = ranks.raise_on_all(lambda: verified or find_teacher(config, tokenizer, verify=False))
 
@@ -88,6 +89,7 @@ def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[O
     def load():
         return load_teacher(folder, config, tokenizer.vocab_size, ranks.device)
 
+    # Live in each step, or stored for the rows that the run reads.
     if not config.distillation_top_k:
         compiled = config.compile and ranks.device.type == "cuda"
         return Distillation(config, ranks.raise_on_all(load), compiled), inputs
@@ -118,6 +120,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
     Collective: every rank must call it.
     """
     ranks, stored = once.ranks, reference_is_stored(config)
+    # The base under the adapters is a live reference that costs no memory.
     if config.lora_enabled and not stored:
         return partial(logprobs_without_adapters, model), inputs
 

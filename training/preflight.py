@@ -245,7 +245,7 @@ def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
 
 def check_cache(config: Config, inputs: Inputs) -> tuple[Path, str]:
     """Where results that are computed before the first step are stored. Raises DataError if nowhere."""
-    place, why = cache_of(config).place_to_write(inputs.rows.folder, inputs.rows.fingerprint)
+    place, why = cache_of(config).place_to_write(inputs.rows.token_set.folder, inputs.rows.fingerprint)
     of_reference = config.training_stage == "dpo"
     what = "reference's log-probabilities" if of_reference else "teacher's most likely tokens"
     return place, f"the {what} are computed once and stored in {place}{f' ({why})' if why else ''}"

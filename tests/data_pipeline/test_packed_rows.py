@@ -344,7 +344,7 @@ def test_damaged_segments_are_found(tmp_path, verify):
     ("chats", [2 << 2, 3 << 2 | 3, 5 << 2 | 2], "example 1 is not cut"),  # no target
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2 | 1, 3 << 2 | 2], "example 1 is not cut"),  # begins with a target
     ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 3 << 2 | 1, 0 | 2], "example 1 is not cut"),  # an empty segment
-    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "segments have 9 tokens, but there are 10"),
+    ("chats", [2 << 2, 3 << 2 | 3, 2 << 2, 2 << 2 | 3], "9 tokens long in all, but there are 10"),
     ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 3 << 2 | 3], "example 1 is not cut"),
     ("pairs", [2 << 2, 1 << 2 | 1, 2 << 2 | 3, 2 << 2, 1 << 2, 2 << 2 | 3], "example 1 is not cut"),
     ("pairs", [2 << 2, 1 << 2 | 1, 1 << 2 | 1, 6 << 2 | 3], "example 0 is not cut"),

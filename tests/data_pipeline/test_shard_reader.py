@@ -112,7 +112,7 @@ def flip(position, bit):
 @pytest.mark.parametrize("change, message", [
     (lambda data: bytes(data[:-1]), "is cut short: 1,033 bytes.*5 tokens.*1,034 bytes"),
     (lambda data: bytes(data[:-4]), "is cut short"),
-    (lambda data: bytes(data[:500]), "is cut short inside its header, after 500 bytes"),
+    (lambda data: bytes(data[:500]), "is cut short inside its header, at 500 bytes"),
     (lambda data: bytes(data + b"x"), "is too long"),
     (lambda data: b"", "is empty"),
     (flip(0, 3), "wrong magic"),

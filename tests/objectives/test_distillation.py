@@ -13,15 +13,8 @@ from fused.chunked_head import IGNORE_INDEX
 from model import Transformer
 from objectives import distillation
 from objectives.base import NextToken
-from objectives.distillation import (
-    Distillation,
-    DivergenceSettings,
-    divergence,
-    mixed_loss,
-    sparse_divergence,
-)
+from objectives.distillation import Distillation, divergence, mixed_loss, sparse_divergence
 
-JSD = DivergenceSettings("jsd", temperature=2.0, jsd_beta=0.5)
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "init_std": 0.2}
 VOCAB = 50  # not a multiple of 128, so that the model pads it
@@ -274,8 +267,8 @@ def test_ignored_positions_give_no_loss_and_no_gradient():
     logits, teacher = random_logits(seed=1), random_logits(seed=2)
     targets = torch.tensor([3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, 7])
     kept = targets != IGNORE_INDEX
-    every = mixed_loss(logits, targets, (teacher,), 0.5, JSD)
-    some = mixed_loss(logits[kept], targets[kept], (teacher[kept],), 0.5, JSD)
+    every = mixed_loss(logits, targets, (teacher,), 0.5, ("jsd", 2.0, 0.5))
+    some = mixed_loss(logits[kept], targets[kept], (teacher[kept],), 0.5, ("jsd", 2.0, 0.5))
     assert every.gradient_MV[~kept].abs().max() == 0
     torch.testing.assert_close(every.gradient_MV[kept], some.gradient_MV)
     torch.testing.assert_close((every.divergence, every.cross_entropy), (some.divergence, some.cross_entropy))
