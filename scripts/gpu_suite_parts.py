@@ -13,12 +13,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -146,34 +147,30 @@ def version_of(package: str) -> str:
 # ---------------------------------------------------------------------------------------------------- tests
 
 
-def pytest_part(prefix: str) -> Callable[[Task], None]:
-    """A part that runs the tests of GPU_TESTS whose names begin so."""
+def run_tests(task: Task, prefix: str) -> None:
+    """Run the tests of GPU_TESTS whose names begin so, and record each result."""
+    counts = {"passed": 0, "skipped": 0, "failed": 0}
 
-    def part(task: Task) -> None:
-        counts = {"passed": 0, "skipped": 0, "failed": 0}
+    def on_line(line: str) -> None:
+        if found := re.match(rf"{GPU_TESTS}::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
+            kind = "failed" if found[2] == "ERROR" else found[2].lower()
+            counts[kind] += 1
+            task.figure(kind, counts[kind])
+        elif found := re.match(rf"(FAILED|ERROR) {GPU_TESTS}::(.*)", line):
+            task.note(fault=found[2].strip()[:300])
+        elif found := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
+            task.figure(f"skipped: {found[2].strip()}", int(found[1]))
+        elif found := re.match(r"measured: (.+) = (.+)", line.strip()):
+            task.figure(found[1], int(found[2]))
 
-        def on_line(line: str) -> None:
-            if found := re.match(rf"{GPU_TESTS}::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED)", line):
-                kind = "failed" if found[2] == "ERROR" else found[2].lower()
-                counts[kind] += 1
-                task.figure(kind, counts[kind])
-            elif found := re.match(rf"(FAILED|ERROR) {GPU_TESTS}::(.*)", line):
-                task.note(fault=found[2].strip()[:300])
-            elif found := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
-                task.figure(f"skipped: {found[2].strip()}", int(found[1]))
-            elif found := re.match(r"measured: (.+) = (.+)", line.strip()):
-                task.figure(found[1], int(found[2]))
-
-        task.runs.mkdir(exist_ok=True)
-        environment = {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
-        code, _ = task.run("-m", "pytest", GPU_TESTS, "-m", "gpu", "-k", prefix, "-vv", "-raP", "--tb=short",
-                           "-p", "no:cacheprovider", "--basetemp", task.runs / f"tests-{prefix}",
-                           env=environment, on_line=on_line)
-        task.check("pytest's exit code", code == 0, code)
-        if not counts["passed"] and counts["skipped"]:
-            task.note(skipped="all of its tests need CUDA")
-
-    return part
+    task.runs.mkdir(exist_ok=True)
+    environment = {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
+    code, _ = task.run("-m", "pytest", GPU_TESTS, "-m", "gpu", "-k", prefix, "-vv", "-raP", "--tb=short",
+                       "-p", "no:cacheprovider", "--basetemp", task.runs / f"tests-{prefix}",
+                       env=environment, on_line=on_line)
+    task.check("pytest's exit code", code == 0, code)
+    if not counts["passed"] and counts["skipped"]:
+        task.note(skipped="all of its tests need CUDA")
 
 
 # --------------------------------------------------------------------------------------------------- stages
@@ -205,36 +202,32 @@ def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> l
     return [f"--{key}={value}" for key, value in settings.items()]
 
 
-def stage(name: str, preset: str, base: Optional[str] = None, **changes: Any) -> Callable[[Task], None]:
-    """A part that trains one stage and checks its exit code and that its validation loss falls.
+def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", **changes: Any) -> None:
+    """Train one stage; its exit code must be 0, and its validation loss must fall.
 
     Args:
         base: the setting that names the checkpoint to start from, which is that of stage-pretrain.
     """
+    from checkpoint.schema import read_entries
 
-    def part(task: Task) -> None:
-        from checkpoint.schema import read_entries
-
-        if base:
-            changes[base] = max((task.runs / "stage-pretrain" / "checkpoints").glob("step-*"))
-        started, flags = time.perf_counter(), flags_of(task, name, preset, **changes)
-        code, output = task.run("train.py", *flags, env={"TORCH_LOGS": "recompiles"})
-        task.figure("seconds", round(time.perf_counter() - started, 1))
-        task.check("exit code", code == 0, code)
-        if code:
-            task.note(fault=last_line(output))
-            return
-        lines = list(read_entries(task.runs / name / "metrics.jsonl"))
-        losses = [line["val_loss"] for line in lines if "val_loss" in line]
-        rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
-        first, last = (losses[0], losses[-1]) if losses else (None, None)
-        task.check("validation loss, first", len(losses) > 1, first)
-        task.check("validation loss, last", len(losses) > 1 and last < first + 1e-4, last)
-        task.figure("tokens a second, last", rates[-1])
-        task.figure("recompilations", output.count("Recompiling function"))
-        task.figure("warnings", sum("warning" in line.lower() for line in output.splitlines()))
-
-    return part
+    if base:
+        changes[base] = max((task.runs / "stage-pretrain" / "checkpoints").glob("step-*"))
+    started, flags = time.perf_counter(), flags_of(task, name, preset, **changes)
+    code, output = task.run("train.py", *flags, env={"TORCH_LOGS": "recompiles"})
+    task.figure("seconds", round(time.perf_counter() - started, 1))
+    task.check("exit code", code == 0, code)
+    if code:
+        task.note(fault=last_line(output))
+        return
+    lines = list(read_entries(task.runs / name / "metrics.jsonl"))
+    losses = [line["val_loss"] for line in lines if "val_loss" in line]
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    first, last = (losses[0], losses[-1]) if losses else (None, None)
+    task.check("validation loss, first", len(losses) > 1, first)
+    task.check("validation loss, last", len(losses) > 1 and last < first + 1e-4, last)
+    task.figure("tokens a second, last", rates[-1])
+    task.figure("recompilations", output.count("Recompiling function"))
+    task.figure("warnings", sum("warning" in line.lower() for line in output.splitlines()))
 
 
 def stops(task: Task) -> None:
@@ -262,26 +255,16 @@ def stops(task: Task) -> None:
     task.check("steps in the ledger", steps_done() == steps, steps_done())
 
 
-def verified_resume(deterministic: bool) -> Callable[[Task], None]:
-    """A part that runs scripts/verify_resume.py.
-
-    On CUDA without DETERMINISTIC a difference is only recorded.
-    """
-
-    def part(task: Task) -> None:
-        flags = flags_of(task, "resume", deterministic=str(deterministic).lower())
-        code, output = task.run("scripts/verify_resume.py", "--steps", 8, *flags)
-        for name, text in re.findall(r"^  (\S.{16}) ?(ok: .*|DIFFERS: .*|kill -9 .*)$", output, re.MULTILINE):
-            task.figure(name.strip(), text)
-        accepted = code == 0 or (code == 1 and task.cuda and not deterministic)
-        task.check("exit code", accepted, code)
-        if not accepted:
-            task.note(fault=last_line(output))
-
-    return part
-
-
-# ----------------------------------------------------------------------------------------------------- FSDP
+def verify_resume(task: Task, deterministic: bool) -> None:
+    """Run scripts/verify_resume.py; on CUDA without DETERMINISTIC a difference is recorded, but accepted."""
+    flags = flags_of(task, "resume", deterministic=str(deterministic).lower())
+    code, output = task.run("scripts/verify_resume.py", "--steps", 8, *flags)
+    for name, text in re.findall(r"^  (\S.{16}) ?(ok: .*|DIFFERS: .*|kill -9 .*)$", output, re.MULTILINE):
+        task.figure(name.strip(), text)
+    accepted = code == 0 or (code == 1 and task.cuda and not deterministic)
+    task.check("exit code", accepted, code)
+    if not accepted:
+        task.note(fault=last_line(output))
 
 
 def fsdp(task: Task) -> None:
@@ -327,86 +310,74 @@ def fsdp(task: Task) -> None:
     dist.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------------- speed
+def speed(task: Task, model: str, tiny_contenders: str) -> None:
+    """Run scripts/benchmark.py on one model, and record each contender as soon as it ends."""
+    def on_line(line: str) -> None:
+        if found := re.match(r"block 1/1: (\{.*\})", line):
+            figures = json.loads(found[1])
+            name = figures["contender"]
+            if "error" in figures:
+                task.figure(name, f"failed: {figures['error']}")
+                if name.startswith("paddock"):
+                    task.note(fault=f"{name}: {figures['error']}")
+            elif "skipped" in figures:
+                task.figure(name, f"skipped: {figures['skipped']}")
+            else:
+                task.figure(name, {key: figures[key] for key in BENCHMARKED if key in figures})
+        elif "refused: " in line:
+            task.note(fault=line.strip(" |\n"))
+
+    # The most important contenders come first, since the time may not suffice for all.
+    contenders = "paddock,paddock-causal,hf-liger,paddock-budget,litgpt,hf-compile"
+    size = ("--model", model, "--contenders", contenders)
+    if task.tiny:
+        size = ("--model", "tiny", "--contenders", tiny_contenders, "--eager", "--threads", 1)
+    code, _ = task.run("scripts/benchmark.py", *size, "--blocks", 1, "--fast", "--device", task.device,
+                       "--profile", 25, "--seconds", f"{task.seconds - 10:.0f}",
+                       "--json", task.folder / f"benchmark-{model}.json", on_line=on_line)
+    task.check("exit code", code == 0, code)
 
 
-# The most important ones first: the time may not suffice for all.
-CONTENDERS = ("paddock", "paddock-causal", "hf-liger", "paddock-budget", "litgpt", "hf-compile")
-SHOWN = ("tokens_per_second", "mfu", "mfu_causal", "peak_memory_gib", "memory_forecast_gib",
-         "first_step_seconds", "first_loss", "profile")
-
-
-def speed(model: str, tiny_contenders: Sequence[str]) -> Callable[[Task], None]:
-    """A part that runs scripts/benchmark.py on one model, and records each contender as soon as it ends."""
-
-    def part(task: Task) -> None:
-        def on_line(line: str) -> None:
-            if found := re.match(r"block 1/1: (\{.*\})", line):
-                figures = json.loads(found[1])
-                name = figures["contender"]
-                if "error" in figures:
-                    task.figure(name, f"failed: {figures['error']}")
-                    if name.startswith("paddock"):
-                        task.note(fault=f"{name}: {figures['error']}")
-                elif "skipped" in figures:
-                    task.figure(name, f"skipped: {figures['skipped']}")
-                else:
-                    task.figure(name, {key: figures[key] for key in SHOWN if key in figures})
-            elif "refused: " in line:
-                task.note(fault=line.strip(" |\n"))
-
-        size = ("--model", "tiny", "--eager", "--threads", 1) if task.tiny else ("--model", model)
-        contenders = ",".join(tiny_contenders if task.tiny else CONTENDERS)
-        code, _ = task.run("scripts/benchmark.py", *size, "--contenders", contenders, "--blocks", 1, "--fast",
-                           "--device", task.device, "--profile", 25, "--seconds", f"{task.seconds - 10:.0f}",
-                           "--json", task.folder / f"benchmark-{model}.json", on_line=on_line)
-        task.check("exit code", code == 0, code)
-
-    return part
-
-
-def from_probe(name: str) -> Callable[[Task], None]:
+def from_probe(task: Task, name: str) -> None:
     """A part of gpu_probe.py, which imports torch at once."""
+    import gpu_probe
 
-    def part(task: Task) -> None:
-        import gpu_probe
+    getattr(gpu_probe, name)(task)
 
-        getattr(gpu_probe, name)(task)
 
-    return part
+BENCHMARKED = ("tokens_per_second", "mfu", "mfu_causal", "peak_memory_gib", "memory_forecast_gib",
+               "first_step_seconds", "first_loss", "profile")
+DPO = dict(preset="sample,sample-dpo", base="pretrain_checkpoint")
+DISTILLATION = dict(base="teacher_model", distillation_enabled="true")
+STAGES: dict[str, dict[str, Any]] = {
+    "stage-pretrain": {}, "stage-muon": dict(optimizer="muon", learning_rate=0.01),
+    "stage-sft": dict(preset="sample,sample-sft", base="pretrain_checkpoint"),
+    "stage-dpo": dict(DPO, dpo_reference="stored"),
+    "stage-lora-dpo": dict(DPO, dpo_reference="live", lora_enabled="true", lora_rank=4),
+    "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
+PARTS: dict[str, Callable[[Task], None]] = {
+    "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops,
+    **{name: partial(from_probe, name=name) for name in ("probe", "attention", "checkpoint", "hellaswag")},
+    **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
+       for name in ("values", "attention", "compiled", "faults")},
+    "ranks": partial(run_tests, prefix="test_ranks"),
+    **{name: partial(train_stage, name=name, **stage) for name, stage in STAGES.items()},
+    "resume": partial(verify_resume, deterministic=False),
+    "resume-deterministic": partial(verify_resume, deterministic=True),
+    "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger,litgpt"),
+    "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile")}
 
 
 def main() -> None:
-    distillation = {"distillation_enabled": "true"}
-    parts: dict[str, Callable[[Task], None]] = {
-        "header": header, "sample": sample, "fsdp": fsdp,
-        "probe": from_probe("probe"), "attention": from_probe("attention"),
-        "checkpoint": from_probe("checkpoint"), "hellaswag": from_probe("hellaswag"),
-        "parity-values": pytest_part("test_values"), "parity-attention": pytest_part("test_attention"),
-        "parity-compiled": pytest_part("test_compiled"), "parity-faults": pytest_part("test_faults"),
-        "ranks": pytest_part("test_ranks"),
-        "stage-pretrain": stage("stage-pretrain", "sample"),
-        "stage-muon": stage("stage-muon", "sample", optimizer="muon", learning_rate=0.01),
-        "stage-sft": stage("stage-sft", "sample,sample-sft", "pretrain_checkpoint"),
-        "stage-dpo": stage("stage-dpo", "sample,sample-dpo", "pretrain_checkpoint", dpo_reference="stored"),
-        "stage-lora-dpo": stage("stage-lora-dpo", "sample,sample-dpo", "pretrain_checkpoint",
-                                lora_enabled="true", lora_rank=4, dpo_reference="live"),
-        "stage-distil": stage("stage-distil", "sample", "teacher_model", **distillation),
-        "stage-distil-stored": stage("stage-distil-stored", "sample", "teacher_model", **distillation,
-                                     distillation_top_k=8),
-        "stage-stops": stops, "resume": verified_resume(False), "resume-deterministic": verified_resume(True),
-        "speed-1b": speed("1b", ("paddock", "hf-liger", "litgpt")),
-        "speed-174m": speed("174m", ("paddock-causal", "paddock-budget", "hf-compile"))}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=parts)
+    parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     options = parser.parse_args()
     notes = options.output / f"{options.part}.notes.jsonl"
-    task = Task(options.device, options.tiny, options.output, options.seconds, notes)
-    parts[options.part](task)
+    PARTS[options.part](Task(options.device, options.tiny, options.output, options.seconds, notes))
 
 
 if __name__ == "__main__":
