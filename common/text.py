@@ -103,6 +103,11 @@ def exit_if_unread() -> Iterator[None]:
         raise SystemExit(getattr(error.__context__, "code", None) or EXIT_UNREAD) from None
 
 
+def last_line(text: str) -> str:
+    """The last line that is not empty, at most 300 characters, or that there is none."""
+    return ([line for line in text.splitlines() if line.strip()] or ["it printed nothing"])[-1][:300]
+
+
 def duration(seconds: float) -> str:
     """Return seconds as 5:30, or as 2:05:30 from an hour on."""
     minutes, seconds = divmod(int(seconds), 60)

@@ -1,20 +1,21 @@
-"""Hold Paddock's training step against its peers': same weights, rows, optimizer and clipping, each in a process of its own.
+"""Compare the speed of Paddock's training step with its peers': same weights, rows, optimizer and clipping.
 
     python scripts/benchmark.py --model cpu-4k                       # on a CPU, about 8 minutes
     python scripts/benchmark.py --model 174m --blocks 2              # on a GPU
     python scripts/benchmark.py --model 1b --contenders paddock-causal,hf-compile --json out.json
 
-Contenders (bf16 where the hardware is fast at it, sdpa):
-    paddock          as train.py runs it: compiled, documents in a row do not see each other
-    paddock-causal   the same where rows are whole, as the peers' are
+Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at it):
+    paddock          as train.py runs it: compiled, and the documents in a row do not attend to each other
+    paddock-causal   the same without documents, as the peers
     paddock-budget   with ACTIVATION_CHECKPOINTING=selective and ACTIVATION_MEMORY_BUDGET=0.9
-    paddock-eager    not compiled; the words can be joined, as in paddock-causal-eager
+    paddock-eager    not compiled; the words can be combined, as in paddock-causal-eager
     hf, hf-compile   transformers' Llama under autocast
     hf-liger         the same, compiled, with Liger's kernels
     litgpt           litgpt's GPT, compiled
-The peers get the same tokens without documents. A package that is not installed is told, not an error. A figure counts only
-against one of the same run: blocks go A B B A, the result is the median ratio of neighbours and its bootstrap interval of 95 %.
-A contender whose first loss (over whole rows, with the initial weights) differs is refused.
+The peers get the same tokens without documents. If a package is not installed, its contender is skipped.
+Figures are comparable only within one call: blocks run in the order A B B A, and the result is the median
+ratio of neighbours with its bootstrap interval of 95 %. A contender is refused if its first loss (with the
+initial weights, without documents) differs.
 """
 
 import argparse
@@ -32,57 +33,61 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from common.errors import run_script  # noqa: E402
+from common.text import last_line  # noqa: E402
 
-# rows a step, tokens a row, warm-up and timed steps, and the shape
+
+class Workload(NamedTuple):
+    """What every contender trains."""
+
+    rows: int  # a step
+    seq_len: int
+    vocab: int
+    warmup: int  # steps
+    steps: int  # that are timed
+    shape: dict[str, int]
+
+
+SMALL = dict(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768)
 MODELS = {
-    "tiny": dict(rows=2, seq_len=64, vocab=512, warmup=2, steps=2, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128,
-                 tie_embeddings=True),
-    "cpu-4k": dict(rows=8, seq_len=256, vocab=4096, warmup=5, steps=20, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768,
-                   tie_embeddings=True),
-    "cpu-128k": dict(rows=4, seq_len=256, vocab=128_256, warmup=2, steps=6, dim=256, n_layers=6, n_heads=8, n_kv_heads=4,
-                     ffn_dim=768, tie_embeddings=True),
-    "sample": dict(rows=16, seq_len=256, vocab=1280, warmup=3, steps=20, dim=128, n_layers=3, n_heads=2, n_kv_heads=2,
-                   ffn_dim=352, tie_embeddings=True),
-    "174m": dict(rows=32, seq_len=2048, vocab=128_256, warmup=20, steps=60, dim=768, n_layers=12, n_heads=12, n_kv_heads=4,
-                 ffn_dim=2048, tie_embeddings=True),
-    "1b": dict(rows=4, seq_len=4096, vocab=128_256, warmup=10, steps=25, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8,
-               ffn_dim=8192, tie_embeddings=True),
+    "tiny": Workload(2, 64, 512, 2, 2, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)),
+    "cpu-4k": Workload(8, 256, 4096, 5, 20, SMALL),
+    "cpu-128k": Workload(4, 256, 128_256, 2, 6, SMALL),
+    "sample": Workload(16, 256, 1280, 3, 20, dict(dim=128, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=352)),
+    "174m": Workload(32, 2048, 128_256, 20, 60,
+                     dict(dim=768, n_layers=12, n_heads=12, n_kv_heads=4, ffn_dim=2048)),
+    "1b": Workload(4, 4096, 128_256, 10, 25,
+                   dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192)),
 }
-MODELS["1b-8rows"] = MODELS["1b"] | {"rows": 8}
-
-
+MODELS["1b-8rows"] = MODELS["1b"]._replace(rows=8)
 BUDGET = {"activation_checkpointing": "selective", "activation_memory_budget": 0.9}
-NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}  # packages, by a word of the name
+# The packages that a contender needs, by a word of its name.
+NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}
 
 
-class NotHere(Exception):
-    """This contender cannot run on this machine; the text says why."""
-
-
-def documents_of(rows: int, seq_len: int, seed: int = 7):
-    """int32 numbers of documents as a prepared text has them: log-normal lengths with a median of an eighth of a row."""
+def draw_documents(rows: int, seq_len: int):
+    """int32 (B, T) documents as in prepared text: log-normal lengths with a median of an eighth of a row."""
     import torch
 
-    dice = random.Random(seed)
-    numbers_BT = torch.zeros(rows, seq_len, dtype=torch.int32)
-    for row in numbers_BT:
+    rng = random.Random(7)
+    document_ids_BT = torch.zeros(rows, seq_len, dtype=torch.int32)
+    for row in document_ids_BT:
         start, number = 0, 0
         while start < seq_len:
             number += 1
-            length = max(2, round(dice.lognormvariate(math.log(max(16, seq_len // 8)), 1.0)))
+            length = max(2, round(rng.lognormvariate(math.log(max(16, seq_len // 8)), 1.0)))
             row[start:start + length] = number
             start += length
-    return numbers_BT
+    return document_ids_BT
 
 
-def peer_of(model, config, vocab: int, seq_len: int, liger: bool = False):
-    """transformers' Llama with the weights of ours, ready to be trained; with Liger's kernels if asked."""
+def huggingface_model(model, config, vocab: int, seq_len: int, liger: bool = False):
+    """transformers' Llama with the weights of our model, in training mode; with Liger's kernels if asked."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from checkpoint.hf_format import huggingface_config, to_huggingface
@@ -94,71 +99,74 @@ def peer_of(model, config, vocab: int, seq_len: int, liger: bool = False):
 
         apply_liger_kernel_to_llama()
     peer = LlamaForCausalLM(LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32")))
-    missing = peer.load_state_dict(to_huggingface(model.state_dict(), config, vocab), strict=False).missing_keys
+    tensors = to_huggingface(model.state_dict(), config, vocab)
+    missing = peer.load_state_dict(tensors, strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}, missing
     peer.tie_weights()
     return peer.train()
 
 
 class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds, where they are not installed, the packages that litgpt imports for what no model needs: nothing is in them."""
+    """Finds empty modules for packages that litgpt imports, but that its model does not use."""
 
     def find_spec(self, name, path=None, target=None):
         wanted = name.partition(".")[0] in ("lightning", "lightning_utilities", "psutil", "jsonargparse")
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
 
     def exec_module(self, module) -> None:
-        def named(name: str) -> type:
+        def empty_class(name: str) -> type:
             if name.startswith("__"):
                 raise AttributeError(name)
             return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
 
-        module.__getattr__ = named
+        module.__getattr__ = empty_class
 
 
 def litgpt_model(model, config, vocab: int, seq_len: int):
-    """litgpt's GPT with the weights of ours. Only its model is imported: the rest of it wants Lightning, which is large."""
+    """litgpt's GPT with the weights of our model, in training mode."""
     import torch
 
     from checkpoint.hf_format import to_huggingface
 
+    # Only the model is imported, because the rest of litgpt needs Lightning, which is large.
     package = types.ModuleType("litgpt")
     package.__path__ = list(importlib.util.find_spec("litgpt").submodule_search_locations)
     sys.modules["litgpt"] = package
-    sys.meta_path.append(Placeholders())  # asked last
+    sys.meta_path.append(Placeholders())  # asked last, so after what is installed
     from litgpt.config import Config as LitConfig
     from litgpt.model import GPT
 
-    shape = LitConfig(name="paddock", block_size=seq_len, vocab_size=vocab, padded_vocab_size=vocab, n_layer=config.n_layers,
-                      n_head=config.n_heads, n_embd=config.dim, n_query_groups=config.n_kv_heads, head_size=config.head_dim,
-                      rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm",
-                      norm_eps=config.norm_eps, mlp_class_name="LLaMAMLP", intermediate_size=config.hidden_dim,
-                      rope_base=config.rope_theta)
-    peer, theirs = GPT(shape), to_huggingface(model.state_dict(), config, vocab)
+    peer = GPT(LitConfig(
+        name="paddock", block_size=seq_len, vocab_size=vocab, padded_vocab_size=vocab, bias=False,
+        n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.dim, n_query_groups=config.n_kv_heads,
+        head_size=config.head_dim, rotary_percentage=1.0, rope_base=config.rope_theta,
+        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=config.norm_eps,
+        mlp_class_name="LLaMAMLP", intermediate_size=config.hidden_dim))
     peer.reset_parameters()
-    embedding = theirs["model.embed_tokens.weight"]
-    tensors = {"transformer.wte.weight": embedding, "transformer.ln_f.weight": theirs["model.norm.weight"],
-               "lm_head.weight": theirs.get("lm_head.weight", embedding)}
-    names = {"input_layernorm": "norm_1", "post_attention_layernorm": "norm_2", "self_attn.o_proj": "attn.proj",
-             "mlp.gate_proj": "mlp.fc_1", "mlp.up_proj": "mlp.fc_2", "mlp.down_proj": "mlp.proj"}
+    theirs = to_huggingface(model.state_dict(), config, vocab)
+    tensors = {"transformer.wte.weight": theirs["model.embed_tokens.weight"],
+               "transformer.ln_f.weight": theirs["model.norm.weight"],
+               "lm_head.weight": theirs["model.embed_tokens.weight"]}
+    names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+             "attn.proj": "self_attn.o_proj", "mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj",
+             "mlp.proj": "mlp.down_proj"}
     for layer in range(config.n_layers):
-        here, there = f"model.layers.{layer}", f"transformer.h.{layer}"
-        tensors |= {f"{there}.{other}.weight": theirs[f"{here}.{name}.weight"] for name, other in names.items()}
-        tensors[f"{there}.attn.qkv.weight"] = torch.cat([theirs[f"{here}.self_attn.{name}_proj.weight"] for name in "qkv"])
+        block = f"model.layers.{layer}"
+        qkv = [theirs[f"{block}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        tensors[f"transformer.h.{layer}.attn.qkv.weight"] = torch.cat(qkv)
+        for name, their_name in names.items():
+            tensors[f"transformer.h.{layer}.{name}.weight"] = theirs[f"{block}.{their_name}.weight"]
     peer.load_state_dict(tensors)
-    if config.tie_embeddings:
-        peer.lm_head.weight = peer.transformer.wte.weight
+    peer.lm_head.weight = peer.transformer.wte.weight
     return peer.train()
 
 
-def contender_of(words: set[str], model, config, shape: dict, eager: bool) -> tuple[Any, Callable]:
-    """What is trained, and a function from ids (B, T + 1) to its mean loss.
+def make_contender(words: set[str], model, config, work: Workload, eager: bool) -> tuple[Any, Callable]:
+    """The model to train, and a function from ids (B, T + 1) to its mean loss.
 
     Args:
         words: of the contender's name.
         eager: compile nothing.
-    Raises:
-        NotHere: a package cannot be imported.
     """
     import torch
     from torch.nn import functional as F
@@ -166,73 +174,66 @@ def contender_of(words: set[str], model, config, shape: dict, eager: bool) -> tu
     from model_utils import compile_model
 
     device, dtype = model.norm.weight.device, model.compute_dtype
-    rows, seq_len, vocab = shape["rows"], shape["seq_len"], shape["vocab"]
-    eager = eager or "eager" in words
     if "paddock" in words:
-        document_ids_BT = None if "causal" in words else documents_of(rows, seq_len)
+        document_ids_BT = None if "causal" in words else draw_documents(work.rows, work.seq_len)
         if not eager:
             compile_model(model)
 
         def our_loss(ids, document_ids_BT=document_ids_BT):
-            return -model(ids[:, :-1], ids[:, 1:], document_ids_BT, reduction="sum") / (rows * seq_len)
+            logprob = model(ids[:, :-1], ids[:, 1:], document_ids_BT, reduction="sum")
+            return -logprob / (work.rows * work.seq_len)
 
         return model, our_loss
-    try:
-        peer = (litgpt_model(model, config, vocab, seq_len) if "litgpt" in words else
-                peer_of(model, config, vocab, seq_len, "liger" in words)).to(device)
-    except ImportError as error:
-        raise NotHere(f"cannot be imported: {error}") from error
-    compiled = not eager and bool(words & {"compile", "liger", "litgpt"})
-    forward = torch.compile(peer) if compiled else peer
+    if "litgpt" in words:
+        peer = litgpt_model(model, config, work.vocab, work.seq_len).to(device)
+    else:
+        peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
+    forward = torch.compile(peer) if not eager and words & {"compile", "liger", "litgpt"} else peer
 
     def loss_of(ids):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if "litgpt" in words:
                 return F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            # Its own shift inside: it drops the last position, so it is given one more.
+            # It shifts the labels itself and drops the last position, so it gets one more.
             return forward(input_ids=ids, labels=ids, use_cache=False).loss
 
     return peer, loss_of
 
 
-def run_contender(name: str, shape: dict, arguments: argparse.Namespace) -> dict:
-    """Train one contender for its steps and return its figures."""
-    began = time.perf_counter()
+def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
+    """Train one contender in this process and return its figures."""
+    started = time.perf_counter()
     import torch
 
     from config import Config
     from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
     from parallel.collectives import Ranks
     from training import diagnostics
-    from training.memory_estimate import estimate_memory
     from training.optim import Optimizer
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    # The model, and what is trained with its weights.
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = torch.bfloat16 if bf16_is_fast(device.type) else torch.float32
     words = set(name.split("-"))
-    rows, seq_len, vocab = shape["rows"], shape["seq_len"], shape["vocab"]
-    sizes = {key: value for key, value in shape.items() if key not in ("rows", "seq_len", "vocab", "warmup", "steps")}
-    if "budget" in words:
-        if not set(BUDGET) <= set(Config.model_fields):
-            raise NotHere("this commit has no ACTIVATION_MEMORY_BUDGET")
-        if arguments.eager:
-            raise NotHere("it acts in the compiler only")
-        sizes |= BUDGET
-    config = Config(**sizes, micro_batch_size=rows, max_seq_len=seq_len, total_batch_size=rows * seq_len)
-    model = build_model(config, vocab, Ranks(device=device), dtype)
+    eager = args.eager or "eager" in words
+    config = Config(**work.shape, **(BUDGET if "budget" in words else {}), tie_embeddings=True,
+                    compile=not eager, micro_batch_size=work.rows, max_seq_len=work.seq_len,
+                    total_batch_size=work.rows * work.seq_len)
+    model = build_model(config, work.vocab, Ranks(device=device), dtype)
     generator = torch.Generator().manual_seed(7)
-    batches = [torch.randint(0, vocab, (rows, seq_len + 1), generator=generator) for _ in range(4)]
+    shape = work.rows, work.seq_len + 1
+    batches = [torch.randint(0, work.vocab, shape, generator=generator) for _ in range(4)]
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
-    trained, loss_of = contender_of(words, model, config, shape, arguments.eager)
+    trained, loss_of = make_contender(words, model, config, work, eager)
     causal_loss = None
     if "paddock" in words and "causal" not in words:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             causal_loss = loss_of(batches[0].to(device), None).item()
     if trained is not model:
-        del model
+        del model  # frees its memory
     optimizer = Optimizer(trained, config)
 
     def step(number: int):
@@ -244,165 +245,185 @@ def run_contender(name: str, shape: dict, arguments: argparse.Namespace) -> dict
         optimizer.step(3e-4, clip_scale(norm, 1.0), (~norm.isfinite()).float())
         return loss, norm
 
+    # Train, timed after the warm-up.
     first_loss = step(0)[0].item()
-    first_step_seconds = time.perf_counter() - began
-    for number in range(1, shape["warmup"]):
+    first_step_seconds = time.perf_counter() - started
+    for number in range(1, work.warmup):
         loss, _ = step(number)
-    loss.item()  # the GPU is done with the warm-up
+    loss.item()  # waits until the GPU has finished the warm-up
     wall, cpu = time.perf_counter(), time.process_time()
-    for number in range(shape["steps"]):
+    for number in range(work.steps):
         loss, norm = step(number)
-        norm.item()  # the loop looks at each step's norm before the update is trusted
+        norm.item()  # train.py reads the norm of each step, too
     last_loss = loss.item()
     if device.type == "cuda":
         torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    tokens = shape["steps"] * rows * seq_len
-    figures = {"contender": name, "first_loss": first_loss if causal_loss is None else causal_loss, "last_loss": last_loss,
-               "tokens_per_second": tokens / wall, "cpu_seconds_per_million_tokens": cpu / tokens * 1e6,
-               "first_step_seconds": first_step_seconds, "peak_memory_gib": diagnostics.peak_memory_bytes(device) / 2**30,
-               "dtype": str(dtype),
-               "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"}
-    if "paddock" in words:
-        forecast = estimate_memory(config.model_copy(update={"compile": not (arguments.eager or "eager" in words)}), vocab,
-                                   dtype.itemsize, device.type)
-        figures["memory_forecast_gib"] = forecast.total / 2**30
-    if peak := diagnostics.peak_flops(device):
-        flops = diagnostics.flops_per_token(config, vocab, seq_len)
-        half_of_attention = 6 * config.n_layers * config.n_heads * config.head_dim * seq_len
-        figures |= {"mfu": tokens / wall * flops / peak, "mfu_causal": tokens / wall * (flops - half_of_attention) / peak}
-    if arguments.profile:
-        figures["profile"] = profile_of(step, device, arguments.profile)
+    tokens = work.steps * work.rows * work.seq_len
+    figures = {"contender": name, "first_loss": first_loss if causal_loss is None else causal_loss,
+               "last_loss": last_loss, "tokens_per_second": tokens / wall,
+               "cpu_seconds_per_million_tokens": cpu / tokens * 1e6, "first_step_seconds": first_step_seconds,
+               "peak_memory_gib": diagnostics.peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
+    figures |= more_figures(config, work, device, dtype, tokens / wall)
+    if "paddock" not in words:
+        del figures["memory_forecast_gib"]
+    if args.profile:
+        figures["profile"] = profile(step, device, args.profile)
     return figures
 
 
-def profile_of(step: Callable, device, rows: int) -> list[dict[str, Any]]:
-    """The first rows of torch's profiler over two steps: kernels, or a CPU's operations, by their own time."""
+def more_figures(config, work: Workload, device, dtype, tokens_per_second: float) -> dict[str, Any]:
+    """The device, the memory that train.py would estimate, and the MFU if the device's peak is known."""
+    import torch
+
+    from training import diagnostics
+    from training.memory_estimate import estimate_memory
+
+    estimate = estimate_memory(config, work.vocab, dtype.itemsize, device.type)
+    figures = {"device": torch.cuda.get_device_name() if device.type == "cuda" else
+               f"CPU, {torch.get_num_threads()} threads", "memory_forecast_gib": estimate.total / 2**30}
+    if peak := diagnostics.peak_flops(device):
+        flops = diagnostics.flops_per_token(config, work.vocab, work.seq_len)
+        half_of_attention = 6 * config.n_layers * config.n_heads * config.head_dim * work.seq_len
+        figures |= {"mfu": tokens_per_second * flops / peak,
+                    "mfu_causal": tokens_per_second * (flops - half_of_attention) / peak}
+    return figures
+
+
+def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
+    """The kernels, or on a CPU the operations, that take the most time of two steps, by torch's profiler."""
     import torch
     from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
 
     on_gpu = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+    with record(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         for number in range(2):
             step(number)
         if on_gpu:
             torch.cuda.synchronize()
-    own = (lambda event: event.self_device_time_total) if on_gpu else (lambda event: event.self_cpu_time_total)
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU  # an operation's time on the device is that of its kernels once more
-    events = sorted((event for event in profiler.key_averages() if event.device_type == kind), key=own, reverse=True)
-    total = sum(map(own, events)) or 1
-    return [{"name": event.key[:80], "ms": round(own(event) / 2e3, 3), "share": round(own(event) / total, 4),
-             "calls": event.count // 2} for event in events[:rows]]
+    # An operation's time on the device is the time of its kernels, which would count twice.
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    milliseconds = [(event, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 2e3)
+                    for event in profiler.key_averages() if event.device_type == kind]
+    total = sum(ms for _, ms in milliseconds) or 1
+    milliseconds.sort(key=lambda pair: pair[1], reverse=True)
+    return [{"name": event.key[:80], "ms": round(ms, 3), "share": round(ms / total, 4),
+             "calls": event.count // 2} for event, ms in milliseconds[:rows]]
 
 
-def in_process(name: str, arguments: argparse.Namespace, seconds: Optional[float], profile: int) -> dict:
-    """The figures of a contender, run in a new process; `skipped` or `error` where there are none."""
+def in_process(name: str, args: argparse.Namespace, seconds: Optional[float], profile_rows: int) -> dict:
+    """Run a contender in a new process; its figures, or `skipped` or `error` with the reason."""
     if seconds is not None and seconds <= 0:
         return {"contender": name, "skipped": "no time was left"}
-    needed = {package for word in name.split("-") for package in NEEDS.get(word, ())}
+    words = set(name.split("-"))
+    if "budget" in words and (args.eager or "eager" in words):
+        return {"contender": name, "skipped": "the budget needs the compiler"}
+    needed = {package for word in words for package in NEEDS.get(word, ())}
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
-    command = [sys.executable, __file__, "--model", arguments.model, "--run", name, "--threads", str(arguments.threads),
-               "--profile", str(profile), *(["--eager"] if arguments.eager else []),
-               *(["--fast"] if arguments.fast else []), *(["--device", arguments.device] if arguments.device else [])]
-    environment = os.environ | ({"OMP_NUM_THREADS": str(arguments.threads)} if arguments.threads else {})
+    command = [sys.executable, __file__, "--model", args.model, "--run", name, "--threads", str(args.threads),
+               "--profile", str(profile_rows), *(["--eager"] if args.eager else []),
+               *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else [])]
+    environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return {"contender": name, "skipped": f"it was not done when the {seconds:.0f} s left were over"}
+        return {"contender": name, "skipped": f"it did not end in the {seconds:.0f} s that were left"}
     if done.returncode:
-        return {"contender": name, "error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
+        return {"contender": name, "error": last_line(done.stderr)}
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def bootstrap(ratios: list[float]) -> tuple[float, float, float]:
     """The median and its 95 % interval."""
-    draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(2000))
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
     return statistics.median(ratios), medians[50], medians[-51]
 
 
 def compare(results: list[list[dict]], ours: str) -> list[str]:
-    """A line a contender: its own figures, and ours over its, block by block."""
-    lines = ["| contender | tok/s (median) | MFU, causal | peak GiB (forecast) | first step s | ours / its tok/s | "
-             "its / ours CPU s |", "|---|---|---|---|---|---|---|"]
+    """A line for each contender: its own figures, and our figures divided by its, block by block."""
+    lines = ["| contender | tok/s (median) | MFU, causal | peak GiB (forecast) | first step s | "
+             "ours / its tok/s | its / ours CPU s |", "|---|---|---|---|---|---|---|"]
     blocks = [{entry["contender"]: entry for entry in block} for block in results]
-    for name in blocks[0]:
+    for name, entry in blocks[0].items():
         good = [block for block in blocks if "tokens_per_second" in block[name]]
         if not good:
-            entry = blocks[0][name]
-            why = f"failed: {entry['error'][:100]}" if "error" in entry else f"skipped: {entry['skipped']}"
-            lines.append(f"| {name} | {why} | | | | | |")
+            reason = f"failed: {entry['error'][:100]}" if "error" in entry else f"skipped: {entry['skipped']}"
+            lines.append(f"| {name} | {reason} | | | | | |")
             continue
 
         def median(key: str, name: str = name, good: list[dict] = good) -> float:
             return statistics.median(block[name][key] for block in good)
 
-        mfu = f"{100 * median('mfu'):.1f} %, {100 * median('mfu_causal'):.1f} %" if "mfu" in good[0][name] else "-"
-        forecast = f" ({median('memory_forecast_gib'):.2f})" if "memory_forecast_gib" in good[0][name] else ""
-        row = (f"| {name} | {median('tokens_per_second'):,.0f} | {mfu} | {median('peak_memory_gib'):.2f}{forecast} | "
-               f"{median('first_step_seconds'):.1f} |")
-        paired = [block for block in good if "tokens_per_second" in block[ours]]
-        if name == ours or not paired:
+        mfu, forecast = "-", ""
+        if "mfu" in good[0][name]:
+            mfu = f"{100 * median('mfu'):.1f} %, {100 * median('mfu_causal'):.1f} %"
+        if "memory_forecast_gib" in good[0][name]:
+            forecast = f" ({median('memory_forecast_gib'):.2f})"
+        row = (f"| {name} | {median('tokens_per_second'):,.0f} | {mfu} | {median('peak_memory_gib'):.2f}"
+               f"{forecast} | {median('first_step_seconds'):.1f} |")
+        pairs = [(block[ours], block[name]) for block in good if "tokens_per_second" in block[ours]]
+        if name == ours or not pairs:
             lines.append(row + " | |")
             continue
-        tolerance = 1e-3 if paired[0][ours]["dtype"] == "torch.float32" else 1e-2
-        apart = max(abs(block[name]["first_loss"] - block[ours]["first_loss"]) for block in paired)
-        if apart > tolerance:
-            lines.append(row + f" refused: first losses differ by {apart:.4f} | |")
+        difference = max(abs(one["first_loss"] - other["first_loss"]) for one, other in pairs)
+        if difference > (1e-3 if pairs[0][0]["dtype"] == "torch.float32" else 1e-2):
+            lines.append(row + f" refused: first losses differ by {difference:.4f} | |")
             continue
-        speed = bootstrap([block[ours]["tokens_per_second"] / block[name]["tokens_per_second"] for block in paired])
-        cpu = bootstrap([block[name]["cpu_seconds_per_million_tokens"] / block[ours]["cpu_seconds_per_million_tokens"]
-                         for block in paired])
-        lines.append(row + " {:.2f} [{:.2f}, {:.2f}] |".format(*speed) + " {:.2f} [{:.2f}, {:.2f}] |".format(*cpu))
+        cpu = "cpu_seconds_per_million_tokens"
+        for ratios in ([one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs],
+                       [other[cpu] / one[cpu] for one, other in pairs]):
+            row += " {:.2f} [{:.2f}, {:.2f}] |".format(*bootstrap(ratios))
+        lines.append(row)
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="cpu-4k")
-    parser.add_argument("--contenders", default="paddock,paddock-causal,paddock-eager,hf,hf-compile", help="the first is ours")
-    parser.add_argument("--blocks", type=int, default=3, help="times that each contender runs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is one")
+    parser.add_argument("--contenders", default="paddock,paddock-causal,paddock-eager,hf,hf-compile",
+                        help="the first is ours")
+    parser.add_argument("--blocks", type=int, default=3, help="how often each contender runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--fast", action="store_true", help="half of the steps, enough for a GPU that nobody shares")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = torch's own choice")
-    parser.add_argument("--profile", type=int, default=0, metavar="N", help="also the profiler's first N rows of the first")
-    parser.add_argument("--seconds", type=float, help="after which no contender is begun, and the last one is ended")
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--probe", action="store_true", help="only tell what this GPU's matmul, copy and attention reach")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.probe:
-        sys.exit(subprocess.call([sys.executable, str(ROOT / "scripts" / "gpu_suite.py"), "--parts", "probe,attention"]))
-    if arguments.run:
-        try:
-            shape = MODELS[arguments.model]
-            if arguments.fast:
-                shape = shape | {name: max(2, shape[name] // 2) for name in ("warmup", "steps")}
-            figures = run_contender(arguments.run, shape, arguments)
-        except NotHere as reason:
-            figures = {"contender": arguments.run, "skipped": str(reason)}
-        print(json.dumps(figures))
+    parser.add_argument("--fast", action="store_true", help="half of the steps, enough for an unshared GPU")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = torch's default")
+    parser.add_argument("--profile", type=int, default=0, metavar="N",
+                        help="also the first N rows of the profiler for the first contender")
+    parser.add_argument("--seconds", type=float, help="stop after this time")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--probe", action="store_true", help="only measure matmul, copies, attention")
+    parser.add_argument("--run", help=argparse.SUPPRESS)  # one contender, in this process
+    args = parser.parse_args()
+    if args.probe:
+        program = ROOT / "scripts" / "gpu_suite.py"
+        sys.exit(subprocess.call([sys.executable, str(program), "--parts", "probe,attention"]))
+    if args.run:
+        work = MODELS[args.model]
+        if args.fast:
+            work = work._replace(warmup=max(2, work.warmup // 2), steps=max(2, work.steps // 2))
+        print(json.dumps(run_contender(args.run, work, args)))
         return
-    names, ends = arguments.contenders.split(","), time.monotonic() + (arguments.seconds or math.inf)
+    names, deadline = args.contenders.split(","), time.monotonic() + (args.seconds or math.inf)
     results: list[list[dict]] = []
-    for block in range(arguments.blocks):
-        order = names if block % 2 == 0 else names[::-1]
+    for block in range(args.blocks):
         results.append([])
-        for name in order:
-            left = ends - time.monotonic()
-            profile = arguments.profile if block == 0 and name == names[0] else 0
-            figures = in_process(name, arguments, left if arguments.seconds else None, profile)
-            results[-1].append(figures)
-            print(f"block {block + 1}/{arguments.blocks}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+        for name in names if block % 2 == 0 else names[::-1]:
+            left = deadline - time.monotonic() if args.seconds else None
+            profile_rows = args.profile if block == 0 and name == names[0] else 0
+            results[-1].append(in_process(name, args, left, profile_rows))
+            print(f"block {block + 1}/{args.blocks}: {json.dumps(results[-1][-1])}", file=sys.stderr,
+                  flush=True)
     device = next((entry["device"] for block in results for entry in block if "device" in entry), "?")
-    print(f"{arguments.model} on {device}, {arguments.blocks} blocks:\n" + "\n".join(compare(results, names[0])))
+    print(f"{args.model} on {device}, {args.blocks} blocks:\n" + "\n".join(compare(results, names[0])))
     for row in results[0][0].get("profile", ()):
         print(f"{row['ms']:10.3f} ms {100 * row['share']:5.1f} % {row['calls']:6} x {row['name']}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

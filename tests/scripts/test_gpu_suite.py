@@ -45,7 +45,7 @@ def suite(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_suite, "PROGRAM", program)
 
     def run(*parts: gpu_suite.Part, **flags) -> dict[str, dict]:
-        options, _ = gpu_suite.parse(["--device", "cpu", "--output", str(tmp_path / "out"),
+        options, _ = gpu_suite.parse_args(["--device", "cpu", "--output", str(tmp_path / "out"),
                                       *(f"--{name}={value}" for name, value in flags.items())])
         options.output.mkdir(exist_ok=True)
         records = gpu_suite.Suite(options, parts).run()
@@ -73,7 +73,7 @@ def test_a_bad_part_stops_nothing_and_says_why(suite):
 
 def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_keeps_its_figures(suite):
     found = suite(part("hangs", seconds=1), part("good"))
-    assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "its 1 s were over" and found["good"]["ok"]
+    assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it took longer than its 1 s" and found["good"]["ok"]
     assert found["hangs"]["figures"]["speed"] == 1.5
     stat = Path(f"/proc/{found['hangs']['figures']['child']}/stat")
     deadline = time.monotonic() + 10
@@ -84,8 +84,8 @@ def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_keeps_its_f
 
 def test_what_goes_on_from_a_bad_part_is_skipped(suite):
     found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)), jobs=2)
-    assert found["good"]["error"].startswith("skipped: it goes on from fails")
-    assert found["faulty"]["error"].startswith("skipped: it goes on from good")
+    assert found["good"]["error"].startswith("skipped: it needs fails")
+    assert found["faulty"]["error"].startswith("skipped: it needs good")
 
 
 def test_after_its_minutes_no_part_is_begun(suite):
@@ -93,12 +93,12 @@ def test_after_its_minutes_no_part_is_begun(suite):
 
 
 def test_parts_are_chosen_by_group_and_name_with_what_they_need():
-    names = [part.name for part in gpu_suite.chosen("stage-sft")]
+    names = [part.name for part in gpu_suite.select_parts("stage-sft")]
     assert names == ["header", "sample", "stage-pretrain", "stage-sft"]
-    assert {part.group for part in gpu_suite.chosen("speed")} == {"both", "speed"}
-    assert gpu_suite.chosen("all") == gpu_suite.chosen("correctness,speed") == list(gpu_suite.PARTS)
+    assert {part.group for part in gpu_suite.select_parts("speed")} == {"both", "speed"}
+    assert gpu_suite.select_parts("all") == gpu_suite.select_parts("correctness,speed") == list(gpu_suite.PARTS)
     with pytest.raises(ValueError, match="--parts sped: choose from all, correctness"):
-        gpu_suite.chosen("sped")
+        gpu_suite.select_parts("sped")
 
 
 def test_what_a_part_needs_stands_before_it():

@@ -115,7 +115,7 @@ def test_a_run_that_survives_is_told_so_and_nothing_is_left(ranks, settings, ver
     assert lines["hardware"].startswith("CPU, ") and lines["hardware"].endswith("; DETERMINISTIC=false")
     assert "bit for bit" in lines["weights"] and "12 lines" in lines["rows"] and "13 lines" in lines["metrics"]
     assert "kill -9 of rank 0 after step" in lines["killed"] and lines["straight"].startswith("12 steps")
-    assert text.splitlines()[-1] == "All is alike." and left == []
+    assert text.splitlines()[-1] == "Everything is the same." and left == []
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_every_stage_is_verified(mode, verify, prepared, tmp_path):
     stages = prepare_stages(prepared, tmp_path)
     settings = {name: value for name, value in stages.settings(mode).items() if name != "OUTPUT_DIR"}
     code, text, left = verify("--steps", "8", "--layouts", "1x4,1x2,2x2", **settings)
-    assert code == 0 and text.splitlines()[-1] == "All is alike." and left == [], text
+    assert code == 0 and text.splitlines()[-1] == "Everything is the same." and left == [], text
 
 
 def forget_optimizer() -> None:
@@ -145,14 +145,14 @@ def begin_anew() -> None:
 
 
 def forget_progress() -> None:
-    original = train.resume
+    original = setup.restore
 
-    def resume(*arguments):
+    def restore(*arguments):
         progress = original(*arguments)
         progress.tokens_seen = 0
         return progress
 
-    train.resume = resume
+    setup.restore = restore
 
 
 def roll_dice() -> None:
@@ -160,17 +160,17 @@ def roll_dice() -> None:
 
 
 @pytest.mark.parametrize(("plant", "differing", "words"), [
-    (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike"),
-    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two straight runs are alike",
+    (forget_optimizer, {"weights", "optimizer state", "losses and norms"}, "two straight runs are the same"),
+    pytest.param(shift_rows, {"weights", "optimizer state", "losses and norms"}, "two straight runs are the same",
                  marks=pytest.mark.slow),
-    (begin_anew, {"resumed"}, "two straight runs are alike"),
-    pytest.param(forget_progress, {"metrics", "progress"}, "two straight runs are alike", marks=pytest.mark.slow),
-    (roll_dice, {"weights", "straight again"}, "two straight runs are not alike either")])
+    (begin_anew, {"resumed"}, "two straight runs are the same"),
+    pytest.param(forget_progress, {"metrics", "progress"}, "two straight runs are the same", marks=pytest.mark.slow),
+    (roll_dice, {"weights", "straight again"}, "two straight runs differ too")])
 def test_what_is_not_restored_is_found(plant, differing, words, verify):
     code, text, left = verify("--steps", "12", plant=plant)
     lines = table(text)
     assert code == 1 and differing <= {name for name, line in lines.items() if line.startswith("DIFFERS")}, text
-    assert words in lines["straight again"] and "All is alike" not in text
+    assert words in lines["straight again"] and "Everything is the same" not in text
     assert len(left) == 1 and str(left[0]) in text and (left[0] / "killed" / "checkpoints").is_dir()
 
 
@@ -273,7 +273,7 @@ def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_
         time.sleep(0.05)
     process.send_signal(number)
     text = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == 130 and "Traceback" not in text and "left in" not in text, text
+    assert process.returncode == 130 and "Traceback" not in text and "kept in" not in text, text
     assert [*run.output_dir.iterdir()] == [] and processes_in(run.output_dir) == []
 
 
@@ -284,7 +284,7 @@ def test_the_command_itself_on_two_ranks(fault, code, prepared, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(f"""
         import os
         if os.environ.get("RANK"):
-            import optim
+            from training import optim
             {fault}
         """))
     run = TinyRun(prepared, tmp_path / "runs")
