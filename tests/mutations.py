@@ -109,7 +109,7 @@ FAULTS = [
     # Checkpoints and resuming
     fault("checkpoint: hash not checked", "checkpoint/store.py", 'digest != expected["sha256"]', "False", STORE),
     fault("checkpoint: renamed before it is on the disk", "checkpoint/store.py", "sync(path) with open(", "with open(",
-          "tests/system/faults/test_machine_faults.py"),
+          "tests/system/faults/test_machine_faults.py::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name"),
     fault("retention: best one deleted", "checkpoint/store.py", "*best)", ")", STORE),
     fault("Hugging Face: heads not permuted", "checkpoint/hf_format.py", "unflatten(0, (heads, -1, 2))",
           "unflatten(0, (heads, 2, -1))", "tests/checkpoint/test_hf_format.py"),
