@@ -66,12 +66,12 @@ FAULTS = [
     fault("learning rate: warm-up off by one", "training/optim.py", "(step + 1) / config.warmup_steps",
           "step / config.warmup_steps", OPTIM),
     fault("clipping: small gradients are stretched", "model_utils.py", "/ max_norm).clamp(min=1)", "/ max_norm)",
-          "tests/test_train_step.py::test_gradients_that_are_not_finite_are_not_scaled"),
+          "tests/test_model_utils.py::test_gradients_that_are_not_finite_are_not_scaled"),
     fault("accumulation: mean of means", "train.py", "mean = total * factor",
           "mean = total / run.objective.count(batch).clamp(min=1) / len(batches)",
           "tests/test_train.py::test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch"),
     fault("random numbers: the same in every step", "model_utils.py", "SeedSequence((seed, step, rank))",
-          "SeedSequence((seed, rank))", "tests/test_train.py::test_random_numbers_follow_from_seed_step_and_rank"),
+          "SeedSequence((seed, rank))", "tests/test_model_utils.py::test_random_numbers_follow_from_seed_step_and_rank"),
 
     # Data
     fault("rows: every rank reads the first part", "data_pipeline/row_order.py", "[self.rank]", "[0]", LOADERS),

@@ -3,12 +3,10 @@
 import json
 import math
 import os
-import random
 import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from factories import (
@@ -31,7 +29,6 @@ import train
 from checkpoint import store
 from config import Config
 from model import Transformer
-from model_utils import seed_step
 from training import evaluation, state
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
@@ -89,16 +86,6 @@ def test_a_bad_gradient_at_the_smallest_scale_is_no_overflow():
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     result, _, _ = a_step(uneven_batches(2), scaler, lambda model: model.norm.weight.register_hook(lambda grad: grad * math.inf))
     assert not result.finite and not result.updated and math.isfinite(result.loss)
-
-
-def test_random_numbers_follow_from_seed_step_and_rank():
-    def numbers(*of: int) -> tuple[float, ...]:
-        seed_step(*of)
-        return float(torch.rand(())), random.random(), float(np.random.rand())
-
-    assert numbers(1, 2, 3) == numbers(1, 2, 3)
-    drawn = [numbers(*of) for of in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (2**32 - 1, 10**9, 10**5))]
-    assert len({value for values in drawn for value in values}) == 15
 
 
 def test_a_skipped_step_advances_no_schedule():
