@@ -58,6 +58,27 @@ def prepared(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("prepared"))
 
 
+@pytest.fixture(scope="session")
+def whole(prepared, tmp_path_factory):
+    """A finished run that nothing interrupted; tests that change its files work on a copy."""
+    from factories import TinyRun
+
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
+    assert run.train() == 0
+    return run
+
+
+@pytest.fixture(scope="session")
+def whole_on_two_ranks(prepared, tmp_path_factory):
+    """The same on two ranks."""
+    from factories import TinyRun
+
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole-on-two-ranks"))
+    job = run.start(2)
+    assert job.wait() == [0, 0], job.text()
+    return run
+
+
 @pytest.fixture
 def tiny_run(prepared, tmp_path):
     """Make a TinyRun with some settings changed."""

@@ -6,11 +6,12 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from model import Transformer
 from model_utils import wrap_model
 from objectives.base import NextToken
 from parallel.collectives import Ranks
+from training import run_folder
 from training.optim import Optimizer
 from training.state import Progress
 
@@ -177,8 +179,20 @@ class TinyRun:
         """Run as processes of its own, each of which calls `plant` first."""
         return start(main_with, self.argv(**changes), plant, world_size=world_size, folder=self.output_dir / "outputs", env=env)
 
+    def copy(self, folder: Path, **changes) -> "TinyRun":
+        """A run with a copy of this one's files, in an output folder that does not exist yet."""
+        copy = TinyRun.__new__(TinyRun)
+        copy.output_dir = Path(shutil.copytree(self.output_dir, folder))
+        copy.settings = self.settings | {"OUTPUT_DIR": folder} | changes
+        return copy
+
+    def lines(self, log: str) -> list[dict]:
+        """The lines of one of the logs of JSON lines: metrics, ledger or samples."""
+        path = self.folder / f"{log}.jsonl"
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
     def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return self.lines("metrics")
 
     def column(self, name: str) -> dict[int, Any]:
         return {line["step"]: line[name] for line in self.metrics() if name in line}
@@ -202,6 +216,30 @@ CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
 def without_clocks(metrics: list[dict]) -> list[dict]:
     """The lines without what differs from one run to the next."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
+
+
+def assert_same_run(run: TinyRun, other: TinyRun, step: int, logs: Sequence[str] = ("metrics", "ledger", "samples")) -> None:
+    """Assert that two runs are the same: the checkpoint after `step` bit for bit, and their logs apart from clocks.
+
+    Args:
+        logs: the logs to compare; fewer if one of the runs began later, or in another folder.
+    """
+    for log in logs:
+        assert without_clocks(run.lines(log)) == without_clocks(other.lines(log)), log
+    assert run.hashes(step) == other.hashes(step)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, Optional[bytes]]]:
+    """Every path in a folder with the time of its last change and, of a file, its content; the run's lock left out."""
+    return {str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+            for path in sorted(folder.rglob("*")) if path.name != run_folder.LOCK}
+
+
+def flip_bit(path: Path, position: int = -1) -> None:
+    """Damage a file: change one bit of the byte at a position; by default of the one in the middle."""
+    content = bytearray(path.read_bytes())
+    content[position if position >= 0 else len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def ways_out(error: str) -> list[str]:
@@ -305,7 +343,7 @@ def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload(["torch._dynamo", "pytest", "helpers"])
+        context.set_forkserver_preload(["torch._dynamo", "pytest", "factories"])
     folder.mkdir(parents=True, exist_ok=True)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     processes, outputs = [], []

@@ -28,11 +28,8 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
 
 @pytest.fixture
 def run(trained, tmp_path) -> TinyRun:
-    """A copy of it, to be damaged."""
-    shutil.copytree(trained.output_dir, tmp_path / "runs")
-    copied = TinyRun.__new__(TinyRun)
-    copied.output_dir, copied.settings = tmp_path / "runs", {**trained.settings, "OUTPUT_DIR": tmp_path / "runs"}
-    return copied
+    """A copy of it, which tests may damage."""
+    return trained.copy(tmp_path / "runs")
 
 
 def changed(content: dict, *place: str, to) -> dict:

@@ -12,7 +12,17 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from factories import MODES, UNMEASURED, Prepared, Stages, TinyRun, at_step, prepare_stages, sentence
+from factories import (
+    MODES,
+    UNMEASURED,
+    Prepared,
+    Stages,
+    TinyRun,
+    at_step,
+    contents,
+    prepare_stages,
+    sentence,
+)
 
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_pipeline.row_order import rows_of_step
@@ -36,10 +46,6 @@ def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
     return "\n".join(lines)
 
 
-def contents(folder: Path) -> dict[str, tuple]:
-    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
-
-
 def check_same(text: str) -> None:
     assert "those of the ledger" in text and "NOT" not in text and "BUT" not in text, text
     assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* the same", text), text
@@ -48,11 +54,9 @@ def check_same(text: str) -> None:
 # --------------------------------------------------------------------------------------------------------- the step that it was
 
 
-@pytest.fixture(scope="module")
-def finished(prepared, tmp_path_factory) -> TinyRun:
-    run = TinyRun(prepared, tmp_path_factory.mktemp("finished"))
-    assert run.train() == 0
-    return run
+@pytest.fixture
+def finished(whole) -> TinyRun:
+    return whole
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 6])
@@ -269,8 +273,7 @@ def test_a_step_that_was_left_out_for_its_loss_is_left_out_again(poisoned, tmp_p
                   RESET_OPTIMIZER="true", LEARNING_RATE=1e-5, LOSS_SPIKE_POLICY="skip", LOSS_SPIKE_WINDOW=16,
                   LOSS_SPIKE_THRESHOLD=3, **UNMEASURED)
     assert run.train() == 0
-    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in ledger if not line["updated"]] == [step]
+    assert [line["step"] for line in run.lines("ledger") if not line["updated"]] == [step]
     text = replayed(run, step + 1)
     check_same(text)
     assert f"Weights: those of {base.checkpoint(30)}, and steps 1 to {step} again; each gave the loss of the ledger" in text
@@ -307,11 +310,8 @@ def refused(kind: type[PaddockError], run: TinyRun, step: int, *flags: str, **op
 
 @pytest.fixture
 def copied(finished, tmp_path) -> TinyRun:
-    """The finished run's folder, to be spoiled."""
-    shutil.copytree(finished.output_dir, tmp_path / "copy")
-    run = TinyRun.__new__(TinyRun)
-    run.output_dir, run.settings = tmp_path / "copy", finished.settings
-    return run
+    """A copy of the finished run, which tests may damage."""
+    return finished.copy(tmp_path / "copy")
 
 
 def test_a_step_that_never_was_is_refused_with_those_that_were(finished):

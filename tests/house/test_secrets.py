@@ -1,6 +1,7 @@
 """A canary for each secret: whatever way it comes in, it reaches the libraries, and no file and no stream."""
 
 import json
+import math
 import os
 import re
 import runpy
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from factories import TinyRun, argv_of, do_in_step
+from test_faults import bad_gradient_in_step
 from test_remote import Server, serving
 
 import train
@@ -109,16 +111,22 @@ def test_verify_resume_keeps_secrets(place, prepared):
     assert_no_canary(place, done.stdout, done.stderr)
 
 
-def crash_and_dump() -> None:
+def crash() -> None:
     """A bug of ours, with the settings at hand."""
     do_in_step(3, lambda: 1 / 0)
 
 
-def test_a_crash_shows_no_secret(place, prepared):
+def dump() -> None:
+    """A step whose rows and tensors are written into files."""
+    bad_gradient_in_step(5, math.nan)
+
+
+@pytest.mark.parametrize(("plant", "code", "words"), [(crash, 1, "ZeroDivisionError"), (dump, 4, "NON-FINITE in step 5")])
+def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
     run = TinyRun(prepared, place / "runs", WANDB_ENABLED="true", ENV_FILE=place / ".env")
-    job = run.start(plant=crash_and_dump, env={"WANDB_API_KEY": IN_ENVIRONMENT, "PYTHONPATH": os.environ["PYTHONPATH"]})
-    assert job.wait() == [1]
-    assert "ZeroDivisionError" in job.text()
+    job = run.start(plant=plant, env={"WANDB_API_KEY": IN_ENVIRONMENT, "PYTHONPATH": os.environ["PYTHONPATH"]})
+    assert job.wait() == [code] and words in job.text(), job.text()
+    assert (run.folder / "debug").exists() == (plant is dump)
     assert_no_canary(place, job.text())
 
 

@@ -6,19 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from factories import UNMEASURED, TinyRun, at_step, prepare, stop_at, without_clocks
+from factories import UNMEASURED, TinyRun, assert_same_run, at_step, contents, prepare, stop_at
 
 import train
 from checkpoint import store
 from common.errors import CheckpointError, DataError
 from config import Config
 from training import run_folder, run_log, setup
-
-
-def snapshot(folder: Path) -> dict[str, tuple]:
-    """All that is there, with the time of its last change; the lock aside."""
-    return {str(path.relative_to(folder)): (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-            for path in folder.rglob("*") if path.name != run_folder.LOCK}
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +24,9 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 
 
 @pytest.fixture
-def finished(whole, prepared, tmp_path) -> TinyRun:
-    """A copy of it to do things to."""
-    return TinyRun(prepared, shutil.copytree(whole.output_dir, tmp_path / "finished"), **UNMEASURED)
+def finished(whole, tmp_path) -> TinyRun:
+    """A copy of it, which tests may change."""
+    return whole.copy(tmp_path / "finished")
 
 
 class Killed(BaseException):
@@ -82,7 +76,7 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
         shutil.copytree(finished.checkpoint(6), finished.folder / "checkpoints" / left_over)
     with open(finished.folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7}\n')
-    before, other = snapshot(finished.output_dir), None
+    before, other = contents(finished.output_dir), None
     if "no room" in changes:
         monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 1000, 0))
     if "stale reference" in changes:
@@ -92,7 +86,7 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
         run_folder.fcntl.flock(other, run_folder.fcntl.LOCK_EX)
     given = {name: others.get(value, value) for name, value in changes.items() if name.isupper()}
     assert finished.train(**given) == code
-    assert snapshot(finished.output_dir) == before
+    assert contents(finished.output_dir) == before
     if other:
         other.close()
 
@@ -153,16 +147,16 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
 
 
 def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
-    original, before = store.check_room, snapshot(finished.output_dir)
+    original, before = store.check_room, contents(finished.output_dir)
     monkeypatch.setattr(store, "check_room",
                         lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
     assert finished.train(RESUME="never") == 143
     assert "nothing is changed. The same command starts again" in capsys.readouterr().out
-    assert snapshot(finished.output_dir) == before
+    assert contents(finished.output_dir) == before
 
 
 def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
-    before, rename = snapshot(finished.folder), Path.rename
+    before, rename = contents(finished.folder), Path.rename
 
     def refused(path, target):
         if path.name == "ledger.jsonl" and "tmp-before-" in str(target):
@@ -172,14 +166,14 @@ def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
     monkeypatch.setattr(Path, "rename", refused)
     assert finished.train(RESUME="never") == 5
     assert "ledger.jsonl cannot be written: Device or resource busy" in capsys.readouterr().err
-    assert snapshot(finished.folder) == before
+    assert contents(finished.folder) == before
 
 
 def test_check_tells_of_the_move_and_makes_none(finished, capsys):
-    before = snapshot(finished.output_dir)
+    before = contents(finished.output_dir)
     assert train.main([*finished.argv(RESUME="never"), "--check"]) == 0
     assert f"RESUME=never moves the run in {finished.folder} aside" in capsys.readouterr().out
-    assert snapshot(finished.output_dir) == before
+    assert contents(finished.output_dir) == before
 
 
 def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_says_so(finished, whole, capsys):
@@ -293,8 +287,8 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
     assert f"was renamed to {new} during the run" in told and "--run-name new" in told
     assert ("--output-dir" in told) == (where != "new")
     moved = TinyRun(prepared, new.parent, **UNMEASURED, RUN_NAME="new")
-    assert moved.steps_saved() == [2, 4, 6] and moved.hashes(6) == whole.hashes(6)
-    assert without_clocks(moved.metrics()) == without_clocks(whole.metrics())
+    assert moved.steps_saved() == [2, 4, 6]
+    assert_same_run(moved, whole, 6)
     assert run.steps_saved() == ([1] if where == "new" else [])
     assert run.folder.exists() == (where == "new")
     assert moved.train(MAX_STEPS=7) == 0
@@ -329,7 +323,7 @@ def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole
         assert run.train() == 5
     assert "was deleted during the run" in capsys.readouterr().err
     assert run.steps_saved() == [4] and run.train() == 0
-    assert run.hashes(6) == whole.hashes(6)
+    assert_same_run(run, whole, 6, logs=())
 
 
 def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, capsys):

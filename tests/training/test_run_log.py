@@ -14,7 +14,7 @@ import pytest
 from factories import UNMEASURED
 
 from common.errors import DataError
-from common.text import duration, print_traceback, show
+from common.text import print_traceback, show
 from config import Config
 from training import run_log
 from training.run_log import LineFile, RunLog, console_line, keep_lines_up_to
@@ -51,12 +51,6 @@ def test_without_a_known_peak_the_line_has_no_mfu():
     unknown = {name: value for name, value in METRICS.items() if name != "mfu"}
     assert console_line(1, 2, unknown, 0) == (
         "Step [1/2] | Loss: 2.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,345 | ETA: 0:00")
-
-
-@pytest.mark.parametrize("seconds, shown", [(0, "0:00"), (59.9, "0:59"), (330, "5:30"), (3600, "1:00:00"), (7530, "2:05:30"),
-                                            (360_000, "100:00:00")])
-def test_durations(seconds, shown):
-    assert duration(seconds) == shown
 
 
 def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_path):

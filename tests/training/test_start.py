@@ -12,6 +12,7 @@ from factories import (
     UNMEASURED,
     Stages,
     TinyRun,
+    contents,
     prepare,
     prepare_stages,
     settings_of,
@@ -24,7 +25,6 @@ from checkpoint import store
 from checkpoint.hf_format import read_json
 from debug.replay import read_settings, replay
 from settings.load import Layer, load_config
-from training import run_folder
 from training.diagnostics import write_dump
 from training.optim import learning_rate
 
@@ -32,11 +32,6 @@ from training.optim import learning_rate
 @pytest.fixture(scope="module")
 def stages(prepared, tmp_path_factory) -> Stages:
     return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name != run_folder.LOCK}
 
 
 def forget(checkpoint: Path, *names: str) -> None:

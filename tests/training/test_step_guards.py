@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 import torch
-from factories import TinyRun, stop_at, without_clocks
+from factories import UNMEASURED, assert_same_run, stop_at
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,19 +20,7 @@ from objectives import base
 from tokenizer import load_tokenizer
 from training import diagnostics
 
-UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "SAVE_EVERY": 10}
-
-
-def ledger(run: TinyRun) -> list[dict]:
-    return [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory) -> TinyRun:
-    """A run that nothing has interrupted."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
-    assert run.train() == 0
-    return run
+FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}
 
 
 # -------------------------------------------------------------------------------------------------------------------- ledger
@@ -41,22 +29,13 @@ def whole(prepared, tmp_path_factory) -> TinyRun:
 def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
     tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
     tokens = open_token_set(str(prepared.shards), "train", tokenizer).tokens
-    entries = ledger(whole)
+    entries = whole.lines("ledger")
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     for entry in entries:
         rows = rows_of_step(entry["step"] - 1, 8, (tokens - 1) // 32, seed=1337)
         assert entry["rows_crc32"] == f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
         assert entry["loss"] == whole.column("train_loss")[entry["step"]] and entry["updated"]
         assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]
-
-
-@pytest.mark.parametrize("step", [1, 4, 5])
-def test_a_resumed_run_has_each_step_once(step, whole, tiny_run):
-    run = tiny_run()
-    with stop_at(step):
-        run.train()
-    assert run.train() == 0
-    assert ledger(run) == ledger(whole)
 
 
 # --------------------------------------------------------------------------------------------------------------- loss spikes
@@ -95,13 +74,13 @@ def poison(monkeypatch, *steps: int) -> None:
 @pytest.fixture
 def long_run(tiny_run):
     """Steps enough for a window to fill."""
-    return lambda **settings: tiny_run(**{**UNMEASURED, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
+    return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
 
 
 def test_an_ordinary_run_raises_no_alarm(long_run, capsys):
     run = long_run(MAX_STEPS=60)
     assert run.train() == 0
-    assert "spike" not in capsys.readouterr().err and not [entry for entry in ledger(run) if "spike" in entry]
+    assert "spike" not in capsys.readouterr().err and not [entry for entry in run.lines("ledger") if "spike" in entry]
 
 
 def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):
@@ -110,19 +89,19 @@ def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch
     poison(monkeypatch, 15)
     assert run.train() == 0
     error = capsys.readouterr().err
-    entry = ledger(run)[14]
+    entry = run.lines("ledger")[14]
     assert error.count("warning: loss spike in step 15") == 1 and f"rows {entry['rows']}" in error
     assert f"replay_step.py {run.folder} --step 15" in error
     assert len(entry["rows"]) == 8 and entry["spike"] > 12 and entry["updated"]
-    assert [one["step"] for one in ledger(run) if "spike" in one] == [15]
-    assert run.hashes(20) == calm.hashes(20)
+    assert [one["step"] for one in run.lines("ledger") if "spike" in one] == [15]
+    assert_same_run(run, calm, 20, logs=())
 
 
 def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
     run = long_run(LOSS_SPIKE_POLICY="skip", SAVE_EVERY=1)
     poison(monkeypatch, 15)
     assert run.train() == 0
-    assert "its update is skipped" in capsys.readouterr().err and not ledger(run)[14]["updated"]
+    assert "its update is skipped" in capsys.readouterr().err and not run.lines("ledger")[14]["updated"]
     assert run.hashes(15) == run.hashes(14) != run.hashes(16)
     assert store.read_state(run.checkpoint(20))["progress"]["skipped_steps"] == 1
 
@@ -134,9 +113,10 @@ def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsy
     assert run.train() == 4
     error = capsys.readouterr().err
     assert "error: loss spike in step 15" in error and "LOSS_SPIKE_POLICY=skip" in error and error.count("spike in step") == 1
-    assert run.steps_saved() == [14] and run.hashes(14) == calm.hashes(14)
+    assert run.steps_saved() == [14]
+    assert_same_run(run, calm, 14, logs=())
     report = json.loads((run.folder / "debug" / "step-00000015" / "rank-0.json").read_text())
-    assert [row for rows in report["rows"] for row in rows] == ledger(run)[14]["rows"]
+    assert [row for rows in report["rows"] for row in rows] == run.lines("ledger")[14]["rows"]
     # What stopped it stops it again, and the policy is what lets it go on.
     assert run.train() == 4
     assert run.train(LOSS_SPIKE_POLICY="skip") == 0
@@ -150,8 +130,7 @@ def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypa
     with stop_at(step):
         assert other.train() == train.EXIT_PREEMPTED
     assert other.train() == 0
-    assert ledger(other) == ledger(run) and other.hashes(20) == run.hashes(20)
-    assert without_clocks(other.metrics()) == without_clocks(run.metrics())
+    assert_same_run(other, run, 20)
 
 
 # --------------------------------------------------------------------------------------------------------------------- drift
@@ -204,7 +183,7 @@ def nudge_a_moment() -> None:
 @pytest.mark.parametrize(("plant", "name"), [(nudge_a_weight, "layers.1.attention.wq.weight"),
                                              (nudge_a_moment, "layers.0.feed_forward.w1.weight.exp_avg_sq")])
 def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(plant, name, tiny_run):
-    run = tiny_run(**UNMEASURED | {"SAVE_EVERY": 1}, DRIFT_CHECK_EVERY=3)
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3)
     job = run.start(2, plant)
     assert job.wait() == [1, 1], job.text()
     text = job.text()
@@ -214,10 +193,10 @@ def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(plant, name
 
 
 def test_without_the_alarm_drift_would_go_on_unseen(tiny_run):
-    run = tiny_run(**UNMEASURED, DRIFT_CHECK_EVERY=0)
+    run = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=0)
     assert run.start(2, nudge_a_weight).wait() == [0, 0]
 
 
 def test_healthy_replicas_are_equal_after_every_step(tiny_run):
-    job = tiny_run(**UNMEASURED, DRIFT_CHECK_EVERY=1).start(2)
+    job = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=1).start(2)
     assert job.wait() == [0, 0], job.text()

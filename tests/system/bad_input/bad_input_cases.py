@@ -1,4 +1,4 @@
-"""What must be said of each bad input: the table of rows 21 to 28, which tests/test_bad_input.py runs."""
+"""What must be said of each bad input: the table of rows 21 to 28, which tests/system/bad_input/test_bad_input.py runs."""
 
 import gzip
 import json
@@ -58,6 +58,7 @@ IMPORT, META, MERGE = ("scripts/import_checkpoint.py model start", "scripts/impo
                        "scripts/merge_lora.py adapter --output merged")
 START = "train.py --pretrain-checkpoint model"
 SFT = "train.py --training-stage sft --pretrain-checkpoint model"
+DPO = "train.py --training-stage dpo --pretrain-checkpoint model"
 SHARD, MANIFEST, TOKENIZER, JSON, CONFIG = ("set/train-00001.bin", "set/manifest.json", "tokenizer.model", "model/tokenizer.json",
                                             "model/config.json")
 WEIGHTS, ADAPTER, FACTORS = "model/model.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
@@ -256,7 +257,7 @@ EXAMPLES = [
     "chats", CHATS, 3, empty=(put("in.jsonl"), "in.jsonl: no example is left"),
     blank=(put("in.jsonl", "\n\n"), "no example is left"),
     a_text=(put("in.jsonl", "Why?\n"), "in.jsonl:1: not valid JSON")) + [
-    Case("pairs-too-long", "train.py --training-stage dpo --pretrain-checkpoint model", 3, nothing,
+    Case("pairs-too-long", DPO, 3, nothing,
          "none of the 53 pairs keeps a target.*set it to 68")]
 
 ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record)), f"{file}:2: .*{words}")
@@ -461,6 +462,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     seed=(f"{ASK} --seed 99999999999999999999", "--seed must"), chat=(f"{ASK} --chat", "needs a --prompt")) + commands(
     "checkpoint", 5, resume=("train.py --resume nope", "there is no checkpoint 'nope'"),
     step=("train.py --resume step-00000009", "no checkpoint 'step"),
+    start=("train.py --pretrain-checkpoint step-00000009", "no checkpoint 'step"),
     data=("train.py --pretrain-checkpoint set", "set is no checkpoint"),
     file=("train.py --pretrain-checkpoint x.jsonl", "no checkpoint"),
     long=(f"train.py --pretrain-checkpoint {LONG}", "no checkpoint"),
@@ -470,4 +472,13 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     heads=(f"{START} --n-heads 2 --n-kv-heads 1", "N_HEADS is 4 there and 2 here"),
     teacher=("train.py --distillation-enabled --teacher-model set", "set is no checkpoint"))
 
-CASES = [*SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS]
+KINDS = commands(
+    "kind", 3, chats_of_pairs=(f"{SFT} --sft-data-path pairs", "pairs.* prepare them with scripts/load_instruct"),
+    chats_of_text=(f"{SFT} --sft-data-path set", "set.* prepare them with scripts/load_instruct"),
+    pairs_of_chats=(f"{DPO} --dpo-data-path chats", "chats.* prepare them with scripts/load_dpo"),
+    pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with scripts/load_dpo"),
+    few_chats=(f"{SFT} --total-batch-size 65536", "a step reads 2,048; .*lower TOTAL_BATCH_SIZE to")) + commands(
+    "kind", 2, top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000",
+                      "exceeds the vocabulary"))
+
+CASES = [*SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS, *KINDS]

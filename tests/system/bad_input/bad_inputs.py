@@ -1,6 +1,6 @@
 """What users feed the commands: one folder in which every command works, ways to spoil it, and what must be said of each.
 
-The cases of rows 21 to 28 of docs/reliability.md; tests/test_bad_input.py runs them.
+The cases of rows 21 to 28 of docs/reliability.md; tests/system/bad_input/test_bad_input.py runs them.
 """
 
 import hashlib

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import alone, during, listening
-from factories import PATIENCE, UNMEASURED, TinyRun, at_step, do_in_step, without_clocks
+from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step
 from safetensors.torch import load_file
 
 import train
@@ -26,14 +26,6 @@ from training import evaluation, run_log, setup, state
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
-
-
-@pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory) -> TinyRun:
-    """A run that nothing has interrupted."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
-    assert run.train() == 0
-    return run
 
 
 # ------------------------------------------------------------------------------------------------------------------- signals
@@ -60,8 +52,7 @@ def test_a_signal_at_any_moment_loses_no_step(moment, number, whole, tiny_run):
         assert code == train.EXIT_PREEMPTED
         assert (run.steps_saved() or [0])[-1] == finished, "before the first step there is nothing to save"
     assert run.train() == 0
-    assert run.hashes(6) == whole.hashes(6)
-    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+    assert_same_run(run, whole, 6)
 
 
 def test_the_command_exits_with_143_and_says_how_to_go_on(tiny_run):
@@ -156,7 +147,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     for each in (healthy, run):
         again = each.start(WORLD, **({} if each is healthy else {"SAVE_EVERY": 2}))
         assert again.wait() == [0, 0], again.text()
-    assert run.hashes(6) == healthy.hashes(6)
+    assert_same_run(run, healthy, 6, logs=())
 
 
 def nan_by_dropout_on_rank_1() -> None:
@@ -277,11 +268,6 @@ def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_r
 # ------------------------------------------------------------------------------------------------------------ getting started
 
 
-def test_a_world_size_without_torchrun_is_told(tiny_run, capsys):
-    assert tiny_run().train(WORLD_SIZE=2) == 2
-    assert "torchrun" in capsys.readouterr().err
-
-
 def hold_the_folder() -> None:
     do_in_step(2, lambda: (print("holding", flush=True), time.sleep(PATIENCE)))
 
@@ -328,43 +314,7 @@ def test_training_does_not_notice_wandb(misbehaviour, whole, tiny_run, tmp_path,
     sys.modules.pop("wandb", None)
     captured = capsys.readouterr()
     assert captured.err.count("warning: wandb") == 1, captured.err
-    assert run.hashes(6) == whole.hashes(6)
-    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
-
-
-# -------------------------------------------------------------------------------------------------------------------- secrets
-
-
-def test_no_secret_reaches_a_file_or_a_stream(prepared, tmp_path):
-    """One in .env, one in the environment; a run that logs to a tracker, saves, and ends with a dump."""
-    canaries = {"HF_TOKEN": "canary-1f4c9a", "WANDB_API_KEY": "canary-77b0e2"}
-    (tmp_path / "fake").mkdir()
-    (tmp_path / "fake" / "wandb.py").write_text(textwrap.dedent("""
-        import json, os
-        Settings = dict
-        class Run:
-            def log(self, values, step): pass
-            def finish(self): pass
-        def init(**arguments):
-            assert os.environ["WANDB_API_KEY"] and os.environ["HF_TOKEN"]
-            with open(os.path.join(arguments["dir"], "wandb.txt"), "w") as file:
-                file.write(repr(arguments))
-            return Run()"""))
-    (tmp_path / ".env").write_text(f"HF_TOKEN={canaries['HF_TOKEN']}\n")
-    run = TinyRun(prepared, tmp_path / "runs", WANDB_ENABLED="true", ENV_FILE=tmp_path / ".env", TENSORBOARD_ENABLED="false")
-    job = run.start(plant=bad_gradient_later, env={"WANDB_API_KEY": canaries["WANDB_API_KEY"],
-                                                   "PYTHONPATH": str(tmp_path / "fake"), "FAKE_WANDB": str(tmp_path / "fake")})
-    assert job.wait() == [4], job.text()
-    assert (run.folder / "wandb.txt").exists() and (run.folder / "debug").exists() and run.steps_saved()
-    for path in (*run.folder.rglob("*"), *job.outputs):
-        if path.is_file():
-            content = path.read_bytes()
-            assert not [canary for canary in canaries.values() if canary.encode() in content], path
-
-
-def bad_gradient_later() -> None:
-    sys.path.insert(0, os.environ["FAKE_WANDB"])
-    bad_gradient_in_step(5, math.nan)
+    assert_same_run(run, whole, 6)
 
 
 # ------------------------------------------------------------------------------------------------------------------ two nodes

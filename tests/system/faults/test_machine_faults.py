@@ -19,7 +19,7 @@ from typing import Optional
 import pytest
 import torch
 from commands import Command, launch
-from factories import UNMEASURED, TinyRun, do_in_step, without_clocks
+from factories import UNMEASURED, assert_same_run, do_in_step
 
 import train
 from checkpoint import store
@@ -70,18 +70,6 @@ def fill(folder: Path, leave: int = 0) -> Path:
         while leave == 0:
             file.write(bytes(4096))
     return hog
-
-
-@pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory) -> TinyRun:
-    """A run to which nothing happened."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
-    assert run.train() == 0
-    return run
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def assert_one_sentence(text: str, *words: str) -> None:
@@ -141,7 +129,7 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
     assert job.wait() == [0] * world_size, job.text()
     assert [line["step"] for line in run.metrics()] == list(range(7))
     if world_size == 1:
-        assert run.hashes(6) == whole.hashes(6)
+        assert_same_run(run, whole, 6)
 
 
 def fill_the_disk_in_the_save_of_step_4() -> None:
@@ -186,9 +174,7 @@ def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
     assert len(warnings) == 3 and all("No space left on device; the run continues" in line for line in warnings), job.text()
     for name in ("metrics.jsonl", "ledger.jsonl", "log/rank-0.txt"):
         assert sum(str(run.folder / name) in line for line in warnings) == 1
-    assert run.hashes(50) == whole.hashes(50)
-    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
-    assert (run.folder / "ledger.jsonl").read_text() == (whole.folder / "ledger.jsonl").read_text()
+    assert_same_run(run, whole, 50)
     told = (run.folder / "log" / "rank-0.txt").read_text().splitlines()
     assert sum("Step [" in line for line in told) == 50 and all(line.startswith("[CPU0] ") for line in told)
 
@@ -267,7 +253,7 @@ def test_a_run_whose_console_is_gone_goes_on(whole, tiny_run):
     run = tiny_run()
     job = run.start(plant=console_that_nobody_reads)
     assert job.wait() == [0]
-    assert run.hashes(6) == whole.hashes(6)
+    assert_same_run(run, whole, 6)
     told = (run.folder / "log" / "rank-0.txt").read_text()
     assert "the console cannot be written: Broken pipe" in told and "Step [6/6]" in told
 
@@ -293,6 +279,30 @@ def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goe
     subprocess.run(["mount", "-o", "remount,size=9000000", small], check=True)
     there, elsewhere = shards_in(small), shards_in(tmp_path / "elsewhere")
     assert [path.read_bytes() for path in sorted(there.iterdir())] == [path.read_bytes() for path in sorted(elsewhere.iterdir())]
+
+
+# ----------------------------------------------------------------------------------------------------------------- power cuts
+
+
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tiny_run, monkeypatch):
+    """A power cut cannot be made here; the order of the calls shows what one would leave."""
+    synced, missing = [], []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def checked_rename(old, new):
+        if Path(new).name.startswith("step-"):
+            missing.append({str(path) for path in (Path(old), *Path(old).rglob("*"))} - {*synced})
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", checked_rename)
+    run = tiny_run(MAX_STEPS=1, **UNMEASURED)
+    assert run.train() == 0
+    assert missing == [set()] and synced[-1] == str(run.folder / "checkpoints"), "and then the name itself"
 
 
 # ----------------------------------------------------------------------------------------------- read-only folders, dead disks
@@ -331,7 +341,7 @@ def test_data_on_a_read_only_disk_is_enough(whole, tiny_run, mount, tmp_path):
     subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
     run = tiny_run(PRETRAIN_DATA_PATH=folder / "shards")
     assert run.train() == 0
-    assert run.hashes(6) == whole.hashes(6)
+    assert_same_run(run, whole, 6)
 
 
 def lose_the_disk_in_step_3() -> None:

@@ -15,7 +15,7 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-from factories import UNMEASURED, TinyRun, furthest, prepare_stages, run_ranks
+from factories import UNMEASURED, TinyRun, assert_same_run, furthest, prepare_stages, run_ranks
 from torch.nn import functional as F
 
 import train
@@ -315,15 +315,13 @@ def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device,
     with monkeypatch.context() as patch:
         plant_in_gradients(patch, 4, float("inf"))
         assert run.train() == 0
-    ledger = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
-    assert [line["updated"] for line in ledger][3:] == [False, True, True]
+    assert [line["updated"] for line in run.lines("ledger")][3:] == [False, True, True]
     assert scale_of(run, 4) == scale_of(run, 3) / 2 == scale_of(run, 6)
-    straight = run.hashes(6)
     again = tiny_run(**{**run.settings, "RUN_NAME": "again", "RESUME": run.checkpoint(4)})
     assert again.train() == 0
     assert scale_of(again, 6) == scale_of(run, 6)
     if device.type == "cpu":
-        assert again.hashes(6) == straight
+        assert_same_run(again, run, 6, logs=())
 
 
 @on_both
@@ -363,7 +361,7 @@ def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
     assert job.wait() == [143], job.text()
     job = runs[1].start()
     assert job.wait() == [0], job.text()
-    assert runs[0].hashes(6) == runs[1].hashes(6)
+    assert_same_run(*runs, 6, logs=())
 
 
 def stop_in_step_5() -> None:
@@ -424,8 +422,7 @@ def test_ranks_that_share_a_device_learn_what_one_does(device, tiny_run):
     assert one.train() == 0
     job = two.start(2, over_gloo, ONE_GPU)
     assert job.wait() == [0, 0], job.text()
-    ledgers = [[json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()] for run in (one, two)]
-    for mine, other in zip(*ledgers, strict=True):
+    for mine, other in zip(one.lines("ledger"), two.lines("ledger"), strict=True):
         assert mine["rows_crc32"] == other["rows_crc32"]
         assert other["loss"] == pytest.approx(mine["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(mine["grad_norm"], rel=1e-4)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from factories import assert_same_run
 from test_launch import busy, planted, told_seconds
 
 from model_utils import why_no_kernel
@@ -27,7 +28,7 @@ def test_deterministic_runs_are_alike_bit_for_bit(compiled, tiny_run):
     for run in runs:
         job = run.start()
         assert job.wait(300) == [0] and "; deterministic" in job.text(), job.text()
-    assert runs[0].hashes(6) == runs[1].hashes(6)
+    assert_same_run(*runs, 6, logs=())
 
 
 def test_a_first_small_kernel_compiles():

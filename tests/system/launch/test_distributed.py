@@ -9,6 +9,7 @@ from commands import listening
 from factories import (
     TinyRun,
     a_step,
+    assert_same_run,
     at_step,
     do_in_step,
     furthest,
@@ -127,22 +128,13 @@ def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
             f"rank-{rank}.txt" for rank in range(world_size)]
 
 
-@pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory) -> TinyRun:
-    """An uninterrupted run of two ranks."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
-    job = run.start(WORLD)
-    assert job.wait() == [0, 0], job.text()
-    return run
-
-
 def signal_rank_1_in_step_3() -> None:
     if os.environ["RANK"] == "1":
         do_in_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def test_two_ranks_that_one_signal_stopped_resume_identically(whole, tiny_run):
-    """Only rank 1 gets the signal; both exit in the same step."""
+def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks, tiny_run):
+    """The signal reaches rank 1 alone; both leave in the same step."""
     run = tiny_run()
     job = run.start(WORLD, signal_rank_1_in_step_3)
     assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
@@ -150,13 +142,12 @@ def test_two_ranks_that_one_signal_stopped_resume_identically(whole, tiny_run):
     job = run.start(WORLD)
     assert job.wait() == [0, 0], job.text()
     assert "number of ranks" not in job.text()
-    assert run.hashes(6) == whole.hashes(6)
-    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+    assert_same_run(run, whole_on_two_ranks, 6)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
-def test_another_number_of_ranks_reads_the_same_rows(before, after, whole, tiny_run):
-    """All rows differ, so equal losses mean equal rows: none repeated, none lost."""
+def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two_ranks, tiny_run):
+    """Each row's tokens differ, so equal losses mean equal rows; none repeated, none lost."""
     run = tiny_run()
     if before == 1:
         with at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
@@ -167,7 +158,7 @@ def test_another_number_of_ranks_reads_the_same_rows(before, after, whole, tiny_
     job = run.start(after)
     assert job.wait() == [0] * after, job.text()
     assert f"warning: the number of ranks was {before}, is {after}" in job.text()
-    assert_alike(run, whole)
+    assert_alike(run, whole_on_two_ranks)
 
 
 # -------------------------------------------------------------------------------------------------------------------- errors
@@ -182,7 +173,7 @@ def test_what_all_ranks_share_is_told_once(code, changes, tiny_run):
     assert text.count("error: ") + text.count(" in the settings:") == 1 and "Traceback" not in text, text
 
 
-def test_a_refused_resume_is_told_once(whole, prepared):
-    job = TinyRun(prepared, whole.output_dir).start(WORLD, SEED=3)
+def test_a_refused_resume_is_told_once(whole_on_two_ranks):
+    job = whole_on_two_ranks.start(WORLD, SEED=3)
     assert job.wait() == [5, 5], job.text()
     assert job.text().count("SEED was 1337, is 3") == 1 and "Traceback" not in job.text()

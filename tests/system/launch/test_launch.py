@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from commands import ROOT, Command, during, launch, listening, torchrun
-from factories import TinyRun, do_in_step, free_port, without_clocks
+from factories import TinyRun, assert_same_run, do_in_step, free_port
 from test_pickles import Bomb
 
 from checkpoint import hf_format
@@ -328,14 +328,6 @@ def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
 # ------------------------------------------------------------------------------------------------------------------- signals
 
 
-@pytest.fixture(scope="module")
-def whole(prepared, tmp_path_factory) -> TinyRun:
-    """An uninterrupted run of two ranks."""
-    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"))
-    assert run.start(WORLD).wait() == [0, 0]
-    return run
-
-
 SIGNALLED = [("launcher SIGTERM", moment) for moment in ("import", *MOMENTS)]
 SIGNALLED += [(f"launcher {name}", "step") for name in ("SIGINT", "SIGUSR1", "SIGHUP")]
 SIGNALLED += [("rank SIGTERM", moment) for moment in MOMENTS] + [(f"rank {name}", "step") for name in ("SIGINT", "SIGUSR1")]
@@ -343,7 +335,7 @@ SIGNALLED += [("rank SIGTERM", moment) for moment in MOMENTS] + [(f"rank {name}"
 
 @pytest.mark.parametrize(("what", "moment"), [
     pytest.param(*case, marks=() if case == ("launcher SIGTERM", "step") else pytest.mark.slow) for case in SIGNALLED])
-def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole, tiny_run):
+def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ranks, tiny_run):
     run = tiny_run()
     with planted(run, what, moment) as command:
         assert command.wait() == 143, command.text()
@@ -357,8 +349,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole, tiny_run)
     older_torch = "warning: this torch kills ranks"
     assert all(line.startswith(("[CPU0] ", older_torch)) for line in command.text().splitlines()), "a line that is no rank's"
     assert {path.name for path in (run.output_dir / "launch").rglob("*.*")} == {"stdout.log", "stderr.log", "error.json"}
-    assert run.hashes(6) == whole.hashes(6)
-    assert without_clocks(run.metrics()) == without_clocks(whole.metrics())
+    assert_same_run(run, whole_on_two_ranks, 6)
 
 
 def test_the_launcher_stops_its_ranks_twice_and_no_more(launcher, monkeypatch):

@@ -1,0 +1,230 @@
+"""Plants faults in a copy of the code, one at a time, and checks that the tests see each of them.
+
+    python tests/mutations.py [--jobs N] [--only WORD]
+
+Prints a table and exits with 1 unless every fault is seen. Takes a few minutes; nothing in the working tree is changed.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+FAILED_TESTS = Path(".pytest_cache/v/cache/lastfailed")  # written by pytest: the ids of the tests that failed
+TIMEOUT = 300  # seconds for the tests of one fault
+
+
+class Fault(NamedTuple):
+    """One replacement in one file. The old text must occur exactly once; its line breaks and indentation do not matter."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]  # files or test ids, of which one must fail
+
+
+def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+    return Fault(name, file, old, new, tests)
+
+
+MODEL, LOADERS, OPTIM = "tests/test_model.py", "tests/test_dataloaders.py", "tests/training/test_optim.py"
+OBJECTIVES, DISTILLATION = "tests/objectives/test_objectives.py", "tests/objectives/test_distillation.py"
+RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_identical"
+STORE, HANGS, SETTINGS = "tests/checkpoint/test_store.py", "tests/system/faults/test_hangs.py", "tests/settings/test_load.py"
+
+FAULTS = [
+    # Model
+    fault("rotary embedding: other direction", "model.py", "(-sin, sin)", "(sin, -sin)", MODEL),
+    fault("causal mask: off by one", "model.py", "queries:, None] >= index_S", "queries:, None] > index_S", MODEL),
+    fault("RMSNorm: no eps", "model.py", "+ self.eps)", ")", MODEL),
+    fault("tied head: no gradient", "model.py", "HeadWeight(head.weight, head.weight)",
+          "HeadWeight(head.weight, head.weight.detach())", MODEL),
+    fault("chunked head: gradient not scaled", "fused/chunked_head.py", "learned.mul_(factor)", "learned", MODEL),
+    fault("grouped queries: wrong key heads", "fused/attention.py", "heads.repeat_interleave(group, dim=2)",
+          "heads.repeat(1, 1, group, 1)",
+          "tests/fused/test_attention.py::test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups"),
+    fault("document borders: first one missing", "model.py", "(1, 0), value=True)", "(1, 0), value=False)", MODEL),
+    fault("document mask: earlier documents visible", "model.py", "(query_BT1 == key_B1S)", "(query_BT1 >= key_B1S)", MODEL),
+
+    # Optimizer and step
+    fault("weight decay: norms decay", "training/optim.py", '"weight_decay": 0.0', '"weight_decay": config.weight_decay', OPTIM),
+    fault("AdamW: bias correction starts anew on resume", "training/optim.py", "tensors[key].to(parameter.device)",
+          'tensors[key].to(parameter.device) * (entry != "step")', OPTIM),
+    fault("Muon: size of the update", "training/optim.py", "math.sqrt(max(shape))", "math.sqrt(min(shape))", OPTIM),
+    fault("learning rate: warm-up off by one", "training/optim.py", "(step + 1) / config.warmup_steps",
+          "step / config.warmup_steps", OPTIM),
+    fault("clipping: small gradients are stretched", "model_utils.py", "/ max_norm).clamp(min=1)", "/ max_norm)",
+          "tests/test_model_utils.py::test_gradients_that_are_not_finite_are_not_scaled"),
+    fault("accumulation: mean of means", "train.py", "mean = total * factor",
+          "mean = total / run.objective.count(batch).clamp(min=1) / len(batches)",
+          "tests/test_train.py::test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch"),
+    fault("random numbers: the same in every step", "model_utils.py", "SeedSequence((seed, step, rank))",
+          "SeedSequence((seed, rank))", "tests/test_model_utils.py::test_random_numbers_follow_from_seed_step_and_rank"),
+
+    # Data
+    fault("rows: every rank reads the first part", "data_pipeline/row_order.py", "[self.rank]", "[0]", LOADERS),
+    fault("rows: last one of an epoch is left out", "data_pipeline/row_order.py", "np.divmod(positions, n_rows)",
+          "np.divmod(positions, max(1, n_rows - 1))", LOADERS),
+    fault("rows: same order for every seed", "data_pipeline/row_order.py", "SeedSequence([seed, epoch])",
+          "SeedSequence([0, epoch])", LOADERS),
+    fault("documents: not numbered", "dataloaders.py", "ids_BT == document_start_id", "ids_BT < 0", LOADERS),
+    fault("packing: examples overlap", "data_pipeline/packing.py", "slots += each", "slots += each - 1",
+          "tests/data_pipeline/test_packing.py"),
+    fault("shard header: wrong count", "data_pipeline/shard_reader.py", "*MAGIC_AND_VERSION[dtype], tokens",
+          "*MAGIC_AND_VERSION[dtype], tokens + 1", "tests/data_pipeline/test_shard_reader.py"),
+    fault("tokenizer: special ids off by one", "tokenizer.py", "name: len(ranks) + i for", "name: len(ranks) + 1 + i for",
+          "tests/test_tokenizer.py"),
+    fault("chat targets: end of turn left out", "data_pipeline/chat_templates.py",
+          "self.tokenizer.encode(content.strip()), self.end_of_turn_id]", "self.tokenizer.encode(content.strip())]",
+          "tests/data_pipeline/test_chat_templates.py"),
+    fault("pairs: chosen and rejected change places", "data_pipeline/tokenize_chats.py", "(chosen, True), (rejected, True)",
+          "(rejected, True), (chosen, True)", "tests/data_pipeline/test_tokenize_chats.py"),
+
+    # Objectives
+    fault("DPO: other sign", "objectives/base.py", "score_BP2[..., 0] - score_BP2[..., 1]",
+          "score_BP2[..., 1] - score_BP2[..., 0]", OBJECTIVES),
+    fault("DPO: no beta", "objectives/base.py", "self.config.dpo_beta * margin_BP", "margin_BP", OBJECTIVES),
+    fault("ORPO: probabilities instead of odds", "objectives/base.py", "- log1mexp(mean_BP2)", "", OBJECTIVES),
+    fault("distillation: gradient without temperature", "objectives/distillation.py", "gradient_MV.mul_(temperature)",
+          "gradient_MV", DISTILLATION),
+    fault("stored teacher: the rest is not learned", "objectives/distillation.py", "temperature * gradient_MC[:, -1:]",
+          "0 * gradient_MC[:, -1:]", DISTILLATION),
+    fault("LoRA: not scaled", "lora.py", "low * self.scale", "low", "tests/test_lora.py"),
+    fault("LoRA: merged without scale", "lora.py", "self.scale * (self.lora_B", "(self.lora_B", "tests/test_lora.py"),
+    fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[task.ending_characters for task in batch]",
+          "[task.ending_tokens for task in batch]", "tests/test_hellaswag_utils.py"),
+
+    # Checkpoints and resuming
+    fault("checkpoint: hash not checked", "checkpoint/store.py", 'digest != expected["sha256"]', "False", STORE),
+    fault("checkpoint: renamed before it is on the disk", "checkpoint/store.py", "sync(path) with open(", "with open(",
+          "tests/system/faults/test_machine_faults.py::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name"),
+    fault("retention: best one deleted", "checkpoint/store.py", "*best)", ")", STORE),
+    fault("Hugging Face: heads not permuted", "checkpoint/hf_format.py", "unflatten(0, (heads, -1, 2))",
+          "unflatten(0, (heads, 2, -1))", "tests/checkpoint/test_hf_format.py"),
+    fault("PEFT: other names", "checkpoint/hf_format.py", "base_model.model.{", "base_model.{", "tests/test_lora.py"),
+    fault("resume: a step is skipped", "train.py", "run.objective, progress.step)",
+          "run.objective, progress.step + (progress.step > 0))", RESUMED),
+    fault("resume: optimizer state not loaded", "training/setup.py", "optimizer.load_state_tensors(", "dict(", RESUMED),
+    fault("ledger: rows of the next step", "training/step_guards.py", "all_rows(run.progress.step)",
+          "all_rows(run.progress.step + 1)", "tests/training/test_step_guards.py"),
+
+    # Settings and errors
+    fault("settings: a rule is dropped", "config.py", "if c.n_heads % c.n_kv_heads:", "if False:", SETTINGS),
+    fault("settings: environment above flags", "settings/load.py", "environment, flags.layer]", "flags.layer, environment]",
+          SETTINGS),
+    fault("exit code: always 1", "parallel/collectives.py", "error.exit_code,", "1,", f"{HANGS}::test_one_place_explains_every_end"),
+    fault("watchdog: seal not checked", "parallel/watchdog.py", "if not hmac.compare_digest(",
+          "if False and not hmac.compare_digest(", f"{HANGS}::test_what_a_stranger_hangs_out_is_left_there"),
+    fault("terminal: 8-bit control characters pass", "common/text.py", r"\x7f-\x9f", r"\x7f", "tests/training/test_run_log.py"),
+]
+
+
+def copy_tree(folder: Path) -> Path:
+    """Copy the tracked files as they are now, with bytecode that notices a change within the same second."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", folder], check=True)
+    return folder
+
+
+def failing_tests(copy: Path, tests: list[str]) -> list[str]:
+    """Run tests until one fails; return the ids of those that failed.
+
+    Raises:
+        RuntimeError: they could not be run, or hang.
+    """
+    (copy / FAILED_TESTS).unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", "pytest", "-x", "-q", *tests], cwd=copy, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise RuntimeError(f"the tests take more than {TIMEOUT} s") from None
+    if process.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {process.returncode}: {output.strip().splitlines()[-1]}")
+    return [*json.loads((copy / FAILED_TESTS).read_text())] if process.returncode else []
+
+
+def plant(copy: Path, fault: Fault) -> str:
+    """Plant a fault in a copy of the tree, and return the file's text without it.
+
+    Raises:
+        RuntimeError: the old text does not occur exactly once.
+    """
+    file = copy / fault.file
+    text, pattern = file.read_text(), r"\s+".join(map(re.escape, fault.old.split()))
+    if (count := len(re.findall(pattern, text))) != 1:
+        raise RuntimeError(f"{fault.file} has {fault.old!r} {count} times")
+    changed = re.sub(pattern, lambda _: fault.new, text)
+    compile(changed, fault.file, "exec")  # a fault is wrong code, not a syntax error
+    file.write_text(changed)
+    return text
+
+
+class Outcome(NamedTuple):
+    seen_by: list[str]
+    problem: str
+    seconds: float
+
+
+def examine(copies: "SimpleQueue[Path]", fault: Fault) -> Outcome:
+    copy, started = copies.get(), time.monotonic()
+    try:
+        text = plant(copy, fault)
+        try:
+            seen_by = failing_tests(copy, [*fault.tests])
+        finally:
+            (copy / fault.file).write_text(text)
+        problem = "" if seen_by else "NOT SEEN"
+    except RuntimeError as error:
+        seen_by, problem = [], f"ERROR: {error}"
+    finally:
+        copies.put(copy)
+    return Outcome(seen_by, problem, time.monotonic() - started)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are tested at a time")
+    parser.add_argument("--only", default="", help="only the faults whose name or file contains this")
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if args.only in fault.name or args.only in fault.file]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(args.jobs):
+            copies.put(copy_tree(Path(folder, str(number))))
+        print("| fault | seen by | seconds |\n|---|---|---|", flush=True)
+        seen_by, problems, started = set(), 0, time.monotonic()
+        for fault, outcome in zip(faults, pool.map(lambda fault: examine(copies, fault), faults)):
+            problems += bool(outcome.problem)
+            seen_by |= {*outcome.seen_by}
+            shown = outcome.problem or ", ".join(outcome.seen_by).replace("|", "\\|")
+            print(f"| {fault.name} | {shown} | {outcome.seconds:.1f} |", flush=True)
+        # A test that fails without the fault too has not seen it.
+        for test in failing_tests(copies.get(), sorted(seen_by)) if seen_by else []:
+            problems += 1
+            print(f"ERROR: {test} fails without a fault too")
+    print(f"{len(faults)} faults, {problems} problems, {time.monotonic() - started:.0f} s")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

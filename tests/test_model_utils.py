@@ -1,0 +1,93 @@
+"""What a model needs to run here: seeds, deterministic and compiled kernels, and the scale of a clipped gradient."""
+
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import model_utils
+from common.errors import SettingsError
+from config import Config
+from model_utils import clip_scale, seed_step
+
+
+def test_random_numbers_follow_from_seed_step_and_rank():
+    def numbers(*of: int) -> tuple[float, ...]:
+        seed_step(*of)
+        return float(torch.rand(())), random.random(), float(np.random.rand())
+
+    assert numbers(1, 2, 3) == numbers(1, 2, 3)
+    drawn = [numbers(*of) for of in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (2**32 - 1, 10**9, 10**5))]
+    assert len({value for values in drawn for value in values}) == 15
+
+
+def test_gradients_that_are_not_finite_are_not_scaled():
+    for norm in (math.nan, math.inf):
+        assert clip_scale(torch.tensor(norm), 1.0) == 1
+    assert clip_scale(torch.tensor(4.0), 0.0) is None and clip_scale(torch.tensor(0.5), 1.0) == 1
+
+
+class Torch:
+    """What DETERMINISTIC sets in torch."""
+
+    def __init__(self):
+        self.told = []
+        self.backends, self.utils = SimpleNamespace(cudnn=SimpleNamespace(deterministic=False)), SimpleNamespace(
+            deterministic=SimpleNamespace(fill_uninitialized_memory=True))
+
+    def use_deterministic_algorithms(self, mode, *, warn_only=False):
+        self.told.append((mode, warn_only))
+
+
+@pytest.mark.parametrize(("wanted", "device", "changed"), [(True, "cuda", True), (True, "cpu", False), (False, "cuda", False)])
+def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(wanted, device, changed, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "none")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    monkeypatch.setattr(model_utils, "torch", stub := Torch())
+    model_utils.make_deterministic(Config(deterministic=wanted), device)
+    # With warn_only the backward of torch's attention would stay as it is.
+    assert stub.told == [(True, False)] * changed
+    assert stub.backends.cudnn.deterministic is changed is not stub.utils.deterministic.fill_uninitialized_memory
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if changed else None)
+
+
+def test_a_workspace_of_the_users_own_is_kept_or_refused(monkeypatch):
+    monkeypatch.setattr(model_utils, "torch", Torch())
+    for workspace, refused in ((":16:8", False), (":0:0", True)):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
+        with pytest.raises(SettingsError, match="CUBLAS_WORKSPACE_CONFIG.*:0:0") if refused else nullcontext():
+            model_utils.make_deterministic(Config(deterministic=True), "cuda")
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == workspace
+
+
+def compiler_that(raises: Exception | None = None, adds: float = 0.0):
+    def compile(function):
+        def compiled(numbers):
+            if raises is not None:
+                raise raises
+            return function(numbers) + adds
+        return compiled
+    return compile
+
+
+@pytest.mark.parametrize(("compiler", "headers", "told"), [
+    (compiler_that(), "/", None), (compiler_that(adds=1), "/", "it gives wrong numbers, or set COMPILE=false"),
+    (compiler_that(RuntimeError("\nno ptxas\nmore")), "/", "RuntimeError: no ptxas, or set COMPILE=false"),
+    (compiler_that(subprocess.CalledProcessError(1, ["gcc"])), "/nowhere", "Python.h.*install python3-dev, or set COMPILE")])
+def test_a_kernel_that_cannot_be_compiled_is_found_before_the_first_step(compiler, headers, told, tmp_path, monkeypatch):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(model_utils.sysconfig, "get_path", lambda *_: str(tmp_path) + headers)
+    monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(model_utils.shutil, "which", lambda name: name)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setattr(model_utils, "why_no_kernel", lambda _, real=model_utils.why_no_kernel.__wrapped__: real("cpu"))
+    reason = model_utils.why_not_compile(Config(), "cuda")
+    assert reason is None if told is None else re.search(told, reason) and "\n" not in reason
