@@ -288,7 +288,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
         unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
     if unlike:
-        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model does not support")
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model lacks; use another")
     return settings
 
 
