@@ -263,7 +263,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
                if key not in config]
     if config.get("model_type") != "llama" or missing:
         raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model"
-                              f"{' without ' + ', '.join(missing) if missing else ''}; only Llamas can be read")
+                              f"{' without ' + ', '.join(missing) if missing else ''}; only Llamas are read")
     settings = {"dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
                 "n_heads": config["num_attention_heads"],
                 "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
@@ -288,7 +288,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
         unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
     if unlike:
-        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model does not support")
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model lacks; use another")
     return settings
 
 

@@ -306,7 +306,7 @@ SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, chang
     ("layers", dict(LORA_ENABLED="true", PRETRAIN_CHECKPOINT="model", LORA_TARGET_MODULES="wz"), "LORA_TARGET_MODULES=wz must"),
     ("teacher", dict(DISTILLATION_ENABLED="true"), "needs TEACHER_MODEL"),
     ("two", dict(PRETRAIN_CHECKPOINT="a", DPO_CHECKPOINT="b"), "both set"), ("name", dict(RUN_NAME="../x"), "plain folder name"),
-    ("long_name", dict(RUN_NAME="a" * 300), "200 at most"), ("ranks", dict(WORLD_SIZE=4), "not started by a launcher"),
+    ("long_name", dict(RUN_NAME="a" * 300), "may have 200; shorten it"), ("ranks", dict(WORLD_SIZE=4), "no launcher started this process"),
     ("preset", dict(PRESET="nope"), "unknown preset nope"), ("rate", dict(MIN_LEARNING_RATE=5), "exceeds"),
     ("early", dict(EARLY_STOPPING_PATIENCE=3, VALIDATE_EVERY=0), "set VALIDATE_EVERY"),
     ("data", dict(PRETRAIN_DATA_PATH=""), "PRETRAIN_DATA_PATH is not set"), ("device", dict(DEVICE="cuda:7"), "DEVICE=cuda:7"),
@@ -327,7 +327,7 @@ SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, chang
         ("torn", "{", "c.json: not valid JSON"), ("list", "[]", "expected an object"), ("deep", DEEP, "not valid JSON"),
         ("unknown", '{"foo": 1}', "unknown setting foo"), ("twice", '{"seed":1,"seed":2}', "second time"),
         ("nested", '{"a":{"b":{"seed":"x"}}}', "a.b.seed: SEED=x"),
-        ("half", '{"output_dir":"\\ud800"}', "OUTPUT_DIR=.*half a character"),
+        ("half", '{"output_dir":"\\ud800"}', "OUTPUT_DIR=.*an invalid character"),
         ("nul", '{"hellaswag_path":"a\\u0000"}', "HELLASWAG_PATH=.*NUL"))] + [
     Case("env-output-file", TRAIN, 5, env(OUTPUT_DIR="x.jsonl"), "x.jsonl/run cannot be written"),
     Case("env-output-long", TRAIN, 5, env(OUTPUT_DIR="a" * 300), "File name too long")]
