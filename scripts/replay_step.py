@@ -28,8 +28,8 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
-        raise SettingsError("command line: the run's folder has its settings; give only flags of settings that "
-                            "are to differ")
+        raise SettingsError("command line: the run's folder has its settings; give only flags of settings "
+                            "that are to differ")
 
     # Here, because torch's import takes seconds.
     from debug.replay import replay
