@@ -3,6 +3,7 @@
 Nothing is written into the run's folder, so that a run can be examined while it continues.
 """
 
+import itertools
 import math
 import textwrap
 import zlib
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from checkpoint import hf_format, store
@@ -33,7 +35,7 @@ from model_utils import (
     make_deterministic,
     seed_step,
 )
-from objectives.base import LossSum, Objective
+from objectives.base import LossSum
 from parallel.collectives import Ranks, StopSignals
 from settings.load import Layer, read_json_file, validate
 from train import train_step
@@ -111,30 +113,6 @@ def find_weights(run_dir: Path, step: int, config: Config) -> tuple[Optional[Pat
     return folder, by_path, messages
 
 
-class SeededLikeRanks:
-    """The run's objective for one step in one process, with dropout drawn as each of the run's ranks drew it.
-
-    Args:
-        step: the number of steps finished before.
-        micro_batches: of all ranks, which follow each other, rank by rank.
-    """
-
-    def __init__(self, objective: Objective, seed: int, step: int, micro_batches: int, world_size: int):
-        self.objective, self.seed, self.step = objective, seed, step
-        self.per_rank, self.done = max(1, micro_batches // world_size), 0
-
-    def count(self, batch: Batch) -> Tensor:
-        """The objective's count."""
-        return self.objective.count(batch)
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> LossSum:
-        """The objective's loss, with a new seed before the first micro-batch of each rank."""
-        rank, within = divmod(self.done, self.per_rank)
-        if not within:
-            seed_step(self.seed, self.step, rank)
-        self.done += 1
-        return self.objective.loss_sum(model, batch)
-
 
 def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
     """The run as it was when it had the last verified checkpoint before the step, in this process alone.
@@ -174,9 +152,18 @@ def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
 
 def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
     """Take the next step like a run on `world_size` ranks, whose micro-batches hold `count` units."""
-    objective = SeededLikeRanks(run.objective, run.config.seed, run.progress.step, len(batches), world_size)
+    per_rank, done = max(1, len(batches) // world_size), itertools.count()
+
+    def loss_sum(model: nn.Module, batch: Batch) -> LossSum:
+        # Dropout as each rank drew it, which seeded its generators before its first micro-batch.
+        rank, within = divmod(next(done), per_rank)
+        if not within:
+            seed_step(run.config.seed, run.progress.step, rank)
+        return run.objective.loss_sum(model, batch)
+
     lr = learning_rate(run.progress.updates, run.config)
-    return train_step(replace(run, objective=objective), run.model, batches, count, lr)
+    one_process = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
+    return train_step(one_process, run.model, batches, count, lr)
 
 
 def difference(now: float, then: Optional[float]) -> float:
@@ -188,11 +175,12 @@ def difference(now: float, then: Optional[float]) -> float:
 
 def replay_before(run: Run, step: int, world_size: int,
                   ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
-    """Take the steps before a step; return a description, and whether their losses agree with the ledger.
+    """Take the steps before `step`; return a description, and whether their losses agree with the ledger.
 
     Raises:
         NonFiniteError: one of them was not finite.
     """
+    # `largest` is the largest relative difference, `deviating` describes the first one that is not rounding.
     first, largest, deviating = run.progress.step + 1, 0.0, ""
     start = f"from {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
