@@ -156,16 +156,6 @@ def clean(text: str) -> str:
 # ------------------------------------------------------------------------------------------ tokens
 
 
-def encode_pair(tokenizer, context: str, ending: str) -> tuple[list[int], list[int]]:
-    """Return the ids of the context after the document's start, and of the ending with its leading space.
-
-    The ending's are those that follow the context's ids: a token that would span both belongs to the ending.
-    Source: lm-evaluation-harness, `_encode_pair`.
-    """
-    context_ids = tokenizer.encode(context.rstrip())
-    whole_ids = tokenizer.encode(f"{context} {ending}")
-    return [tokenizer.document_start_id, *context_ids], whole_ids[len(context_ids):]
-
 
 def prepare_tasks(items: Sequence[Item], tokenizer, max_seq_len: int) -> list[Task]:
     """Return the items in tokens. A context that is too long loses its beginning.
@@ -178,8 +168,9 @@ def prepare_tasks(items: Sequence[Item], tokenizer, max_seq_len: int) -> list[Ta
 
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     """Return an item in tokens. Raises DataError like `prepare_tasks`."""
-    pairs = [encode_pair(tokenizer, item.context, ending) for ending in item.endings]
-    context, endings = pairs[0][0], [ending for _, ending in pairs]
+    # A token that spans the border belongs to the ending. Source: lm-evaluation-harness, `_encode_pair`.
+    context_ids = tokenizer.encode(item.context.rstrip())
+    endings = [tokenizer.encode(f"{item.context} {ending}")[len(context_ids):] for ending in item.endings]
     longest = max(map(len, endings))
     if longest > max_seq_len:
         raise DataError(f"{item.where}: an ending of {longest} tokens does not fit into "
@@ -187,6 +178,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
     if not all(endings):
         raise DataError(f"{item.where}: ending {endings.index([])} gives no token; remove the item")
     # The context's last token predicts each ending's first, so it begins each ending's document.
+    context = [tokenizer.document_start_id, *context_ids]
     prefix, heads = context[:-1], [context[-1:]] * ENDINGS
     if len(context) + longest - 1 > max_seq_len:
         # Each ending keeps as much of the context as fits beside it, so they share nothing.
@@ -231,14 +223,6 @@ def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.dev
     return np.add.reduceat(logprob_M, lengths.cumsum() - lengths).reshape(len(batch), ENDINGS)
 
 
-def count_correct(batch: Sequence[Task], logprobs_B4: np.ndarray) -> Counts:
-    """Return how many of the batch's items are answered correctly."""
-    labels_B = np.array([task.label for task in batch])
-    characters_B4 = np.array([task.ending_characters for task in batch])
-    correct, correct_norm = (int((scores_B4.argmax(axis=1) == labels_B).sum())
-                             for scores_B4 in (logprobs_B4, logprobs_B4 / characters_B4))
-    return Counts(correct, correct_norm, len(batch))
-
 
 def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0, world_size: int = 1,
                      device: torch.device, batch_tokens: int) -> Iterator[Counts]:
@@ -253,8 +237,12 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
     try:
         for index in range(rank, -(-len(batches) // world_size) * world_size, world_size):
             batch = batches[min(index, len(batches) - 1)]
-            counts = count_correct(batch, ending_logprobs(model, batch, device))
-            yield counts if index < len(batches) else Counts()
+            logprobs_B4 = ending_logprobs(model, batch, device)
+            labels_B = np.array([task.label for task in batch])
+            characters_B4 = np.array([task.ending_characters for task in batch])
+            correct, correct_norm = (int((scores_B4.argmax(axis=1) == labels_B).sum())
+                                     for scores_B4 in (logprobs_B4, logprobs_B4 / characters_B4))
+            yield Counts(correct, correct_norm, len(batch)) if index < len(batches) else Counts()
     finally:
         model.train(was_training)
 

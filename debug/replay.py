@@ -1,8 +1,9 @@
-"""A step of a run taken again, to see what was in it: the same rows, the same weights, watched closely.
+"""Replay one step of a run, with the same rows and weights, and report what was in it.
 
-Nothing is written into the run's folder, so that a run can be looked at while it goes on. Shapes: B rows, T tokens.
+Nothing is written into the run's folder, so that a run can be examined while it continues.
 """
 
+import itertools
 import math
 import textwrap
 import zlib
@@ -10,11 +11,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from checkpoint import store
@@ -25,7 +27,7 @@ from config import Config, rules
 from data_pipeline.batch import Batch
 from debug.row_report import RowReport, describe_parameters, describe_row, examine_rows, numbered
 from model_utils import seed_step
-from objectives.base import LossSum, Objective
+from objectives.base import LossSum
 from parallel.collectives import Ranks, RunContext, StopSignals
 from settings.load import Layer, read_json_file, validate
 from train import train_step
@@ -36,47 +38,46 @@ from training.setup import build_run, prepare_device, read_inputs
 from training.start import Found, find_base, named_checkpoint, start_from
 from training.state import Run, StepResult
 
-ROUNDING = 1e-3  # relative: what other kernels, or sums in another order, make of a loss at most
-STANDS_OUT = 8.0  # robust standard deviations above the median row
+ROUNDING = 1e-3  # the largest relative difference of a loss between kernels or orders of summation
+OUTLIER = 8.0  # robust standard deviations above the median row
 
 Say = Callable[[str], Any]
 
 
-# --------------------------------------------------------------------------------------------------------- what there was then
+# ------------------------------------------------------------------------------ what the run recorded
 
 
 def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
-    """The settings that a step of a run was taken with, for a replay in one process, changed by flags; and the number of ranks
-    that the run had.
+    """Return a step's settings, changed by flags, for one process; and the number of ranks that the run had.
 
     Raises:
-        SettingsError: there is no such run, or its settings and the flags do not go together.
+        SettingsError: there is no such run, or its settings and the flags contradict each other.
     """
     parts = [file for begins, file in segments(run_dir) if begins <= step]
     file = parts[-1] if parts else run_dir / "config.json"
     if not file.is_file():
-        raise SettingsError(f"{run_dir} is no run's folder, or no step was taken in it: it holds no config.json; name one, "
-                            "such as runs/first")
-    kept = read_json_file(file)
-    merged = {**kept.values, **flags.values, "world_size": (1, "replay")}
+        raise SettingsError(f"{run_dir} is no run's folder, or the run has taken no step: it holds no "
+                            "config.json; name a run's folder, such as runs/first")
+    saved = read_json_file(file)
+    merged = {**saved.values, **flags.values, "world_size": (1, "replay")}
     config, invalid = validate(merged)
-    problems = [*kept.problems, *flags.problems, *invalid.values()] or [*rules(config)]
+    problems = [*saved.problems, *flags.problems, *invalid.values()] or [*rules(config)]
     if problems:
         raise SettingsError(*problems)
-    return config, int(kept.values.get("world_size", (1, ""))[0])
+    return config, int(saved.values.get("world_size", (1, ""))[0])
 
 
 def read_ledger(run_dir: Path, step: int) -> dict[int, dict[str, Any]]:
-    """The ledger's lines by their steps.
+    """Return the ledger's lines by step.
 
     Raises:
-        SettingsError: there is none of this step.
+        SettingsError: this step has none.
     """
     path = run_dir / "ledger.jsonl"
     lines = {entry["step"]: entry for entry in read_entries(path)}
     if step not in lines:
-        there = f"{path} has the steps {min(lines)} to {max(lines)}" if lines else f"{path} has none yet"
-        raise SettingsError(f"--step {step}: there is no such step of this run; {there}")
+        recorded = f"has the steps {min(lines)} to {max(lines)}" if lines else "is empty"
+        raise SettingsError(f"--step {step}: the run has no such step; {path} {recorded}")
     return lines
 
 
@@ -102,31 +103,6 @@ def find_weights(run_dir: Path, step: int, config: Config) -> Found:
         store.verify(folder)
     return Found(folder, by_path, messages)
 
-
-class AsRanks:
-    """The objective for one step, with dropout drawn as each of the run's ranks drew it; their micro-batches come one after
-    the other.
-
-    Args:
-        step: so many are finished before it.
-        micro_batches: of all ranks.
-    """
-
-    def __init__(self, objective: Objective, seed: int, step: int, micro_batches: int, world_size: int):
-        self.objective, self.seed, self.step = objective, seed, step
-        self.of_each, self.taken = max(1, micro_batches // world_size), 0
-
-    def count(self, batch: Batch) -> Tensor:
-        """The objective's."""
-        return self.objective.count(batch)
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> LossSum:
-        """The objective's, after the seed where a rank's part begins."""
-        rank, within = divmod(self.taken, self.of_each)
-        if not within:
-            seed_step(self.seed, self.step, rank)
-        self.taken += 1
-        return self.objective.loss_sum(model, batch)
 
 
 class ReplayLog:
@@ -160,145 +136,168 @@ def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
     return run
 
 
-# ------------------------------------------------------------------------------------------------------------ the steps again
+# ------------------------------------------------------------------------------------------ the steps
 
 
 def take_step(run: Run, batches: list[Batch], count: int, world_size: int) -> StepResult:
-    """Take the next step as the run did on so many ranks, whose micro-batches hold so many units."""
-    objective = AsRanks(run.objective, run.config.seed, run.progress.step, len(batches), world_size)
-    rate = learning_rate(run.progress.updates, run.config)
-    return train_step(replace(run, objective=objective), run.model, batches, count, rate)
+    """Take the next step like a run on `world_size` ranks, whose micro-batches hold `count` units."""
+    per_rank, done = max(1, len(batches) // world_size), itertools.count()
+
+    def loss_sum(model: nn.Module, batch: Batch) -> LossSum:
+        # Dropout as each rank drew it, which seeded its generators before its first micro-batch.
+        rank, within = divmod(next(done), per_rank)
+        if not within:
+            seed_step(run.config.seed, run.progress.step, rank)
+        return run.objective.loss_sum(model, batch)
+
+    lr = learning_rate(run.progress.updates, run.config)
+    one_process = replace(run, objective=SimpleNamespace(loss_sum=loss_sum))
+    return train_step(one_process, run.model, batches, count, lr)
 
 
-def difference(value: float, then: Optional[float]) -> float:
-    """How far a number is from the ledger's, relative to that; infinite where only one of them is a number."""
-    if then is None or not math.isfinite(value):
-        return 0.0 if then is None and not math.isfinite(value) else math.inf
-    return abs(value - then) / max(abs(then), 1e-12)
+def difference(now: float, then: Optional[float]) -> float:
+    """Return the relative difference from the ledger's number; infinite if only one of them is finite."""
+    if then is None or not math.isfinite(now):
+        return 0.0 if then is None and not math.isfinite(now) else math.inf
+    return abs(now - then) / max(abs(then), 1e-12)
 
 
-def catch_up(run: Run, step: int, world_size: int, ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
-    """Take the steps before a step again; returns in words how they went, and whether they went as they did then.
+def replay_before(run: Run, step: int, world_size: int,
+                  ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
+    """Take the steps before `step`; return a description, and whether their losses agree with the ledger.
 
     Raises:
         NonFiniteError: one of them was not finite.
     """
-    first, furthest, astray = run.progress.step + 1, 0.0, ""
-    begun = f"those of {run.started_from}" if run.started_from else "the initial ones"
+    # `largest` is the largest relative difference, `deviating` describes the first one that is not rounding.
+    first, largest, deviating = run.progress.step + 1, 0.0, ""
+    start = f"from {run.started_from}" if run.started_from else "the initial ones"
     if first == step:
-        return begun, True
+        return start, True
     with run.inputs.training_batches(run.config, run.ranks, run.objective, run.progress.step) as loader:
-        what = f"Steps {first} to {step - 1} again"
-        for now in tqdm(range(first, step), desc=what, unit="step", delay=2, leave=False, disable=None):
+        title = f"Replaying steps {first} to {step - 1}"
+        for now in tqdm(range(first, step), desc=title, unit="step", delay=2, leave=False, disable=None):
             result = take_step(run, *next(loader), world_size)
             if not result.finite:
-                raise NonFiniteError(f"step {now} is not finite already: replay that one, or this one with --at-checkpoint")
+                raise NonFiniteError(f"step {now} is not finite already: replay it, or add --at-checkpoint")
             if now in ledger:
-                furthest = max(furthest, difference(result.loss, ledger[now]["loss"]))
-                if furthest > ROUNDING and not astray:
-                    astray = f"step {now} has a loss of {result.loss:.6g}, then {ledger[now]['loss']}"
+                largest = max(largest, difference(result.loss, ledger[now]["loss"]))
+                if largest > ROUNDING and not deviating:
+                    deviating = f"the loss of step {now} is {result.loss:.6g}, not {ledger[now]['loss']}"
             run.advance(result)
-    how = "each gave the loss of the ledger" if furthest == 0 else f"their losses are within {furthest:.1e} of the ledger's"
-    if astray:
-        how = f"BUT {astray}: settings, data or machine are not what they were"
-    again = f"step {first}" if first == step - 1 else f"steps {first} to {step - 1}"
-    return f"{begun}, and {again} again; {how}", not astray
+    steps = f"step {first}" if first == step - 1 else f"steps {first} to {step - 1}"
+    agreement = f"losses within {largest:.1e} of the ledger" if largest else "losses equal to the ledger"
+    if deviating:
+        agreement = f"BUT {deviating}: settings, data or machine have changed"
+    return f"{start}, then {steps} replayed; {agreement}", not deviating
 
 
-# ------------------------------------------------------------------------------------------------------------------ the replay
+# ----------------------------------------------------------------------------------------- the report
 
 
 def compare(name: str, now: float, then: Optional[float]) -> str:
-    """A number of the step beside the ledger's."""
-    apart = difference(now, then)
-    verdict = ("the same" if apart == 0 else f"{apart:.1e} apart, which is rounding" if apart <= ROUNDING else "ANOTHER")
-    return f"{name:<14} {now:<12.6g} then {'not finite' if then is None else f'{then:.6g}':<12} {verdict}"
+    """Return a line with a number of the step and the ledger's."""
+    apart, ledger = difference(now, then), "not finite" if then is None else f"{then:.6g}"
+    verdict = f"differs by {apart:.1e}, which is rounding" if apart else "the same"
+    return f"{name:<14} {now:<12.6g} ledger {ledger:<12} {verdict if apart <= ROUNDING else 'DIFFERENT'}"
 
 
-def named(reports: list[RowReport]) -> str:
-    """The numbers of the first rows."""
-    return ", ".join(str(report.row) for report in reports[:8])
+def rows_of(reports: list[RowReport]) -> str:
+    """Return the numbers of the first rows, as in "rows 3, 5"."""
+    return f"row{'s' if len(reports) > 1 else ''} {', '.join(str(report.row) for report in reports[:8])}"
 
 
-def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool, alike: bool) -> str:
-    """What it comes to, in a sentence or two.
+def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport], bad_parameters: bool,
+             is_same: bool) -> str:
+    """Return the conclusion of the replay, one or two sentences.
 
     Args:
-        alike: rows and weights are those of the step.
+        then: the step's line in the ledger.
+        is_same: the rows and weights are those of the step.
     """
+    # Something is not finite, now or then.
     bad = [report for report in reports if report.is_bad]
-    losses = [report.loss for report in reports if math.isfinite(report.loss)]
-    then_finite = then["loss"] is not None and then["grad_norm"] is not None
-    apart = [name for name, now in (("loss", result.loss), ("gradient norm", result.grad_norm))
-             if difference(now, then["loss" if name == "loss" else "grad_norm"]) > ROUNDING]
     if bad_parameters:
-        met = f", and row{'s' if len(bad) > 1 else ''} {named(bad)} met what is bad" if bad else ""
-        return f"The weights were not finite before this step{met}: replay an earlier one to see what made them so."
+        met = f", and {rows_of(bad)} used them" if bad else ""
+        return f"The weights were not finite before this step{met}: replay an earlier step to find the cause."
     if bad:
-        return f"Row{'s' if len(bad) > 1 else ''} {named(bad)} make{'' if len(bad) > 1 else 's'} it not finite."
+        return f"Not finite because of {rows_of(bad)}."
     if not result.finite:
-        return "The step is not finite, and none of its rows is to blame alone: lower LEARNING_RATE, or set PRECISION=bf16."
-    if not then_finite:
-        blame = ("neither data nor weights are to blame. Suspect the machine that it ran on, or its kernels" if alike else
-                 "but it has other rows or weights than then")
-        return f"It is finite now and was not then: {blame}."
-    out = [report for report in reports if robust_z_score(report.loss, losses, 0) > STANDS_OUT]
-    stands = ""
-    if out:
-        stands = (f"{f'rows {named(out)} stand' if len(out) > 1 else f'row {named(out)} stands'} out: a loss of "
-                  f"{out[0].loss:.4f} beside {float(np.median(losses)):.4f} of the median row")
-    if apart or not alike:
-        why = f"it has another {' and '.join(apart)}" if alike else "it has other rows or weights"
-        return (f"This is not the step that was: {why}. As it is now, all is finite and {stands or 'no row stands out'}, which "
-                "says nothing about the step then.")
-    if stands:
-        return f"All is finite; {stands}."
-    return "Nothing is wrong with this step: all is finite, and no row stands out."
+        return ("The step is not finite, but each of its rows alone is: lower LEARNING_RATE, or set "
+                "PRECISION=bf16.")
+    if then["loss"] is None or then["grad_norm"] is None:
+        cause = "it has other rows or weights than then"
+        if is_same:
+            cause = "data and weights are not the cause. Suspect the machine that it ran on, or its kernels"
+        return f"It is finite now, but was not then: {cause}."
+
+    # All is finite.
+    losses = [report.loss for report in reports if math.isfinite(report.loss)]
+    outliers = [report for report in reports if robust_z_score(report.loss, losses, 0) > OUTLIER]
+    found = "no row is an outlier"
+    if outliers:
+        what = "are outliers" if len(outliers) > 1 else "is an outlier"
+        found = (f"{rows_of(outliers)} {what} with a loss of {outliers[0].loss:.4f}, the median is "
+                 f"{float(np.median(losses)):.4f}")
+    numbers = {"loss": (result.loss, then["loss"]), "gradient norm": (result.grad_norm, then["grad_norm"])}
+    apart = [name for name, pair in numbers.items() if difference(*pair) > ROUNDING]
+    if apart or not is_same:
+        why = f"another {' and '.join(apart)}" if is_same else "other rows or weights"
+        return (f"This is not the recorded step, as it has {why}. Now all is finite and {found}, which says "
+                "nothing about the recorded step.")
+    return f"All is finite; {found}." if outliers else f"Nothing is wrong: all is finite, and {found}."
 
 
 def print_wrapped(text: str) -> None:
-    """Print one entry, on lines of at most 120 columns, with what belongs to it indented."""
+    """Print an entry, wrapped at 120 columns with a hanging indent."""
     indent = " " * (4 + len(text) - len(text.lstrip()))
-    show(*textwrap.wrap(printable(text), 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
+    show(*textwrap.wrap(printable(text), 120, subsequent_indent=indent, break_long_words=False,
+                        break_on_hyphens=False))
 
 
-def replay(run_dir: Path, step: int, config: Config, world_size: int, rows_shown: int = 3, at_checkpoint: bool = False,
+def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_checkpoint: bool = False,
            info: Say = print_wrapped) -> None:
-    """Take a step of a run again, and tell what is in it.
+    """Replay a step of a run in this process, and report what is in it.
 
     Args:
-        world_size: the run's.
-        at_checkpoint: with the weights of the last checkpoint, which are older.
+        flags: settings to change.
+        rows_shown: rows to describe, the worst first.
+        at_checkpoint: use the weights of the last checkpoint instead of replaying the steps after it.
     Raises:
-        SettingsError: the run has no such step.
-        CheckpointError, DataError: what the run read or began with is gone, damaged or not what it was.
-        NonFiniteError: a step before it was not finite.
+        SettingsError: the run has no such step, or the flags do not fit its settings.
+        CheckpointError, DataError: what the run read or started from is missing, damaged or changed.
+        NonFiniteError: a step before this one is not finite.
     """
+    config, world_size = read_settings(run_dir, flags, step)
     ledger = read_ledger(run_dir, step)
     then = ledger[step]
     run = open_run(run_dir, config, step, info)
+    info(f"Step {step} of {run_dir} ({config.training_stage}), replayed on {run.ranks.device.type.upper()}")
+
+    # Its rows and weights
     order = run.inputs.order(config, run.ranks)
     rows = order.all_rows(step - 1)
-    info(f"Step {step} of {run_dir} ({config.training_stage}), again on {run.ranks.device.type.upper()}")
-    own_rows = f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}" == then["rows_crc32"]
-    info(f"Rows: {len(rows)}, " + ("those of the ledger" if own_rows else "NOT those of the ledger: settings or data have changed "
-                                  "since, and what follows is about other rows"))
+    same_rows = f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}" == then["rows_crc32"]
+    info(f"Rows: {len(rows)}, " + ("as in the ledger" if same_rows else
+                                   "NOT those of the ledger: settings or data have changed since"))
     if at_checkpoint and run.progress.step < step - 1:
-        weights, own_weights = f"those after step {run.progress.step}, which are older than the step's", False
+        weights, same_weights = f"of step {run.progress.step}, older than the recorded step's", False
     else:
-        weights, own_weights = catch_up(run, step, world_size, ledger)
+        weights, same_weights = replay_before(run, step, world_size, ledger)
     info(f"Weights: {weights}")
-    batches = [run.inputs.rows(micro_batch).to(run.ranks.device) for micro_batch in order.micro_batches(step - 1)]
+
+    # Row by row, in eager mode, as hooks watch the modules; then the step itself
+    batches = [run.inputs.rows(micro_batch).to(run.ranks.device)
+               for micro_batch in order.micro_batches(step - 1)]
     count = sum(int(run.objective.count(batch)) for batch in batches)
     parameters, bare = describe_parameters(run), numbered(run.inputs.rows)
-    eager = torch.compiler.set_stance("force_eager") if config.compile else nullcontext()
-    with eager:
+    with torch.compiler.set_stance("force_eager") if config.compile else nullcontext():
         reports = examine_rows(run, rows.tolist(), count)
-        details = [describe_row(run, bare, report, count) for report in reports[:rows_shown]]
+        details = [line for report in reports[:rows_shown] for line in describe_row(run, bare, report, count)]
     run.progress.step = step - 1
     result = take_step(run, batches, count, world_size)
     info(compare("Loss", result.loss, then["loss"]))
     info(compare("Gradient norm", result.grad_norm, then["grad_norm"]))
-    for line in (*parameters, *(line for lines in details for line in lines)):
+    for line in (*parameters, *details):
         info(line)
-    info(conclude(result, then, reports, bool(parameters), own_rows and own_weights))
+    info(conclude(result, then, reports, bool(parameters), same_rows and same_weights))

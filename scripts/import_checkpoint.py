@@ -1,9 +1,9 @@
-"""Turn someone else's Llama into a checkpoint that Paddock starts from: a Hugging Face folder, or Meta's own download.
+"""Import a Llama, from a Hugging Face folder or Meta's download, as a checkpoint that Paddock can start from.
 
     python scripts/import_checkpoint.py models/Llama-3.2-1B models/start
     python scripts/import_checkpoint.py ~/.llama/checkpoints/Llama3.2-1B models/start
 
-Of a Hugging Face folder only safetensors are read. Meta's consolidated.00.pth is read without running code from it.
+A Hugging Face folder must have safetensors. Meta's consolidated.00.pth is read without running code from it.
 """
 
 import argparse
@@ -37,27 +37,28 @@ from tokenizer import load_tokenizer
 
 
 def read_huggingface(source: Path) -> tuple[dict[str, Tensor], ModelConfig, int]:
-    """Weights under our names, the model's settings, and the length that it was made for."""
+    """Return the weights under our names, the model's settings, and its context length."""
     content = read_json(source / "config.json")
     config = ModelConfig(**model_settings_from_huggingface(content))
     tensors = load_model_weights(source)
     longest = content.get("max_position_embeddings", 2048)
     if not isinstance(longest, int):
-        raise CheckpointError(f"{source / 'config.json'}: max_position_embeddings={longest!r:.40} must be a whole number; get it "
-                              "anew")
+        raise CheckpointError(f"{source / 'config.json'}: max_position_embeddings={longest!r:.40} must be "
+                              "a whole number; download it again")
     return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, longest
 
 
 def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[str, Tensor], ModelConfig, int]:
-    """The same from consolidated.00.pth and the params.json beside it."""
+    """Return the same from consolidated.00.pth and the params.json beside it."""
     if len(parts := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
-        raise CheckpointError(f"{file.parent} holds a model in {len(parts)} parts; take the same model in Hugging Face's format")
+        raise CheckpointError(f"{file.parent} holds a model in {len(parts)} parts; download it in Hugging "
+                              "Face's format")
     params = read_json(file.parent / "params.json")
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} holds no plain weights, or is damaged ({str(error).splitlines()[0]:.60} ...); download it "
-                              "again") from error
+        raise CheckpointError(f"{file} holds no plain weights, or is damaged "
+                              f"({str(error).splitlines()[0]:.60} ...); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise CheckpointError(f"{file} is no dictionary of tensors; download it again")
     state, settings = from_meta(tensors, params)
@@ -68,10 +69,10 @@ def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[st
 
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
                       rope_scaling_factor: Optional[float] = None) -> ModelConfig:
-    """Write the model in `source` to `output` as a verified checkpoint, and return its settings.
+    """Write the model in `source` to `output` as a verified checkpoint; return its settings.
 
     Raises:
-        CheckpointError: the source is no Llama that can be read, or the output is there already.
+        CheckpointError: the source holds no readable Llama, or the output exists.
     """
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
@@ -85,14 +86,15 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:
-        raise CheckpointError(f"{source} holds neither config.json (Hugging Face) nor consolidated.00.pth (Meta); a model on the "
-                              "hub is fetched with: hf download NAME --local-dir FOLDER")
+        raise CheckpointError(f"{source} holds neither config.json (Hugging Face) nor consolidated.00.pth "
+                              "(Meta); download a model of the hub with: hf download NAME --local-dir FOLDER")
     rows = len(state["tok_embeddings.weight"])
     if tokenizer.vocab_size > rows:
-        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; name the model's own with "
-                              "--tokenizer")
+        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; "
+                              "name the model's own with --tokenizer")
     if tokenizer.vocab_size < rows:
-        show(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are left out.")
+        show(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are "
+             "left out.")
     size = sum(tensor.nbytes for tensor in state.values())
     publish(output, lambda folder: save_model_folder(folder, state, config, tokenizer, max_seq_len),
             {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
@@ -101,14 +103,17 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, help="a Hugging Face model folder, or Meta's folder or .pth file")
+    parser.add_argument("source", type=Path, help="a Hugging Face folder, or Meta's folder or .pth file")
     parser.add_argument("output", type=local_path, help="the new checkpoint's folder")
-    parser.add_argument("--tokenizer", metavar="PATH", help="the model's tokenizer, where it does not lie beside the weights")
+    parser.add_argument("--tokenizer", metavar="PATH",
+                        help="the model's tokenizer (default: the one beside the weights)")
     parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
-                        help="of a model in Meta's format, which may not say it (default: 8, and 32 for tied heads)")
+                        help="for Meta's format, which may lack it (default: 8, or 32 with tied embeddings)")
     args = parser.parse_args()
-    config = import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer, args.rope_scaling_factor)
-    show(f"{args.output} is ready. The lines for .env:", f"PRETRAIN_CHECKPOINT={args.output}", f"TOKENIZER_PATH={args.output}")
+    config = import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
+                               args.rope_scaling_factor)
+    show(f"{args.output} is ready. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
+         f"TOKENIZER_PATH={args.output}")
     for name, value in config.model_dump(exclude_defaults=True).items():
         show(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}")
 

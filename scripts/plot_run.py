@@ -1,4 +1,4 @@
-"""Draw a run's curves from its metrics.jsonl: python scripts/plot_run.py runs/NAME [-o FILE.png]. Needs matplotlib."""
+"""Plot a run's metrics.jsonl, with matplotlib: python scripts/plot_run.py runs/NAME [-o FILE.png]"""
 
 import argparse
 import sys
@@ -12,12 +12,12 @@ from common.text import show  # noqa: E402
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """The logged steps of a run."""
+    """Return the logged steps of a run."""
     return list(read_entries(run / "metrics.jsonl"))
 
 
 def draw(run: Path, output: Path, title: str) -> None:
-    """Loss above, and accuracy below where it was measured."""
+    """Plot the loss, and below it HellaSwag's accuracy if it was measured."""
     with requires_package("matplotlib", "a plot"):
         import matplotlib
 
@@ -35,21 +35,22 @@ def draw(run: Path, output: Path, title: str) -> None:
     loss = axes[0][0]
     loss.plot(*curve("train_loss"), color="tab:grey", linewidth=1, label="training")
     loss.plot(*curve("val_loss"), color="tab:blue", marker="o", label="validation")
-    loss.set_ylabel("loss (nats a token)")
+    loss.set_ylabel("loss (nats per token)")
     loss.legend()
     if panels == 2:
         steps, accuracy = curve("hellaswag_acc")
         errors = curve("hellaswag_stderr")[1]
-        axes[1][0].errorbar(steps, [100 * value for value in accuracy], [100 * value for value in errors], color="tab:green", marker="o",
-                            capsize=3, label="four endings")
-        axes[1][0].axhline(25, color="tab:grey", linestyle=":", label="guessing")
-        axes[1][0].set_ylabel("accuracy (%)")
-        axes[1][0].set_ylim(0, 100)
-        axes[1][0].legend()
+        panel = axes[1][0]
+        panel.errorbar(steps, [100 * value for value in accuracy], [100 * value for value in errors],
+                       color="tab:green", marker="o", capsize=3, label="four endings")
+        panel.axhline(25, color="tab:grey", linestyle=":", label="guessing")
+        panel.set_ylabel("accuracy (%)")
+        panel.set_ylim(0, 100)
+        panel.legend()
     axes[-1][0].set_xlabel("step")
     for row in axes:
         row[0].grid(alpha=0.3)
-    figure.suptitle(title, parse_math=False)  # no formula, whatever a name holds
+    figure.suptitle(title, parse_math=False)  # a run's name may contain dollar signs
     figure.tight_layout()
     figure.savefig(output, dpi=110)
 
@@ -57,11 +58,12 @@ def draw(run: Path, output: Path, title: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("-o", "--output", type=Path, help="the picture; curves.png in the run's folder unless given")
-    parser.add_argument("--title", help="above the picture; the run's name unless given")
+    parser.add_argument("-o", "--output", type=Path,
+                        help="the picture (default: curves.png in the run's folder)")
+    parser.add_argument("--title", help="above the picture (default: the run's name)")
     arguments = parser.parse_args()
     if not (arguments.run / "metrics.jsonl").is_file():
-        raise PaddockError(f"{arguments.run} holds no metrics.jsonl; give a run's folder, such as runs/first")
+        raise PaddockError(f"{arguments.run} holds no metrics.jsonl; name a run's folder, such as runs/first")
     output = arguments.output or arguments.run / "curves.png"
     draw(arguments.run, output, arguments.title or arguments.run.name)
     show(str(output))

@@ -1,9 +1,9 @@
-"""Look into one step of a run: its rows, its loss beside the ledger's, and what in it was bad or hard.
+"""Replay a step of a run and examine it: its loss beside the ledger's, and which rows are not finite or hard.
 
     python scripts/replay_step.py runs/first --step 512
     python scripts/replay_step.py runs/first --step 512 --at-checkpoint --rows 10 --compile false
 
-The run's folder stays as it is, and the run may go on meanwhile. Further flags are settings that differ from the run's.
+The run's folder is not changed, and the run may continue meanwhile. Further flags change the run's settings.
 """
 
 import argparse
@@ -17,31 +17,31 @@ from settings.load import read_flags  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="the step, as the console counts them")
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="counted as on the console")
     parser.add_argument("--rows", type=int, default=3, metavar="N",
-                        help="how many of its rows to show, the worst first (default: %(default)s)")
+                        help="rows to describe, the worst first (default: %(default)s)")
     parser.add_argument("--at-checkpoint", action="store_true",
-                        help="look with the weights of the last checkpoint before it; the steps in between are not taken again")
+                        help="use the weights of the last checkpoint, without replaying the steps after it")
     args, rest = parser.parse_known_args()
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
-        raise SettingsError("command line: the run's own folder has its settings; name those that are to differ, one by one")
+        raise SettingsError("command line: the run's folder has its settings; give only flags of settings "
+                            "that are to differ")
 
-    # These take seconds, as they bring torch.
-    from debug.replay import read_settings, replay
+    # Here, because torch's import takes seconds.
+    from debug.replay import replay
     from parallel.collectives import classify_exception
 
-    config, world_size = read_settings(args.run, flags.layer, args.step)
     try:
-        replay(args.run, args.step, config, world_size, args.rows, args.at_checkpoint)
+        replay(args.run, args.step, flags.layer, args.rows, args.at_checkpoint)
     except (MemoryError, RuntimeError) as error:
-        ending = classify_exception(error)
-        if ending is None:
+        report = classify_exception(error)
+        if report is None:
             raise
-        raise PaddockError(ending.sentence) from error
+        raise PaddockError(report.sentence) from error
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from factories import (
     sentence,
 )
 
+import debug.replay
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_pipeline.row_order import rows_of_step
 from data_preparation_utils import PreparationOptions, prepare_pretrain
@@ -34,20 +35,19 @@ from tokenizer import load_tokenizer
 from training import run_folder, setup
 
 ROOT = Path(__file__).resolve().parents[2]
-NOTHING = "Nothing is wrong with this step"
+NOTHING = "Nothing is wrong"
 ROW_TOKENS = 32
 
 
 def replayed(run: TinyRun, step: int, *flags: str, **options) -> str:
-    """What a replay tells, by the run's folder."""
+    """What a replay reports, by the run's folder."""
     lines = []
-    config, world_size = read_settings(run.folder, read_flags(flags).layer, step)
-    replay(run.folder, step, config, **{"world_size": world_size, **options}, info=lines.append)
+    replay(run.folder, step, read_flags(flags).layer, **options, info=lines.append)
     return "\n".join(lines)
 
 
 def check_same(text: str) -> None:
-    assert "those of the ledger" in text and "NOT" not in text and "BUT" not in text, text
+    assert "as in the ledger" in text and "NOT" not in text and "BUT" not in text, text
     assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* the same", text), text
 
 
@@ -70,7 +70,7 @@ def test_a_replayed_step_is_the_step_bit_for_bit_and_the_run_stays_as_it_is(step
     check_same(text)
     assert NOTHING in text
     assert ("the initial ones" in text) == (step < 3)
-    assert "again; each gave the loss of the ledger" in text or step in (1, 3)
+    assert "replayed; losses equal to the ledger" in text or step in (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -91,24 +91,25 @@ def test_every_stage_is_replayed(mode, stages, tmp_path):
         assert "finite" in text.splitlines()[-1] and ("example" in text or mode in ("distilled", "distilled-stored"))
 
 
-def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(stages, tmp_path):
+def test_two_ranks_are_replayed_in_one_process_with_the_dropout_that_each_drew(stages, tmp_path, monkeypatch):
     run = stages.run("lora-sft", tmp_path, **UNMEASURED)
     assert run.start(2).wait() == [0, 0]
     text = replayed(run, 4)
-    assert NOTHING in text and "ANOTHER" not in text and "BUT" not in text
-    assert "ANOTHER" in replayed(run, 4, world_size=1)
+    assert NOTHING in text and "DIFFERENT" not in text and "BUT" not in text
+    monkeypatch.setattr(debug.replay, "read_settings", lambda *given: (read_settings(*given)[0], 1))
+    assert "DIFFERENT" in replayed(run, 4)
 
 
 def test_older_weights_are_called_so(finished):
     text = replayed(finished, 4, at_checkpoint=True)
-    assert "those after step 2, which are older" in text and "ANOTHER" in text and NOTHING not in text
+    assert "of step 2, older than" in text and "DIFFERENT" in text and NOTHING not in text
 
 
 def test_other_settings_than_the_run_had_are_noticed(finished):
     text = replayed(finished, 4, "--learning-rate", "0.1")
     assert "LEARNING_RATE was 0.01, is 0.1" in text, "the checkpoint knows"
-    assert "ANOTHER" in text and NOTHING not in text
-    assert "BUT step 5 has a loss of" in replayed(finished, 6, "--norm-eps", "0.1", "--allow-resume-mismatch", "NORM_EPS")
+    assert "DIFFERENT" in text and NOTHING not in text
+    assert "BUT the loss of step 5 is" in replayed(finished, 6, "--norm-eps", "0.1", "--allow-resume-mismatch", "NORM_EPS")
     assert "NOT those of the ledger" in replayed(finished, 2, "--seed", "5")
 
 
@@ -142,8 +143,8 @@ def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
     shutil.rmtree(in_parts.folder / "configs")
     check_same(replayed(in_parts, 6))
     text = replayed(in_parts, 2)
-    assert "ANOTHER" in text and NOTHING not in text
-    assert text.splitlines()[-1].startswith("This is not the step that was: it has another loss")
+    assert "DIFFERENT" in text and NOTHING not in text
+    assert text.splitlines()[-1].startswith("This is not the recorded step, as it has another loss")
     assert in_parts.train(MAX_STEPS=7) == 0
     assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000007.json"]
     check_same(replayed(in_parts, 6))
@@ -225,29 +226,29 @@ def strange_run(poisoned, tmp_path, monkeypatch):
 def test_a_document_whose_token_makes_the_forward_infinite_is_named(strange_run, poisoned):
     run, token, place, step = strange_run(lambda weight: weight[3:5].fill_(math.inf))
     text = replayed(run, step)
-    assert "Loss           nan          then not finite   the same" in text
-    assert "Parameter tok_embeddings.weight (512, 32): 2 of its numbers are not finite" in text
+    assert "Loss           nan          ledger not finite   the same" in text
+    assert "Parameter tok_embeddings.weight (512, 32): 2 non-finite elements" in text
     assert f"the first at [{token}, 3] (token 'Q')" in text
     row, within = divmod(place, ROW_TOKENS)
-    assert f"Row {row}: loss nan" in text and "first bad output: tok_embeddings" in text
-    assert f"where: at token {within} of the row, 'Q'" in text
+    assert f"Row {row}: loss nan" in text and "first non-finite output: tok_embeddings" in text
+    assert f"token: {within} of the row, 'Q'" in text
     starts = np.flatnonzero(tokens_of(poisoned)[0][:place] == tokens_of(poisoned)[0][0])
     assert f"document: {place_of(poisoned, max(int(starts[-1]), row * ROW_TOKENS))}" in text
     assert "saw the >>Q<<" in text
-    assert text.splitlines()[-1].startswith(f"The weights were not finite before this step, and row {row} met what is bad")
+    assert text.splitlines()[-1].startswith(f"The weights were not finite before this step, and row {row} used them")
 
 
 def test_a_gradient_that_turns_nan_is_traced_to_its_operation(strange_run):
     """A row of zeros has no direction: without a floor under the norm's root, its gradient is 0 times infinity."""
     run, _, place, step = strange_run(lambda weight: weight.zero_(), NORM_EPS=1e-38)
     text = replayed(run, step)
-    assert "Parameter" not in text and "first bad output" not in text
+    assert "Parameter" not in text and "first non-finite output" not in text
     row = place // ROW_TOKENS
     assert re.search(r"Row (\d+): loss \d", text)[1] == str(row)
-    assert re.search(r"first NaN in a gradient: from \w+Backward0, made by model\.py:\d+ in forward", text)
-    assert "first bad gradient: tok_embeddings.weight" in text
-    assert f"where: at token {place % ROW_TOKENS} of the row, 'Q'" in text and "saw the >>Q<<" in text
-    assert text.splitlines()[-1] == f"Row {row} makes it not finite."
+    assert re.search(r"first NaN in a gradient: from \w+Backward0, called by model\.py:\d+ in forward", text)
+    assert "first non-finite gradient: tok_embeddings.weight" in text
+    assert f"token: {place % ROW_TOKENS} of the row, 'Q'" in text and "saw the >>Q<<" in text
+    assert text.splitlines()[-1] == f"Not finite because of row {row}."
 
 
 def test_a_document_of_noise_among_easy_ones_is_named(poisoned, tmp_path):
@@ -260,7 +261,7 @@ def test_a_document_of_noise_among_easy_ones_is_named(poisoned, tmp_path):
     assert re.findall(r"Row (\d+):", text) == [str(row)]
     assert f"document: {place_of(poisoned, row * ROW_TOKENS)}" in text
     assert all(letter in NOISE for letter in re.search(r"hardest targets: '(.)'", text)[1])
-    assert f"row {row} stands out" in text.splitlines()[-1]
+    assert f"row {row} is an outlier" in text.splitlines()[-1]
 
 
 def test_a_step_that_was_left_out_for_its_loss_is_left_out_again(poisoned, tmp_path):
@@ -276,7 +277,7 @@ def test_a_step_that_was_left_out_for_its_loss_is_left_out_again(poisoned, tmp_p
     assert [line["step"] for line in run.lines("ledger") if not line["updated"]] == [step]
     text = replayed(run, step + 1)
     check_same(text)
-    assert f"Weights: those of {base.checkpoint(30)}, and steps 1 to {step} again; each gave the loss of the ledger" in text
+    assert f"Weights: from {base.checkpoint(30)}, then steps 1 to {step} replayed; losses equal to the ledger" in text
 
 
 def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, monkeypatch):
@@ -292,11 +293,11 @@ def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, m
         assert run.train() == 4
     monkeypatch.undo()
     text = replayed(run, 3)
-    assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* then not finite +ANOTHER", text)
+    assert re.search(r"Loss .* the same", text) and re.search(r"Gradient norm .* ledger not finite +DIFFERENT", text)
     assert "Suspect the machine" in text.splitlines()[-1]
     shutil.rmtree(run.checkpoint(2))
     older = replayed(run, 3, at_checkpoint=True)
-    assert "those after step 0, which are older" in older and "it has other rows or weights than then" in older.splitlines()[-1]
+    assert "of step 0, older than" in older and "it has other rows or weights than then" in older.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused

@@ -23,7 +23,7 @@ from factories import (
 import train
 from checkpoint import store
 from checkpoint.hf_format import read_json
-from debug.replay import read_settings, replay
+from debug.replay import replay
 from settings.load import Layer, load_config
 from training.diagnostics import write_dump
 from training.optim import learning_rate
@@ -214,8 +214,7 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
     assert described["base_model_name_or_path"].startswith(str(tmp_path / "there"))
     told = []
     for step in (1, 4):
-        config, ranks = read_settings(adapted.folder, Layer({}, []), step)
-        replay(adapted.folder, step, config, ranks, info=told.append)
+        replay(adapted.folder, step, Layer({}, []), info=told.append)
     assert " ".join(told).count("the same") == 4
     monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
     import merge_lora

@@ -452,7 +452,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     nan=(tensors_of(FACTORS, lambda t: next(iter(t.values())).fill_(torch.nan)), "not finite"),
     shape=(tensors_of(FACTORS, lambda t: t.update({next(iter(t)): torch.ones(3, 3)})), r"is \(3, 3\)"),
     unknown=(tensors_of(FACTORS, lambda t: t.update(x=torch.ones(3))), "hold x"),
-    half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "are not those of the settings"),
+    half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "do not fit the settings"),
     there=(lambda: os.mkdir("merged"), "merged exists")) + commands(
     "ask", 5, nowhere=("scripts/generate.py nowhere", "nowhere/config.json cannot be read"),
     adapter=("scripts/generate.py adapter", "merge them first"), data=("scripts/generate.py set", "set/config.json"),
