@@ -64,8 +64,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-class Documents:
-    """What both tokenizers share."""
+class DocumentEncoder:
+    """The base of both tokenizers: prepared documents."""
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos."""
@@ -73,7 +73,7 @@ class Documents:
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
 
-class Tokenizer(Documents):
+class Tokenizer(DocumentEncoder):
     """Llama 3's tokenizer over any ranks: the ids are the ranks, then 256 special tokens."""
 
     def __init__(self, ranks: dict[bytes, int]):
@@ -116,7 +116,7 @@ class Tokenizer(Documents):
         write_tokenizer_files(folder, tokenizer_json, names, CHAT_TEMPLATE)
 
 
-class HuggingFaceTokenizer(Documents):
+class HuggingFaceTokenizer(DocumentEncoder):
     """Any tokenizer.json, with the control tokens that the files beside it name."""
 
     def __init__(self, file: Path, name: str):
