@@ -165,6 +165,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model, a "
                             "tokenizer.json or a hub name")
+    # What is prepared: a mix from a file, or one source.
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     if flags.mix:
@@ -176,6 +177,7 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     else:
         raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
                             f"hub, or one of {', '.join(NAMES[kind])}")
+    # How it is prepared.
     options = PreparationOptions(
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,

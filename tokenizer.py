@@ -64,8 +64,8 @@ CHAT_TEMPLATE = """\
 """
 
 
-class Documents:
-    """What both tokenizers share."""
+class DocumentEncoder:
+    """The base of both tokenizers: prepared documents."""
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos."""
@@ -73,7 +73,7 @@ class Documents:
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
 
-class Tokenizer(Documents):
+class Tokenizer(DocumentEncoder):
     """Llama 3's tokenizer over any ranks: the ids are the ranks, then 256 special tokens."""
 
     def __init__(self, ranks: dict[bytes, int]):
@@ -116,7 +116,7 @@ class Tokenizer(Documents):
         write_tokenizer_files(folder, tokenizer_json, names, CHAT_TEMPLATE)
 
 
-class HuggingFaceTokenizer(Documents):
+class HuggingFaceTokenizer(DocumentEncoder):
     """Any tokenizer.json, with the control tokens that the files beside it name."""
 
     def __init__(self, file: Path, name: str):
@@ -239,6 +239,7 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
         DataError: there is no such tokenizer, or it cannot be used.
     """
     file = Path(path).expanduser()
+    # A local file or folder comes first; what cannot be one may be a name on the hub.
     on_hub = not os.path.exists(file) and file.suffix not in LOCAL_SUFFIXES and bool(HUB_NAME.fullmatch(path))
     if backend == "auto":
         is_huggingface = on_hub or file.suffix == ".json" or os.path.isfile(file / "tokenizer.json")
@@ -253,6 +254,7 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
                             "give a local path") from error
     if backend == "huggingface" and os.path.isdir(file):
         file = file / "tokenizer.json"
+    # Open it, or explain why that is impossible.
     if not os.path.isfile(file):
         what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
         advice = ("give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a "
@@ -290,6 +292,7 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
         if token in ranks:
             raise DataError(f"{path}:{number}: the token {token!r} was there before; get a new copy")
         ranks[token] = rank
+    # The file must be complete: consecutive ranks, and a token for each byte.
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise DataError(f"TOKENIZER_PATH={path}: the ranks of its {len(ranks)} tokens should be 0 to "
                         f"{len(ranks) - 1}, each once; a line is missing or changed")

@@ -194,5 +194,5 @@ def hub_revision(name: str, revision: str) -> str:
             name, revision=revision or None, timeout=HUB_SECONDS).sha)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
         raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "
-                        f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give "
-                        "a path") from error
+                        f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or "
+                        "give a path") from error

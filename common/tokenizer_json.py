@@ -30,6 +30,7 @@ def byte_level_json(ranks: Mapping[bytes, int], pattern: str, special_ids: Mappi
     name = {token: "".join(map(BYTE_TO_CHAR.__getitem__, token)) for token in ordered}
     merges = [f"{name[token[:i]]} {name[token[i:]]}" for token in ordered for i in range(1, len(token))
               if token[:i] in ranks and token[i:] in ranks]
+    # The steps before and after the merges.
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     first, second = ([{"SpecialToken": {"id": bos, "type_id": number}},
@@ -37,6 +38,7 @@ def byte_level_json(ranks: Mapping[bytes, int], pattern: str, special_ids: Mappi
                      for number, sequence in enumerate("AB"))
     add_bos = {"type": "TemplateProcessing", "single": first, "pair": first + second,
                "special_tokens": {bos: {"id": bos, "ids": [special_ids[bos]], "tokens": [bos]}}}
+    # ignore_merges: a piece of text that is a token is this token, even if no merges lead to it.
     return json.dumps({
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False,

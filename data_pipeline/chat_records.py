@@ -77,6 +77,7 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
     Raises:
         DataError: the record cannot be used; the message is the reason.
     """
+    # Tables have the columns of all their records, so a null column counts as missing.
     filled = {name for name, value in record.items() if value is not None}
     if "messages" in filled:
         dialogs = [messages_in("messages", record["messages"])]
@@ -132,6 +133,8 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
         if prompt and shared and prompt[-1] not in shared:
             raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
         prompt = shared or prompt
+
+    # Both answers must be usable and differ.
     prompt = check_turns(with_system(prompt or [], record.get("system")), "user")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         text_in(name, answer)

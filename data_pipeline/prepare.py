@@ -196,10 +196,12 @@ def prepare(kind: Kind, source: str | Source | Mix, tokenizer, output_dir: str |
         SettingsError: the output would become part of a source.
     """
     mix, output_dir = mix_of(source), Path(output_dir)
+    # Else the prepared set would change its own source.
     for path in (source.path for source in mix.sources if source.path and not is_url(source.path)):
         if Path(realpath(output_dir)).is_relative_to(realpath(path)):
             raise SettingsError(f"--output {output_dir} is inside the source {path}, and would be read as a "
                                 "part of it the next time; choose a folder elsewhere")
+    # The key names the folder; whoever gets the lock first builds it.
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = Plan(kind, mix, identify_all(mix, output_dir), tokenizer, options)
@@ -208,6 +210,7 @@ def prepare(kind: Kind, source: str | Source | Mix, tokenizer, output_dir: str |
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
                 if not (folder / MANIFEST).is_file():
                     build(plan, folder)
+    # Perhaps it was prepared earlier with --on-bad-record skip.
     bad = read_own_json(folder / MANIFEST)["skipped"]["bad_records"]
     if bad and options.on_bad_record == "fail":
         raise DataError(f"{bad[0]}; {folder} was prepared without such records: correct them, or accept it "
@@ -269,6 +272,7 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     items = sample_mix(plan.mix, [kind.read(source, reading) for source, reading in zip(sources, readings)])
     chunks = cut_chunks(islice(items, options.max_documents or None), kind.characters,
                         partial(fraction_read, plan.mix, readings))
+    # Tokens are written in order; now and then they are synced, and the journal says how far.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
             folder, split, options.shard_tokens, plan.encoding.dtype, has_segments=bool(kind.name),
@@ -296,6 +300,7 @@ def write_shards(plan: Plan, folder: Path) -> dict:
                     "bad": refused.bad, "bad_records": refused.bad_records}})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
+    # What was skipped, by the reader and by the workers.
     readings.append(refused)
     skipped = {"empty": sum(reading.empty for reading in readings),
                "bad": sum(reading.bad for reading in readings),

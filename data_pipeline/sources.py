@@ -106,6 +106,8 @@ def read_mix(path: str | Path) -> Mix:
         example = '{"sources": [{"path" or "name": ..., "weight": ...}, ...]}'
         raise SettingsError(f"{path}: expected {example}")
     _refuse_unknown_fields(f"{path}", content, {"sources", "seed", "stop"})
+
+    # Each source: its fields are those of `Source`.
     known = {field.name for field in fields(Source)}
     for number, source in enumerate(sources, 1):
         where = f"{path}: source {number}"
@@ -119,6 +121,8 @@ def read_mix(path: str | Path) -> Mix:
             value = source.get(name, "")
             if not isinstance(value, str) or (name in ("path", "name") and name in source and not value):
                 raise SettingsError(f"{where}: {name}={value!r:.40} must be a string that is not empty")
+
+    # The fields of the mix itself.
     mix = Mix(tuple(Source(**source) for source in sources), content.get("seed", 0),
               content.get("stop", "first_exhausted"))
     if mix.stop not in ("first_exhausted", "all_exhausted") or not isinstance(mix.seed, int):
@@ -331,6 +335,7 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark."""
     before = reading.bytes_done
     with reading_errors(file.url), file.open() as raw:
+        # The lines as bytes, of which none can fill the memory, whatever the file unpacks to.
         lines = raw
         if file.compression:
             if file.compression not in fsspec.compression.compr:
@@ -340,6 +345,7 @@ def read_lines(file: StoredFile, reading: Reading) -> Iterator[tuple[str, str]]:
         lines = iter(partial(lines.readline, MAX_LINE_BYTES + 1), b"")
         if file.kind == "text":
             lines = chain(_first_lines_of_text(file.url, lines), lines)
+        # The lines as text.
         for number, line in enumerate(lines, 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")

@@ -130,6 +130,7 @@ def label_fault(example: Chat | Pair, segments: Segments,
         answers = [message["content"] for message in example.messages if message["role"] == "assistant"]
     else:
         answers = [example.chosen, example.rejected]
+    # As many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):
         return f"{len(targets)} runs of targets for {len(answers)} answers"
@@ -137,6 +138,7 @@ def label_fault(example: Chat | Pair, segments: Segments,
         return "nothing comes before a target"
     if not segments[-1][1]:
         return "the last tokens are not targets"
+    # Each target is the words of its answer and the end of turn, nothing else.
     specials = frozenset(tokenizer.special_ids.values())
     for ids, answer in zip(targets, answers):
         if ids[-1] != chat_format.end_of_turn_id:

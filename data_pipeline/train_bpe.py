@@ -25,6 +25,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     if not 256 <= vocab_size <= 10_000_000:
         raise SettingsError(f"--vocab-size {vocab_size} must be at least 256, one rank for each byte, and at "
                             "most 10,000,000")
+    # Text is split as Llama 3 does; the library works with a printable character for each byte.
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe = Trainable(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
@@ -32,6 +33,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=list(BYTE_TO_CHAR.values()),
                                   show_progress=False)
     bpe.train_from_iterator((piece for text in texts for piece in split_long(text)), trainer)
+    # Back to bytes.
     char_to_byte = {char: byte for byte, char in BYTE_TO_CHAR.items()}
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(vocabulary) < vocab_size:
