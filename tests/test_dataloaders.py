@@ -94,15 +94,6 @@ def test_the_first_rows_of_each_step_stay_as_they_are():
     assert rows_of_step(10**6, 4, 10**10, 1337).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
 
 
-@pytest.mark.parametrize("step", [0, 3, 7, 1000])
-def test_each_step_reads_the_same_rows_at_any_number_of_ranks(step):
-    whole = rows_of_step(step, 16, 100, 4)
-    for world_size in (1, 2, 4):
-        parts = [RowOrder(100, 16, 2, 4, rank, world_size).micro_batches(step) for rank in range(world_size)]
-        assert all(part.shape == (8 // world_size, 2) for part in parts)
-        assert np.concatenate(parts).ravel().tolist() == whole.tolist()
-
-
 # What a row is
 
 

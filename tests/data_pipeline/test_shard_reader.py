@@ -1,7 +1,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 
 import numpy as np
@@ -22,7 +21,6 @@ from data_pipeline.shard_reader import (
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
-EMPTY = {"format": 1, "dtype": "uint16", "tokenizer_sha256": "", "document_start_id": 0, "splits": {}}
 
 
 def write_llmc(path, ids, dtype="uint16"):
@@ -129,22 +127,6 @@ def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
             open_train(prepared, verify=verify)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_flipped_bit_is_found(prepared, seed):
-    open_train(prepared)
-    path = prepared / f"train-{seed % 3:05d}.bin"
-    generator = np.random.default_rng(seed)
-    spoil(path, flip(int(generator.integers(12, path.stat().st_size)), int(generator.integers(8))))
-    with pytest.raises(DataError, match=rf"{path.name}: is damaged: its SHA-256 begins"):
-        open_train(prepared)
-
-
-def test_a_missing_shard_is_refused(prepared):
-    (prepared / "train-00002.bin").unlink()
-    with pytest.raises(DataError, match=r"train-00002\.bin: is missing"):
-        open_train(prepared)
-
-
 def test_another_tokenizer_is_refused_with_both_hashes(prepared):
     with pytest.raises(DataError, match=f"another tokenizer.*{TOKENIZER[:12]}.*{'0' * 12}.*TOKENIZER_PATH"):
         open_train(prepared, sha256="0" * 64)
@@ -169,28 +151,6 @@ def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
     assert open_train(prepared, minimum_tokens=52).tokens == 52
     with pytest.raises(DataError, match="has 52 tokens, but 53 are needed.*TOTAL_BATCH_SIZE"):
         open_train(prepared, minimum_tokens=53)
-
-
-@pytest.mark.parametrize("manifest, message", [
-    ("{", "its content: invalid JSON"),
-    ("[]", "its content: input should be an object"),
-    (json.dumps(EMPTY | {"format": 2}), "format: input should be 1"),
-    ('{"format": 1, "dtype": "uint16"}', "tokenizer_sha256: field required"),
-    (json.dumps(EMPTY | {"dtype": "float8"}), "dtype: input should be 'uint16' or 'uint32'"),
-    (json.dumps(EMPTY), "lists no train shards"),
-    (json.dumps(EMPTY | {"splits": {"train": {"tokens": 1, "shards": [1]}}}), "splits.train.shards.0: input should be an object"),
-])
-def test_a_bad_manifest_is_refused(tmp_path, manifest, message):
-    (tmp_path / MANIFEST).write_text(manifest)
-    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / MANIFEST))}: .*{message}"):
-        open_train(tmp_path, sha256=None)
-
-
-def test_nothing_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        open_train(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds neither manifest.json nor token files"):
-        open_train(tmp_path)
 
 
 # Verification is remembered
