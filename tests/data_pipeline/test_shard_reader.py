@@ -28,7 +28,7 @@ def write_llmc(path, ids, dtype="uint16"):
 
 
 def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
-    """A prepared set, from one list of id arrays a split."""
+    """Write a prepared set, from a list of id arrays for each split."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {"format": 1, "dtype": dtype, "vocab_size": vocab_size, "tokenizer_sha256": TOKENIZER,
                 "document_start_id": 7, "splits": {}}
@@ -92,7 +92,7 @@ def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
     assert open_train(prepared).fingerprint != open_train(other).fingerprint
 
 
-# What is refused, by name
+# Refusals
 
 
 def spoil(path, change):
@@ -190,7 +190,7 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
 
 def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
     names = scanned_files(monkeypatch)
-    (prepared / VERIFIED).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
+    (prepared / VERIFIED).mkdir()  # like a read-only folder, which root could write to
     for _ in range(2):
         assert open_train(prepared).tokens == 52
     (prepared / VERIFIED).rmdir()
@@ -225,7 +225,7 @@ def test_a_shard_that_changes_while_it_is_read_is_refused_and_one_that_is_touche
     if opened:
         tokens.read(0, 3)
     change(path)
-    if how is None or opened and change is swap:  # what was opened is still the old file
+    if how is None or opened and change is swap:  # the open file is still the old one
         assert tokens.read(1, 40).tolist() == list(range(1, 41))
     else:
         for read in (lambda: tokens.read(0, 3), lambda: list(tokens.blocks())):
@@ -262,7 +262,7 @@ def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared,
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Writes 40 train tokens in two files and 10 of validation in one, in a format; returns the folder."""
+    """Write 40 train tokens in two files and 10 validation tokens in one; return the folder."""
     def write(kind):
         parts = {"fineweb_train_000001": range(25), "fineweb_train_000002": range(25, 40),
                  "fineweb_val_000000": range(10)}
