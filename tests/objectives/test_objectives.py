@@ -376,15 +376,16 @@ class MostLikely(PairwiseObjective):
     def pair_loss(self, logprob_BP2, length_BP2, reference_BP2):
         assert reference_BP2 is None and (length_BP2 >= 1).all() and (logprob_BP2 < 0).all()
         margin_BP = logprob_BP2[..., 0] - logprob_BP2[..., 1]
-        return -margin_BP, {"margin": margin_BP}
+        return -margin_BP, {"margin": margin_BP, "chosen": logprob_BP2[..., 0]}
 
 
 def test_a_pairwise_objective_needs_a_loss_for_each_pair_only():
     batch, model = pair_rows(13), model_of(0)
-    expected = sum(chosen[0] - rejected[0] for documents in naive_logprobs(model, batch)
-                   for chosen, rejected in zip(documents[::2], documents[1::2]))
+    pairs = [pair for documents in naive_logprobs(model, batch) for pair in zip(documents[::2], documents[1::2])]
+    expected = sum(chosen[0] - rejected[0] for chosen, rejected in pairs)
     found = MostLikely(PreferenceConfig()).loss_sum(model, batch)
     assert float(found.metrics["margin"]) == pytest.approx(expected, rel=1e-4) == -float(found.total.detach())
+    assert float(found.metrics["chosen"]) == pytest.approx(sum(chosen[0] for chosen, _ in pairs), rel=1e-4)
     assert not found.metrics["margin"].requires_grad and int(MostLikely(PreferenceConfig()).count(batch)) == 4
 
 
