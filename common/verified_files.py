@@ -36,7 +36,7 @@ class Cache(NamedTuple):
         """
         refusals = []
         for place in self.places(data, fingerprint):
-            folders = [place] + [place / name] * os.path.isdir(place / name)
+            folders = [place, place / name] if os.path.isdir(place / name) else [place]
             refused = [f"{folder} cannot be written: {error.strerror}" for folder in folders
                        if (error := why_not_writable(folder))]
             if not refused:

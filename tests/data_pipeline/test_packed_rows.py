@@ -20,11 +20,11 @@ from model import Transformer
 from tokenizer import Tokenizer
 
 VOCABULARY = 100
-PROMPT, WORDS = False, True  # what a part of an example is
+PROMPT, WORDS = False, True  # whether a part of an example is a target
 
 
 def write_stream(folder, name, values, dtype, cuts):
-    """One stream of shards; what the manifest says of it."""
+    """Write one stream of shards; return its entry for the manifest."""
     entries = []
     for number, part in enumerate(np.split(np.asarray(values, dtype), cuts)):
         path = folder / f"{name}-{number:05d}.bin"
@@ -38,7 +38,7 @@ def segments_of(example):
 
 
 def write(folder, kind, examples, segments=None, cuts=((), ())):
-    """A prepared folder with a train split, from examples that are lists of (target, ids)."""
+    """Write a prepared folder with a train split, from examples that are lists of (target, ids)."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = [token for example in examples for _, part in example for token in part]
     segments = [segment for example in examples for segment in segments_of(example)] if segments is None else segments
@@ -60,7 +60,7 @@ def draw_ids(dice, least, most):
 
 
 def draw_chats(count, seed=0, most=6):
-    """Chats of one to three turns; the first token tells the chat's number, as far as that goes."""
+    """Return chats of one to three turns; the first token is the chat's number modulo the vocabulary."""
     dice = np.random.default_rng(seed)
     chats = []
     for number in range(count):
@@ -78,7 +78,7 @@ def draw_pairs(count, seed=0, most=6):
 
 
 def sequences_of(kind, example, row_tokens):
-    """What is to be learned of an example, told token by token: lists of (token, target)."""
+    """Yield the (token, target) lists that an example should become."""
     if kind == "chats":
         told = [example]
     else:
@@ -122,7 +122,7 @@ def test_an_epoch_holds_every_example_once_and_nothing_else(kind, tmp_path_facto
         torch.int64, torch.int64, torch.int32, torch.int64]
 
 
-# What the model makes of it
+# Loss and gradients
 
 
 def tiny_model():
@@ -136,7 +136,8 @@ def loss_and_gradients(model, batches):
     model.zero_grad()
     loss = torch.zeros(())
     for batch in batches:
-        part = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=batch.target_index_M, reduction="sum")
+        part = -model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
+                      target_index_M=batch.target_index_M, reduction="sum")
         part.backward()
         loss += part.detach()
     return loss, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -170,7 +171,7 @@ def test_packed_examples_give_the_loss_and_gradients_of_each_alone(kind, tmp_pat
 
 @pytest.mark.parametrize("kind", DRAW)
 def test_packed_examples_do_not_see_each_other(kind, tmp_path):
-    """Other words all around an example leave its log-probabilities as they are."""
+    """Changing the other documents of a row does not change a document's log-probabilities."""
     rows = ExampleRows(opened(write(tmp_path, kind, DRAW[kind](40, seed=2)), kind), 64)
     model = tiny_model()
     fullest = max(range(len(rows)), key=lambda row: len(rows.examples_in(row)))
@@ -220,25 +221,25 @@ def test_rows_read_alone_or_together_are_the_same(tmp_path):
 
 
 def test_the_rows_stay_as_they_are(tmp_path):
-    """A resumed run of an older version must see the rows that it has not seen yet: changing this breaks that."""
+    """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
     chats = [chat(2 + 7 * number % 11, 1 + 5 * number % 7) for number in range(12)]
     rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 20)
     assert [rows.examples_in(row).tolist() for row in range(len(rows))] == [[5, 11], [2, 8, 0], [6, 10], [1], [9], [3, 7], [4]]
 
 
 def test_the_first_rows_are_no_longer_than_the_others(tmp_path):
-    """Bins are made from the longest examples to the shortest; validation reads the first rows."""
+    """Packing fills bins with the longest examples first, but validation reads the first rows."""
     rows = ExampleRows(opened(write(tmp_path, "chats", draw_chats(400)), "chats"), 48)
     longest = np.array([int(np.diff(rows.example_set.starts)[rows.examples_in(row)].max()) for row in range(len(rows))])
     half = len(rows) // 2
     assert abs(longest[:half].mean() - longest[half:].mean()) < longest.std()
 
 
-# Rows too short
+# Examples longer than a row
 
 
 def chat(*lengths):
-    """Prompt and answer in turn."""
+    """Return a chat of alternating prompts and answers."""
     return [(bool(number % 2), [1 + number] * length) for number, length in enumerate(lengths)]
 
 
@@ -395,7 +396,7 @@ def test_the_fingerprint_follows_both_streams_and_not_the_place(tmp_path):
     shifted[4][:2] = [(PROMPT, prompt + words[:0]), (WORDS, words)]
     one = opened(write(tmp_path / "one", "chats", chats), "chats").fingerprint
     assert opened(write(tmp_path / "two", "chats", shifted), "chats", verify="never").fingerprint == one
-    shifted[4][:2] = [(PROMPT, prompt[:-1]), (WORDS, prompt[-1:] + words)]  # the same tokens, cut elsewhere
+    shifted[4][:2] = [(PROMPT, prompt[:-1]), (WORDS, prompt[-1:] + words)]  # the same tokens with other segments
     assert opened(write(tmp_path / "three", "chats", shifted), "chats").fingerprint != one
 
 
@@ -403,7 +404,7 @@ def test_the_fingerprint_follows_both_streams_and_not_the_place(tmp_path):
 
 
 def test_rows_are_the_padding_free_batches_of_trl(tmp_path):
-    """TRL shifts inside the model, so its label of a token is our target of the token before."""
+    """TRL shifts the labels inside the model: its label of a token is our target of the previous token."""
     trainer = pytest.importorskip("trl.trainer.sft_trainer")
     chats = draw_chats(12, seed=4)
     rows = ExampleRows(opened(write(tmp_path, "chats", chats), "chats"), 64)
@@ -421,7 +422,7 @@ def test_rows_are_the_padding_free_batches_of_trl(tmp_path):
         assert (ours.targets_BT[0, used:] == IGNORE_INDEX).all()
 
 
-# Llama 3's format, with the marks by which transformers tells what the assistant says.
+# Llama 3's format, with the tags that tell transformers which tokens are the assistant's.
 MARKED_TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}{% if message['role'] == 'assistant' %}\
 {% generation %}{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}\

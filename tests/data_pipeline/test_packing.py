@@ -10,7 +10,7 @@ problems = st.integers(1, 40).flatmap(lambda most: st.tuples(st.lists(st.integer
 
 
 def best_fit_decreasing(lengths, capacity):
-    """What is left in each bin, by the definition."""
+    """Return the room left in each bin, by the definition."""
     rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -55,7 +55,7 @@ def test_neighbours_of_one_length_come_into_different_bins():
 
 @pytest.mark.parametrize("median, sigma, capacity", [(300, 1.0, 2048), (300, 1.0, 4096), (900, 0.9, 4096)])
 def test_rows_of_chats_are_filled(median, sigma, capacity):
-    """Lengths of chats are close to log-normal."""
+    """The lengths of chats are roughly log-normal."""
     lengths = np.exp(np.random.default_rng(0).normal(np.log(median), sigma, 100_000)).astype(np.int64).clip(2, capacity)
     packing = pack(lengths, capacity)
     assert rooms_of(packing, lengths, capacity)[0] == 0

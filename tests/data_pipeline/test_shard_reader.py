@@ -1,7 +1,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 
 import numpy as np
@@ -22,7 +21,6 @@ from data_pipeline.shard_reader import (
 
 TOKENIZER = hashlib.sha256(b"a tokenizer").hexdigest()
 VOCABULARY = 1000
-EMPTY = {"format": 1, "dtype": "uint16", "tokenizer_sha256": "", "document_start_id": 0, "splits": {}}
 
 
 def write_llmc(path, ids, dtype="uint16"):
@@ -30,7 +28,7 @@ def write_llmc(path, ids, dtype="uint16"):
 
 
 def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
-    """A prepared set, from one list of id arrays a split."""
+    """Write a prepared set, from a list of id arrays for each split."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest = {"format": 1, "dtype": dtype, "vocab_size": vocab_size, "tokenizer_sha256": TOKENIZER,
                 "document_start_id": 7, "splits": {}}
@@ -94,7 +92,7 @@ def test_fingerprint_identifies_the_data_and_not_its_place(prepared, tmp_path):
     assert open_train(prepared).fingerprint != open_train(other).fingerprint
 
 
-# What is refused, by name
+# Refusals
 
 
 def spoil(path, change):
@@ -129,22 +127,6 @@ def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
             open_train(prepared, verify=verify)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_flipped_bit_is_found(prepared, seed):
-    open_train(prepared)
-    path = prepared / f"train-{seed % 3:05d}.bin"
-    generator = np.random.default_rng(seed)
-    spoil(path, flip(int(generator.integers(12, path.stat().st_size)), int(generator.integers(8))))
-    with pytest.raises(DataError, match=rf"{path.name}: is damaged: its SHA-256 begins"):
-        open_train(prepared)
-
-
-def test_a_missing_shard_is_refused(prepared):
-    (prepared / "train-00002.bin").unlink()
-    with pytest.raises(DataError, match=r"train-00002\.bin: is missing"):
-        open_train(prepared)
-
-
 def test_another_tokenizer_is_refused_with_both_hashes(prepared):
     with pytest.raises(DataError, match=f"another tokenizer.*{TOKENIZER[:12]}.*{'0' * 12}.*TOKENIZER_PATH"):
         open_train(prepared, sha256="0" * 64)
@@ -169,28 +151,6 @@ def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
     assert open_train(prepared, minimum_tokens=52).tokens == 52
     with pytest.raises(DataError, match="has 52 tokens, but 53 are needed.*TOTAL_BATCH_SIZE"):
         open_train(prepared, minimum_tokens=53)
-
-
-@pytest.mark.parametrize("manifest, message", [
-    ("{", "its content: invalid JSON"),
-    ("[]", "its content: input should be an object"),
-    (json.dumps(EMPTY | {"format": 2}), "format: input should be 1"),
-    ('{"format": 1, "dtype": "uint16"}', "tokenizer_sha256: field required"),
-    (json.dumps(EMPTY | {"dtype": "float8"}), "dtype: input should be 'uint16' or 'uint32'"),
-    (json.dumps(EMPTY), "lists no train shards"),
-    (json.dumps(EMPTY | {"splits": {"train": {"tokens": 1, "shards": [1]}}}), "splits.train.shards.0: input should be an object"),
-])
-def test_a_bad_manifest_is_refused(tmp_path, manifest, message):
-    (tmp_path / MANIFEST).write_text(manifest)
-    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path / MANIFEST))}: .*{message}"):
-        open_train(tmp_path, sha256=None)
-
-
-def test_nothing_there_is_refused(tmp_path):
-    with pytest.raises(DataError, match="nowhere: no such file or folder"):
-        open_train(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="holds neither manifest.json nor token files"):
-        open_train(tmp_path)
 
 
 # Verification is remembered
@@ -230,7 +190,7 @@ def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
 
 def test_a_memory_that_cannot_be_kept_or_read_means_again(prepared, monkeypatch, no_hang):
     names = scanned_files(monkeypatch)
-    (prepared / VERIFIED).mkdir()  # stands for a folder that cannot be written: root writes into read-only ones
+    (prepared / VERIFIED).mkdir()  # like a read-only folder, which root could write to
     for _ in range(2):
         assert open_train(prepared).tokens == 52
     (prepared / VERIFIED).rmdir()
@@ -265,7 +225,7 @@ def test_a_shard_that_changes_while_it_is_read_is_refused_and_one_that_is_touche
     if opened:
         tokens.read(0, 3)
     change(path)
-    if how is None or opened and change is swap:  # what was opened is still the old file
+    if how is None or opened and change is swap:  # the open file is still the old one
         assert tokens.read(1, 40).tolist() == list(range(1, 41))
     else:
         for read in (lambda: tokens.read(0, 3), lambda: list(tokens.blocks())):
@@ -302,7 +262,7 @@ def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared,
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Writes 40 train tokens in two files and 10 of validation in one, in a format; returns the folder."""
+    """Write 40 train tokens in two files and 10 validation tokens in one; return the folder."""
     def write(kind):
         parts = {"fineweb_train_000001": range(25), "fineweb_train_000002": range(25, 40),
                  "fineweb_val_000000": range(10)}

@@ -1,4 +1,4 @@
-"""Divergences against a naive double loop and TRL's, and the objective against plain logits and automatic gradients."""
+"""Divergences compared with a naive loop and TRL, and the objective compared with autograd on plain logits."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ def random_logits(rows: int = 6, vocab: int = VOCAB, scale: float = 3.0, seed: i
 
 
 def naive_divergence(student: list[float], teacher: list[float], kind: str, temperature: float, beta: float) -> float:
-    """The definition, one token after the other, times temperature squared."""
+    """The definition, token by token, times temperature squared."""
     def probabilities(logits: list[float]) -> list[float]:
         powers = [math.exp(logit / temperature) for logit in logits]
         return [power / sum(powers) for power in powers]
@@ -40,7 +40,7 @@ def naive_divergence(student: list[float], teacher: list[float], kind: str, temp
 
 
 def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str, temperature: float, beta: float) -> torch.Tensor:
-    """The same for automatic gradients, with torch's own KL."""
+    """The same for autograd, with torch's own KL."""
     log_q, log_p = (F.log_softmax(logits / temperature, -1) for logits in (student, teacher))
     log_m = torch.log(beta * log_p.exp() + (1 - beta) * log_q.exp())
 
@@ -128,8 +128,8 @@ def test_extreme_logits_stay_finite():
 # ------------------------------------------------------------------------------------------------------------- the top k only
 
 
-def keep_likeliest(teacher: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The teacher's K likeliest ids and C = K + 1 log-probabilities."""
+def keep_most_likely(teacher: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the teacher's K most likely ids and C = K + 1 log-probabilities."""
     logprobs = F.log_softmax(teacher / temperature, -1)
     kept, ids = logprobs.topk(k)
     others = logprobs.exp().scatter(1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=-1e4)
@@ -140,7 +140,7 @@ def keep_likeliest(teacher: torch.Tensor, k: int, temperature: float) -> tuple[t
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_with_every_token_kept_nothing_is_lost(kind, temperature):
     student, teacher = random_logits(seed=1), random_logits(seed=2)
-    ids, logprobs = keep_likeliest(teacher, VOCAB, temperature)
+    ids, logprobs = keep_most_likely(teacher, VOCAB, temperature)
     sparse = sparse_divergence(student, ids, logprobs, kind, temperature, 0.3)
     for ours, theirs in zip(sparse, divergence(student, teacher, kind, temperature, 0.3)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -150,7 +150,7 @@ def test_with_every_token_kept_nothing_is_lost(kind, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_all_other_tokens_are_one_class(kind, temperature):
     student, teacher = random_logits(seed=1), random_logits(seed=2)
-    ids, logprobs = keep_likeliest(teacher, 5, temperature)
+    ids, logprobs = keep_most_likely(teacher, 5, temperature)
     exact = student.double().requires_grad_()
     q = F.softmax(exact / temperature, -1)
     kept = q.gather(1, ids)
@@ -164,8 +164,8 @@ def test_all_other_tokens_are_one_class(kind, temperature):
 
 def test_where_the_others_proportions_are_the_students_the_gradient_is_the_whole_teachers():
     student, teacher = random_logits(seed=1), random_logits(seed=2)
-    ids, _ = keep_likeliest(teacher, 8, 1.0)
-    # The student with other logits on the kept tokens: among the others, both agree.
+    ids, _ = keep_most_likely(teacher, 8, 1.0)
+    # The student with the teacher's logits on the kept tokens: both agree on all other tokens.
     teacher = student.scatter(1, ids, teacher.gather(1, ids))
     others = F.softmax(teacher, -1).scatter(1, ids, 0.0).sum(-1, keepdim=True).log()
     logprobs = torch.cat([F.log_softmax(teacher, -1).gather(1, ids), others], 1)
@@ -175,9 +175,9 @@ def test_where_the_others_proportions_are_the_students_the_gradient_is_the_whole
 
 
 def test_the_others_share_is_learned_and_not_taken_to_be_nothing():
-    # Descending the divergence from a flat teacher, the student gives the others what the teacher gives them.
+    # After gradient descent, the student gives the other tokens the probability that the teacher gives them.
     teacher = random_logits(rows=1, scale=0.5, seed=2)
-    ids, logprobs = keep_likeliest(teacher, 4, 1.0)
+    ids, logprobs = keep_most_likely(teacher, 4, 1.0)
     student = torch.zeros(1, VOCAB)
     for _ in range(300):
         student -= 2.0 * sparse_divergence(student, ids, logprobs, "forward_kl")[1]
@@ -196,7 +196,7 @@ def llama(seed: int, **shape) -> Transformer:
 
 
 class Teacher:
-    """All logits of a model of ours, as an objective asks for them."""
+    """A teacher that computes all logits with our model."""
 
     def __init__(self, model: Transformer):
         self.model = model.eval().requires_grad_(False)
@@ -303,9 +303,9 @@ def test_validation_without_gradients_gives_the_same_loss():
 
 
 def stored_batch(teacher: Teacher, batch: Batch, k: int, temperature: float) -> Batch:
-    """The batch with what the teacher says of every position."""
+    """Return the batch with the stored outputs of the teacher at every position."""
     whole = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
-    ids, logprobs = keep_likeliest(teacher.logits(whole)(slice(None)), k, temperature)
+    ids, logprobs = keep_most_likely(teacher.logits(whole)(slice(None)), k, temperature)
     shape = batch.tokens_BT.shape
     batch.stored.update(teacher_ids=ids.view(*shape, k).int(), teacher_logprobs=logprobs.view(*shape, k + 1))
     return batch

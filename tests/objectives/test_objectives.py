@@ -1,4 +1,4 @@
-"""Every objective against a naive double loop, against TRL, and against what must hold of any objective."""
+"""Every objective compared with a naive loop and with TRL, and the invariants of any objective."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -86,7 +86,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 
 def gradients(objective, batches, seed=0):
-    """The sums of loss and count over batches, and the gradients of the loss sum."""
+    """Return the sums of loss and count over batches, and the gradients of the loss sum."""
     model = model_of(seed)
     total = count = 0
     for batch in batches:
@@ -190,7 +190,7 @@ def test_next_token_equals_a_double_loop():
 
 @torch.no_grad()
 def naive_logprobs(model, batch) -> list[list[tuple[float, int]]]:
-    """(log-probability, length) of each document of each row that has targets, each computed alone."""
+    """Return (log-probability, length) of each document with targets, computed separately, row by row."""
     found = []
     for row in range(len(batch.tokens_BT)):
         of_row = []
@@ -238,7 +238,7 @@ def test_dpo_equals_a_naive_loop(loss, normalised):
 
 
 def padded_pairs(batch: Batch):
-    """The same pairs as TRL wants them: chosen rows, then rejected rows, right-padded; and which tokens are completions."""
+    """Return the pairs as TRL expects them: chosen rows, then rejected rows, right-padded, and completion masks."""
     chosen, rejected = [], []
     for row in range(len(batch.tokens_BT)):
         for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
@@ -284,7 +284,7 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     inputs = padded_pairs(batch)
 
     class Fused(torch.nn.Module):
-        """A Hugging Face model that answers with log-probabilities of its labels, as TRL's patched forward does."""
+        """A Hugging Face model that returns log-probabilities of its labels, as TRL's patched forward does."""
 
         def __init__(self, inner):
             super().__init__()
@@ -302,7 +302,8 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     trainer.__dict__.update(
         model=policy, ref_model=Fused(their_reference), accelerator=SimpleNamespace(
             device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda m: m),
-        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None), aux_loss_enabled=False, ld_alpha=None,
+        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
+        aux_loss_enabled=False, ld_alpha=None,
         precompute_ref_logps=False, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.25,
         label_smoothing=0.0, use_weighting=False, _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         _total_train_tokens=0, _tp_size=1)
@@ -375,15 +376,16 @@ class MostLikely(PairwiseObjective):
     def pair_loss(self, logprob_BP2, length_BP2, reference_BP2):
         assert reference_BP2 is None and (length_BP2 >= 1).all() and (logprob_BP2 < 0).all()
         margin_BP = logprob_BP2[..., 0] - logprob_BP2[..., 1]
-        return -margin_BP, {"margin": margin_BP}
+        return -margin_BP, {"margin": margin_BP, "chosen": logprob_BP2[..., 0]}
 
 
 def test_a_pairwise_objective_needs_a_loss_for_each_pair_only():
     batch, model = pair_rows(13), model_of(0)
-    expected = sum(chosen[0] - rejected[0] for documents in naive_logprobs(model, batch)
-                   for chosen, rejected in zip(documents[::2], documents[1::2]))
+    pairs = [pair for documents in naive_logprobs(model, batch) for pair in zip(documents[::2], documents[1::2])]
+    expected = sum(chosen[0] - rejected[0] for chosen, rejected in pairs)
     found = MostLikely(PreferenceConfig()).loss_sum(model, batch)
     assert float(found.metrics["margin"]) == pytest.approx(expected, rel=1e-4) == -float(found.total.detach())
+    assert float(found.metrics["chosen"]) == pytest.approx(sum(chosen[0] for chosen, _ in pairs), rel=1e-4)
     assert not found.metrics["margin"].requires_grad and int(MostLikely(PreferenceConfig()).count(batch)) == 4
 
 

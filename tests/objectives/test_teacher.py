@@ -1,4 +1,4 @@
-"""Teachers against what each document gets alone, against transformers, and what is stored of them against the live ones."""
+"""Teachers compared with documents run separately, with transformers, and with their stored outputs."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def llama_folder(tmp_path_factory, tokenizer) -> Path:
 
 @pytest.fixture
 def copied(llama_folder, tmp_path) -> Path:
-    """The same as a plain model folder that a test may spoil."""
+    """The same as a plain model folder, which a test may damage."""
     shutil.copytree(llama_folder, tmp_path / "copied")
     (tmp_path / "copied" / store.MANIFEST).unlink()
     return tmp_path / "copied"
@@ -107,7 +107,7 @@ def a_batch(vocab_size: int, with_positions: bool = True, rows: int = 3, tokens:
 
 
 def transformers_model(kind: str, tokenizer, folder: Path) -> Path:
-    """A tiny random model of another architecture, and the student's tokenizer beside it."""
+    """Save a tiny random model of another architecture with the student's tokenizer."""
     transformers = pytest.importorskip("transformers")
     small = {"GPT2": dict(n_embd=32, n_layer=2, n_head=2, n_positions=32), "Bert": dict(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, max_position_embeddings=32)}[kind]
@@ -374,7 +374,7 @@ def token_rows_of(path: Path, tokenizer) -> TokenRows:
 
 
 class CountingTeacher(LlamaTeacher):
-    """Notes how many rows it was asked of, and may stop the run."""
+    """A teacher that counts its rows, and may signal the run to stop."""
 
     def __init__(self, tokenizer, stop_after: int = 10**9, signals=None):
         super().__init__(llama(tokenizer, 2), tokenizer.vocab_size)
@@ -448,7 +448,7 @@ def test_only_the_rows_that_will_be_read_are_asked_for(tmp_path, tokenizer):
     rows, teacher = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer)
     partly = stored(rows, tmp_path, tokenizer, teacher, indices=np.array([5, 1, 5]))
     assert teacher.asked == 2 and partly(np.array([1, 5])).stored
-    assert len(stored(rows, tmp_path / "none", tokenizer, None, indices=np.arange(0))) == 9  # of a run of no step
+    assert len(stored(rows, tmp_path / "none", tokenizer, None, indices=np.arange(0))) == 9  # a run without steps
     with pytest.raises(DataError, match="row 2 is missing"):
         partly(np.array([2]))
     stored(rows, tmp_path, tokenizer, teacher)
@@ -472,13 +472,13 @@ def test_rows_that_were_written_but_not_committed_are_asked_for_again(tmp_path, 
     store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
     writer = RowWriter(store)
     writer.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
-    assert len(store.missing(np.arange(9))) == 9  # so would a killed process leave it
+    assert len(store.missing(np.arange(9))) == 9  # the state that a killed process leaves
     writer.__exit__(None, None, None)
     assert store.missing(np.arange(9)).tolist() == [3, 4, 5, 6, 7, 8]
 
 
 def store_as_a_rank(folder: str, tokenizer_path: str) -> int:
-    """What each of several ranks does."""
+    """Store outputs as one of several ranks."""
     tokenizer = load_tokenizer(tokenizer_path)
     ranks = start_ranks("cpu", 60)
     rows = token_rows(Path(folder) / f"data-{ranks.rank}", tokenizer)
@@ -530,7 +530,7 @@ def test_what_is_damaged_in_a_store_is_computed_again_and_only_that(tmp_path, to
     rows, teacher, said = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer), []
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
     whole = contents(tmp_path)
-    (the_store(tmp_path) / ".verified.json").unlink()  # as of a version that sealed none
+    (the_store(tmp_path) / ".verified.json").unlink()  # as an older version leaves it
     stored(rows, tmp_path, tokenizer, None)
     spoil(the_store(tmp_path))
     stored(rows, tmp_path, tokenizer, teacher, said=said)
@@ -540,7 +540,7 @@ def test_what_is_damaged_in_a_store_is_computed_again_and_only_that(tmp_path, to
 
 
 def test_of_two_jobs_one_fills_the_store_and_the_other_waits(tmp_path, tokenizer, monkeypatch):
-    """The second computes on another kind of machine: its bits are not the first one's."""
+    """The jobs may run on different machines, whose outputs differ in their last bits."""
     monkeypatch.setattr(stored_outputs, "WAIT_SECONDS", 0.01)
     rows, waits, said = token_rows(tmp_path, tokenizer), threading.Event(), []
 
