@@ -68,10 +68,11 @@ TOLERANCE = 1e-3  # of first losses
 CONFIG = Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, init_std=0.06, learning_rate=1e-4,
                 max_seq_len=ROW_TOKENS, micro_batch_size=ROWS_PER_STEP, lora_rank=8, lora_alpha=16.0,
                 total_batch_size=ROWS_PER_STEP * ROW_TOKENS, distillation_top_k=32)
-LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
 Example = list[list[int]]  # the tokens of a prompt and of its answers
 Steps = Iterator[tuple[list[Batch], int]]  # the micro-batches of each step, and its tokens
+
+
+info = partial(print, file=sys.stderr, flush=True)  # a line of progress
 
 
 class Contender(NamedTuple):
@@ -92,9 +93,6 @@ class Comparison(NamedTuple):
 
 
 Group = tuple[dict[str, Contender], list[Comparison]]
-
-
-# ----------------------------------------------------------------------------------------------------- data
 
 
 def draw_tokens(rng: np.random.Generator, median: float, longest: int) -> list[int]:
@@ -288,7 +286,8 @@ def trl_sft(folder: Path, chats: list[Example], lora: bool, micro_batches: int, 
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    peft_config = LoraConfig(r=CONFIG.lora_rank, lora_alpha=CONFIG.lora_alpha, target_modules=LORA_MODULES,
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    peft_config = LoraConfig(r=CONFIG.lora_rank, lora_alpha=CONFIG.lora_alpha, target_modules=modules,
                              lora_dropout=0.0, task_type="CAUSAL_LM") if lora else None
     arguments = trl_arguments(SFTConfig, folder, micro_batches, **changes)
     data = dataset(chats, "prompt", "completion")
@@ -306,9 +305,6 @@ def trl_dpo(folder: Path, pairs: list[Example], micro_batches: int, **changes: A
     models = [huggingface_model(new_model(seed), CONFIG, VOCAB, ROW_TOKENS) for seed in (1, 2)]
     trainer = DPOTrainer(*models, arguments, train_dataset=data, processing_class=word_tokenizer())
     return stepwise(trainer, data.select(range(PROBED)))
-
-
-# --------------------------------------------------------------------------------------------------- groups
 
 
 def chat_contenders(folder: Path, lora_enabled: bool) -> dict[str, Contender]:
@@ -413,11 +409,6 @@ def distillation(folder: Path) -> Group:
 
 
 GROUPS = {"sft": sft, "lora": lora, "dpo": dpo, "distillation": distillation}
-
-
-def info(message: str) -> None:
-    """Print a line of progress."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def measure(contenders: dict[str, Contender], blocks: int) -> dict[str, list[float]]:

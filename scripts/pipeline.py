@@ -89,9 +89,6 @@ def curve(name: str, metric: str) -> list[tuple[int, float]]:
     return [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
 
 
-# ----------------------------------------------------------------------------------------------- evaluation
-
-
 @torch.no_grad()
 def exact_answers(folder: Path) -> tuple[float, float]:
     """The shares of held-out questions with exactly the right greedy answer, and with an answer that ends."""
@@ -161,9 +158,6 @@ def run_stages(pipeline: Pipeline) -> dict:
     }
     pipeline.add_time("evaluation", started)
     return summary | {"seconds": sum(pipeline.seconds.values())}
-
-
-# --------------------------------------------------------------------------------------------------- report
 
 
 def table(summary: dict) -> str:
