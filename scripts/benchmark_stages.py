@@ -1,14 +1,14 @@
-"""Compare every stage of Paddock with itself, TRL and PEFT: same weights, same chats and pairs, same optimizer.
+"""Compare the speed of every stage of Paddock with itself, TRL and PEFT: same weights, data and optimizer.
 
     python scripts/benchmark_stages.py                               # on a CPU, one thread, about 10 minutes
     python scripts/benchmark_stages.py --groups sft,dpo --blocks 4 --json out.json
 
 All contenders of a group share one process and take turns, one training step each, in the order A B B A. The
-result is the median ratio of neighbours with its bootstrap interval of 95 %, in CPU time per token of the data,
-without padding. TRL's trainers run their own `train()` in a thread that is paused after each step. Before the
-first step each contender computes the loss of the same few examples; if these differ, it is not compared.
-Everything is fp32 and eager, with random tokens in chats and pairs of log-normal lengths, in rows of 1,024
-tokens.
+result is the median ratio of neighbours with its bootstrap interval of 95 %, in CPU time per token of the
+data, without padding. TRL's trainers run their own `train()` in a thread that is paused after each step.
+Before the first step each contender computes the loss of the same few examples; if these differ, it is not
+compared. Everything is fp32 and eager, with random tokens in chats and pairs of log-normal lengths, in rows
+of 1,024 tokens.
 """
 
 import os
@@ -70,10 +70,11 @@ CONFIG = Config(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768, init_
                 max_seq_len=ROW_TOKENS, micro_batch_size=ROWS_PER_STEP, lora_rank=8, lora_alpha=16.0,
                 total_batch_size=ROWS_PER_STEP * ROW_TOKENS, distillation_top_k=32)
 FACTS = TokenizerFacts(VOCAB)
-LORA_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
 Example = list[list[int]]  # the tokens of a prompt and of its answers
 Steps = Iterator[tuple[list[Batch], int]]  # the micro-batches of each step, and its tokens
+
+
+info = partial(print, file=sys.stderr, flush=True)  # a line of progress
 
 
 class Contender(NamedTuple):
@@ -94,9 +95,6 @@ class Comparison(NamedTuple):
 
 
 Group = tuple[dict[str, Contender], list[Comparison]]
-
-
-# ----------------------------------------------------------------------------------------------------- data
 
 
 def draw_tokens(rng: np.random.Generator, median: float, longest: int) -> list[int]:
@@ -123,9 +121,9 @@ def write_set(folder: Path, kind: str, examples: list[Example]) -> Path:
         writer.write(Tokens(tokens, 1, np.array(segments, np.uint32), sum(map(len, example[1:]))))
     split = writer.sync(finish=True)
     writer.close()
-    write_json(folder / MANIFEST, {"format": 1, "dtype": "uint16", "vocab_size": VOCAB, "tokenizer_sha256": "",
-                                   "document_start_id": START, "splits": {"train": split},
-                                   **({} if kind == "documents" else {"kind": kind})})
+    manifest = {"format": 1, "dtype": "uint16", "vocab_size": VOCAB, "tokenizer_sha256": "",
+                "document_start_id": START, "splits": {"train": split}}
+    write_json(folder / MANIFEST, manifest if kind == "documents" else manifest | {"kind": kind})
     return folder
 
 
@@ -216,11 +214,6 @@ def paddock(model, objective, steps: Steps, probe: Batch, reported: str = "") ->
     return Contender(first_loss, step)
 
 
-def huggingface(seed: int = 1):
-    """transformers' Llama with the weights of `new_model`."""
-    return huggingface_model(new_model(seed), CONFIG, VOCAB, ROW_TOKENS)
-
-
 def word_tokenizer():
     """A tokenizer that has one word for each id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -295,10 +288,12 @@ def trl_sft(folder: Path, chats: list[Example], lora: bool, micro_batches: int, 
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    peft_config = LoraConfig(r=CONFIG.lora_rank, lora_alpha=CONFIG.lora_alpha, target_modules=LORA_MODULES,
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    peft_config = LoraConfig(r=CONFIG.lora_rank, lora_alpha=CONFIG.lora_alpha, target_modules=modules,
                              lora_dropout=0.0, task_type="CAUSAL_LM") if lora else None
+    arguments = trl_arguments(SFTConfig, folder, micro_batches, **changes)
     data = dataset(chats, "prompt", "completion")
-    trainer = SFTTrainer(huggingface(), trl_arguments(SFTConfig, folder, micro_batches, **changes),
+    trainer = SFTTrainer(huggingface_model(new_model(), CONFIG, VOCAB, ROW_TOKENS), arguments,
                          train_dataset=data, processing_class=word_tokenizer(), peft_config=peft_config)
     return stepwise(trainer, data.select(range(PROBED)))
 
@@ -309,12 +304,9 @@ def trl_dpo(folder: Path, pairs: list[Example], micro_batches: int, **changes: A
 
     arguments = trl_arguments(DPOConfig, folder, micro_batches, beta=CONFIG.dpo_beta, **changes)
     data = dataset(pairs, "prompt", "chosen", "rejected")
-    trainer = DPOTrainer(huggingface(), huggingface(seed=2), arguments, train_dataset=data,
-                         processing_class=word_tokenizer())
+    models = [huggingface_model(new_model(seed), CONFIG, VOCAB, ROW_TOKENS) for seed in (1, 2)]
+    trainer = DPOTrainer(*models, arguments, train_dataset=data, processing_class=word_tokenizer())
     return stepwise(trainer, data.select(range(PROBED)))
-
-
-# --------------------------------------------------------------------------------------------------- groups
 
 
 def chat_contenders(folder: Path, lora_enabled: bool) -> dict[str, Contender]:
@@ -412,21 +404,13 @@ def distillation(folder: Path) -> Group:
         "stored": ours(stored, Distillation(CONFIG), "cross_entropy"),
         "live": ours(rows, Distillation(CONFIG, teacher), "cross_entropy"),
     }, [
-        Comparison("Distillation, stored top 32, cost over plain training", "stored", "plain", 1.08, at_most=True),
+        Comparison("Distillation, stored top 32, cost over plain training", "stored", "plain", 1.08, True),
         # A teacher's forward is a third of a step; the target is 90 % of that speed, so 4 / 3 / 0.9.
-        Comparison("Distillation, live teacher of the same size, cost over plain training", "live", "plain", 1.48,
-                   at_most=True)]
+        Comparison("Distillation, live teacher of the same size, cost over plain training", "live", "plain",
+                   1.48, True)]
 
 
 GROUPS = {"sft": sft, "lora": lora, "dpo": dpo, "distillation": distillation}
-
-
-# ------------------------------------------------------------------------------------------------- measuring
-
-
-def info(message: str) -> None:
-    """Print a line of progress."""
-    print(message, file=sys.stderr, flush=True)
 
 
 def measure(contenders: dict[str, Contender], blocks: int) -> dict[str, list[float]]:
@@ -451,7 +435,8 @@ def report(group: Group, seconds: dict[str, list[float]]) -> Iterator[str]:
     info("first losses: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
     for what, slower, faster, target, at_most in comparisons:
         if abs(losses[slower] - losses[faster]) > TOLERANCE:
-            yield f"| {what} | refused: the first losses are {losses[slower]:.4f} and {losses[faster]:.4f} | | |"
+            differing = f"{losses[slower]:.4f} and {losses[faster]:.4f}"
+            yield f"| {what} | refused: the first losses are {differing} | | |"
             continue
         median, low, high = bootstrap([a / b for a, b in zip(seconds[slower], seconds[faster])])
         verdict = "-"
@@ -486,8 +471,9 @@ def main() -> None:
         if args.json:
             args.json.write_text(json.dumps(figures, indent=1))
     print(f"CPU, 1 thread, fp32, torch {torch.__version__}, transformers {transformers.__version__}, "
-          f"{args.blocks} blocks\n| what | ratio [95 %] | tokens a CPU second, first and second | target |\n"
-          "|---|---|---|---|\n" + "\n".join(lines))
+          f"{args.blocks} blocks")
+    print("| what | ratio [95 %] | tokens a CPU second, first and second | target |\n|---|---|---|---|")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Parts of scripts/gpu_suite.py that measure a device without training."""
 
+import hashlib
+import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -28,18 +30,22 @@ def dtypes(task) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float16, torch.float32) if task.cuda else (torch.bfloat16, torch.float32)
 
 
+def wait_for_device(task) -> None:
+    """Wait until the GPU has done what was started."""
+    if task.cuda:
+        torch.cuda.synchronize()
+
+
 def seconds_per_call(task, function: Callable[[], object]) -> float:
     """The mean time of a call, after some that warm up."""
     repeats, warmup = (10, 3) if task.cuda else (2, 1)
     for _ in range(warmup):
         function()
-    if task.cuda:
-        torch.cuda.synchronize()
+    wait_for_device(task)
     started = time.perf_counter()
     for _ in range(repeats):
         function()
-    if task.cuda:
-        torch.cuda.synchronize()
+    wait_for_device(task)
     return (time.perf_counter() - started) / repeats
 
 
@@ -72,9 +78,6 @@ def probe(task) -> None:
             x = torch.randn(64, 64, device=task.device)
             correct = torch.allclose(compiled(x), (x * 2 + 1).sum(-1))
             task.check("a compiled kernel, s", correct, round(time.perf_counter() - started, 1))
-
-
-# ------------------------------------------------------------------------------------------------ attention
 
 
 def random_heads(shape: Sequence[int], device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -188,9 +191,6 @@ def measure_documents(task, shape: Sequence[int], inputs: list[Tensor], label: s
             kernels.activate_flash_3(False)
 
 
-# --------------------------------------------------------------------------------- checkpoint and HellaSwag
-
-
 def random_model(task):
     """A model of the shape of Llama 3.2 1B with random weights, its settings, vocabulary size and ranks."""
     from config import Config
@@ -207,12 +207,10 @@ def random_model(task):
 
 def timed(task, name: str, function: Callable[[], object], size: int = 0):
     """Call the function and record its seconds, and GB/s if it moves `size` bytes; returns its result."""
-    if task.cuda:
-        torch.cuda.synchronize()
+    wait_for_device(task)
     started = time.perf_counter()
     result = function()
-    if task.cuda:
-        torch.cuda.synchronize()
+    wait_for_device(task)
     seconds = time.perf_counter() - started
     task.figure(f"{name}, s", round(seconds, 3))
     if size:
@@ -222,8 +220,6 @@ def timed(task, name: str, function: Callable[[], object], size: int = 0):
 
 def checkpoint(task) -> None:
     """The time of each part of a checkpoint (copy, hash, file), and of saving and resuming."""
-    import hashlib
-
     from safetensors.torch import load_file, save_file
 
     from checkpoint import store
@@ -242,29 +238,27 @@ def checkpoint(task) -> None:
     size = sum(tensor.nbytes for tensor in weights.values())
     task.figure("bytes", size + sum(tensor.nbytes for tensor in states.values()))
 
+    def to_host() -> dict[str, Tensor]:
+        return {name: tensor.cpu() for name, tensor in weights.items()}
+
     def write_weights(folder: Path) -> None:
-        save_file({name: tensor.cpu() for name, tensor in weights.items()}, folder / "model.safetensors")
+        save_file(to_host(), folder / "model.safetensors")
 
-    def measure(name: str, function: Callable[[], object], size: int = size):
-        return timed(task, name, function, size)
-
-    host = measure("copy of the weights", lambda: {name: tensor.cpu() for name, tensor in weights.items()})
-    measure("SHA-256 of the weights", lambda: [hashlib.sha256(tensor.numpy()) for tensor in host.values()])
-    file = folder / "weights.safetensors"
-    measure("write of the weights", lambda: save_file(host, file))
-    measure("load of the weights", lambda: [tensor.to(ranks.device) for tensor in load_file(file).values()])
+    clock, file = partial(timed, task), folder / "weights.safetensors"
+    host = clock("copy of the weights", to_host, size)
+    clock("SHA-256 of the weights", lambda: [hashlib.sha256(value.numpy()) for value in host.values()], size)
+    clock("write of the weights", lambda: save_file(host, file), size)
+    clock("load of the weights", lambda: [value.to(ranks.device) for value in load_file(file).values()], size)
     file.unlink()
     save = partial(store.save, folder / "checkpoints", 1, ranks, write_weights, {}, states, size)
-    saved = measure("save in all", save, 0)
-    measure("verify", partial(store.verify, saved), 0)
-    measure("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)), 0)
+    saved = clock("save in all", save)
+    clock("verify", partial(store.verify, saved))
+    clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)
 
 
 def hellaswag(task) -> None:
     """HellaSwag's scoring of random items with the lengths of real ones, the first and the second time."""
-    import random
-
     from fused.chunked_head import IGNORE_INDEX
     from hellaswag_utils import Task as Item
     from hellaswag_utils import evaluate

@@ -37,7 +37,7 @@ from common.text import last_line  # noqa: E402
 PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # runs one part
 RESULTS = "results.jsonl"
 HEADER = "header"  # the part that records the machine and the commit of the parts after it
-MINUTES = {"correctness": 9.5, "speed": 9.5}  # a machine may allow ten minutes a command
+MINUTES = {"correctness": 9.5, "speed": 9.5}  # of each group; a machine may allow ten minutes a command
 STOP_SECONDS = 5  # for a part to stop the processes that it started
 
 
@@ -79,7 +79,6 @@ PARTS = (
     Part("speed-1b", "speed", 230, "Llama 3.2 1B beside its peers", alone=True),
     Part("speed-174m", "speed", 230, "174M parameters beside their peers", alone=True),
 )
-GROUPS = ("correctness", "speed")
 
 
 @dataclass
@@ -93,8 +92,8 @@ class Suite:
         self.folder: Path = self.options.output
         self.environment = os.environ | ({"OMP_NUM_THREADS": "1"} if self.options.tiny else {})
         self.started = time.monotonic()
-        groups = {part.group for part in self.parts} & set(GROUPS)
-        minutes = self.options.minutes or sum(MINUTES[group] for group in groups or GROUPS)
+        groups = {part.group for part in self.parts} & MINUTES.keys()
+        minutes = self.options.minutes or sum(MINUTES[group] for group in groups or MINUTES)
         self.deadline = self.started + 60 * minutes
         self.lock = threading.Lock()
         self.done = 0
@@ -253,9 +252,9 @@ def select_parts(text: str) -> list[Part]:
         ValueError: a name is unknown.
     """
     names = {name.strip() for name in text.split(",") if name.strip()}
-    if unknown := names - {part.name for part in PARTS} - {*GROUPS, "all"}:
-        raise ValueError(f"--parts {', '.join(sorted(unknown))}: choose from all, {', '.join(GROUPS)}, "
-                         + ", ".join(part.name for part in PARTS))
+    known = ["all", *MINUTES, *(part.name for part in PARTS)]
+    if unknown := names.difference(known):
+        raise ValueError(f"--parts {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     selected = {HEADER} | {part.name for part in PARTS if names & {part.name, part.group, "all"}}
     for part in reversed(PARTS):
         if part.name in selected:

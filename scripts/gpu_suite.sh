@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Try everything on this device: bash scripts/gpu_suite.sh --device cuda --parts correctness, then --parts speed. Installs nothing from
-# a network. Takes the active environment if it has torch, else .venv, else python3. --help lists the flags.
+# Test everything on this device: bash scripts/gpu_suite.sh --device cuda --parts correctness, then --parts speed.
+# Installs nothing from a network. Uses the active environment if it has torch, else .venv, else python3.
+# --help lists the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'
@@ -8,7 +9,8 @@ if [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && python -c "$has_torch"; then
     python=python
 elif [ -x .venv/bin/python ]; then
     python=.venv/bin/python
-else
-    python=$(command -v python3 || command -v python) || { echo "error: no python3 was found; install Python 3.10 or newer" >&2; exit 1; }
+elif ! python=$(command -v python3 || command -v python); then
+    echo "error: no python3 was found; install Python 3.10 or newer" >&2
+    exit 1
 fi
 exec "$python" scripts/gpu_suite.py "$@"

@@ -95,9 +95,6 @@ class Task:
         return process.wait(), output
 
 
-# -------------------------------------------------------------------------------------------------- machine
-
-
 def header(task: Task) -> None:
     """The machine, the versions and the commit."""
     def output_of(*command: str) -> str:
@@ -144,9 +141,6 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-# ---------------------------------------------------------------------------------------------------- tests
-
-
 def run_tests(task: Task, prefix: str) -> None:
     """Run the tests of GPU_TESTS whose names begin so, and record each result."""
     counts = {"passed": 0, "skipped": 0, "failed": 0}
@@ -171,9 +165,6 @@ def run_tests(task: Task, prefix: str) -> None:
     task.check("pytest's exit code", code == 0, code)
     if not counts["passed"] and counts["skipped"]:
         task.note(skipped="all of its tests need CUDA")
-
-
-# --------------------------------------------------------------------------------------------------- stages
 
 
 def sample(task: Task) -> None:

@@ -1,12 +1,13 @@
-"""Train every stage on the embedded sample, and measure what each was to improve, before and after, on held-out data.
+"""Train every stage on the embedded sample, and measure on held-out data what each stage improves.
 
     python scripts/pipeline.py            (or bash scripts/run_pipeline.sh, which sets up first)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
-Flags go to every training run. A second call goes on where the first was stopped. It leaves the figures in
-runs/pipeline/summary.json, and the table with its plots in runs/pipeline/pipeline.md.
+All flags are passed to every training run. A second call resumes where the first was stopped. The figures are
+written to runs/pipeline/summary.json, and the table with its plots to runs/pipeline/pipeline.md.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -23,7 +24,9 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from checkpoint.hf_format import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
+from checkpoint.tensor_files import read_tensors  # noqa: E402
 from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
@@ -35,101 +38,101 @@ from training.generate import generate  # noqa: E402
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
 ANSWER_TOKENS = 40
-CLOCK = RUNS / "seconds.json"
+SECONDS = RUNS / "seconds.json"
 
 
-def run_python(*arguments: str | Path, ranks: int = 1) -> None:
-    """Run one of our programs and show what it says.
+def run_python(*arguments: object, ranks: int = 1) -> None:
+    """Run one of our programs.
 
     Args:
-        ranks: of train.py, which more than one run through the launcher.
+        ranks: of train.py; the launcher starts more than one.
     Raises:
         PaddockError: it failed.
     """
-    command = ["scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:]] if ranks > 1 else arguments
-    code = subprocess.run([sys.executable, *map(str, command)]).returncode
+    if ranks > 1:
+        arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])
+    code = subprocess.run([sys.executable, *map(str, arguments)]).returncode
     if code:
-        raise PaddockError(f"{' '.join(map(str, arguments))} ended with exit code {code}; what it says above is the cause, and "
-                           "the same command goes on from here")
+        raise PaddockError(f"{' '.join(map(str, arguments))} ended with exit code {code}; its output above "
+                           "says why, and the same command resumes from here")
 
 
 class Pipeline:
-    """The runs of one pipeline, and how long they took, which outlives a call."""
+    """The runs of a pipeline, and their seconds, which are kept between calls."""
 
     def __init__(self, ranks: int, flags: Sequence[str]):
-        self.ranks, self.flags = ranks, list(flags)
+        self.ranks, self.flags = ranks, flags
         RUNS.mkdir(parents=True, exist_ok=True)
-        self.seconds: dict[str, float] = json.loads(CLOCK.read_text()) if CLOCK.exists() else {}
+        self.seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
 
-    def train(self, name: str, *flags: str | Path) -> Path:
-        """Train a run to its end; its last checkpoint."""
+    def train(self, name: str, preset: str, *flags: object) -> Path:
+        """Train a run to its end; returns its last checkpoint."""
         print(f"\n=== {name} " + "=" * (90 - len(name)), flush=True)
         started = time.perf_counter()
-        run_python("train.py", "--output-dir", RUNS, "--run-name", name, *flags, *self.flags, ranks=self.ranks)
-        self.clock(name, started)
-        return max((RUNS / name / "checkpoints").glob("step-*"))
+        run_python("train.py", "--output-dir", RUNS, "--run-name", name, "--preset", preset, *flags,
+                   *self.flags, ranks=self.ranks)
+        self.add_time(name, started)
+        return last_checkpoint(name)
 
-    def clock(self, name: str, started: float) -> None:
-        """Add the time since `started` to a name's."""
+    def add_time(self, name: str, started: float) -> None:
+        """Add the time since `started` to a name's seconds."""
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-        CLOCK.write_text(json.dumps(self.seconds, indent=1))
+        SECONDS.write_text(json.dumps(self.seconds, indent=1))
+
+
+def last_checkpoint(name: str) -> Path:
+    """The newest checkpoint of a run."""
+    return max((RUNS / name / "checkpoints").glob("step-*"))
 
 
 def curve(name: str, metric: str) -> list[tuple[int, float]]:
-    """(step, value) of a metric wherever a run logged it."""
+    """(step, value) of a run's metric, for each step that has one."""
     lines = read_entries(RUNS / name / "metrics.jsonl")
     return [(line["step"], line[metric]) for line in lines if line.get(metric) is not None]
 
 
 @torch.no_grad()
 def exact_answers(folder: Path) -> tuple[float, float]:
-    """The share of held-out questions that are answered exactly, greedily, and of answers that stop at the end of turn."""
+    """The shares of held-out questions with exactly the right greedy answer, and with an answer that ends."""
     model, tokenizer = load_model_folder(folder)
     chat_format = load_chat_format(tokenizer)
-    chats = [json.loads(line)["messages"] for line in (SAMPLE / "questions-held-out.jsonl").read_text().splitlines()]
+    lines = (SAMPLE / "questions-held-out.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
     right = stopped = 0
     for start in range(0, len(chats), 100):
         part = chats[start:start + 100]
-        written = generate(model, [chat_format.encode_prompt(chat[:-1]) for chat in part], ANSWER_TOKENS,
+        prompts = [chat_format.encode_prompt(chat[:-1]) for chat in part]
+        answers = generate(model, prompts, ANSWER_TOKENS,
                            stop_ids={chat_format.end_of_turn_id})
-        right += sum(tokenizer.decode(ids) == chat[-1]["content"] for chat, ids in zip(part, written))
-        stopped += sum(len(ids) < ANSWER_TOKENS for ids in written)
+        right += sum(tokenizer.decode(ids) == chat[-1]["content"] for chat, ids in zip(part, answers))
+        stopped += sum(len(ids) < ANSWER_TOKENS for ids in answers)
     return right / len(chats), stopped / len(chats)
 
 
 @torch.no_grad()
 def preference_accuracy(folder: Path) -> float:
-    """The share of held-out pairs whose chosen answer the model finds likelier than the rejected one."""
+    """The share of held-out pairs whose chosen answer has a higher probability than the rejected one."""
     model, tokenizer = load_model_folder(folder)
     pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerFacts(tokenizer.vocab_size))
     rows, right, count = ExampleRows(pairs, 512), 0, 0
     for start in range(0, len(rows), 16):
         batch = rows(np.arange(start, min(start + 16, len(rows)))).to(model.norm.weight.device)
-        logprob_BP2, there_BP = pair_logprobs(model, batch), is_pair(answer_lengths(batch))
-        right += int(((logprob_BP2[..., 0] > logprob_BP2[..., 1]) & there_BP).sum())
-        count += int(there_BP.sum())
+        logprob_BP2, is_pair_BP = pair_logprobs(model, batch), is_pair(answer_lengths(batch))
+        right += int(((logprob_BP2[..., 0] > logprob_BP2[..., 1]) & is_pair_BP).sum())
+        count += int(is_pair_BP.sum())
     return right / count
 
 
-def trained_fraction(adapter: Path, base: Path) -> float:
-    """The adapters' parameters as a share of the base's."""
-    from checkpoint.hf_format import load_model_weights
-    from checkpoint.tensor_files import read_tensors
-
-    trained = sum(tensor.numel() for tensor in read_tensors(adapter / "adapter_model.safetensors").values())
-    return trained / sum(tensor.numel() for tensor in load_model_weights(base).values())
-
-
 def run_stages(pipeline: Pipeline) -> dict:
-    """Train everything; the figures of summary.json."""
-    train, sft = pipeline.train, ("--preset", "sample,sample-sft")
-    base = train("pretrain", "--preset", "sample", "--sample-every", 0)
-    instruct = train("sft", *sft, "--pretrain-checkpoint", base)
-    preferred = train("dpo", "--preset", "sample,sample-dpo", "--instruct-checkpoint", instruct)
-    adapter = train("lora", "--preset", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)
+    """Train and evaluate everything; returns the content of summary.json."""
+    train = pipeline.train
+    base = train("pretrain", "sample", "--sample-every", 0)
+    instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base)
+    preferred = train("dpo", "sample,sample-dpo", "--instruct-checkpoint", instruct)
+    adapter = train("lora", "sample,sample-sft,sample-lora", "--pretrain-checkpoint", base)
     losses: dict[str, list[float]] = {"alone": [], "distilled": []}
     for seed in SEEDS:
-        student = ("--preset", "sample,sample-student", "--seed", seed)
+        student = ("sample,sample-student", "--seed", seed)
         train(f"student-{seed}", *student)
         train(f"distilled-{seed}", *student, "--distillation-enabled", "true", "--teacher-model", base)
         losses["alone"].append(curve(f"student-{seed}", "val_loss")[-1][1])
@@ -140,20 +143,22 @@ def run_stages(pipeline: Pipeline) -> dict:
     merged = RUNS / "lora-merged"
     shutil.rmtree(merged, ignore_errors=True)
     run_python("scripts/merge_lora.py", adapter, "--output", merged)
-    answers = {name: exact_answers(folder) for name, folder in
-               {"pretrain": base, "sft": instruct, "dpo": preferred, "lora": merged}.items()}
+    models = {"pretrain": base, "sft": instruct, "dpo": preferred, "lora": merged}
+    right, stops = zip(*map(exact_answers, models.values()))
+    right, stops = dict(zip(models, right)), dict(zip(models, stops))
     items = [value for _, value in curve("pretrain", "hellaswag_acc")]
+    trained, whole = (sum(tensor.numel() for tensor in tensors.values()) for tensors in
+                      (read_tensors(adapter / "adapter_model.safetensors"), load_model_weights(base)))
     summary = {
         "pretrain": {"item_accuracy": [items[0], items[-1]]},
-        "sft": {"exact_answers": [answers["pretrain"][0], answers["sft"][0]],
-                "stops": [answers["pretrain"][1], answers["sft"][1]]},
+        "sft": {"exact_answers": [right["pretrain"], right["sft"]],
+                "stops": [stops["pretrain"], stops["sft"]]},
         "dpo": {"preference_accuracy": [preference_accuracy(instruct), preference_accuracy(preferred)],
-                "exact_answers": [answers["sft"][0], answers["dpo"][0]]},
+                "exact_answers": [right["sft"], right["dpo"]]},
         "distill": {"val_loss": [losses["alone"], losses["distilled"]]},
-        "lora": {"exact_answers": [answers["pretrain"][0], answers["lora"][0]],
-                 "trainable_fraction": trained_fraction(adapter, base)},
+        "lora": {"exact_answers": [right["pretrain"], right["lora"]], "trainable_fraction": trained / whole},
     }
-    pipeline.clock("evaluation", started)
+    pipeline.add_time("evaluation", started)
     return summary | {"seconds": sum(pipeline.seconds.values())}
 
 
@@ -162,49 +167,48 @@ def table(summary: dict) -> str:
     def percent(values: Sequence[float]) -> str:
         return " | ".join(f"{100 * value:.1f} %" for value in values)
 
-    def losses(values: Sequence[float]) -> str:
-        return f"{mean(values):.4f} ± {stdev(values):.4f}"
+    stages = "pretrain", "sft", "dpo", "lora", "distill"
+    pretrain, sft, dpo, lora, distill = (summary[stage] for stage in stages)
+    gain, whole_gain = (after - before for before, after in (lora["exact_answers"], sft["exact_answers"]))
+    losses = " | ".join(f"{mean(values):.4f} ± {stdev(values):.4f}" for values in distill["val_loss"])
+    rows = {
+        "pretraining | the right one of four endings (n = 500)": percent(pretrain["item_accuracy"]),
+        "SFT | questions answered exactly (n = 500)": percent(sft["exact_answers"]),
+        "SFT | answers that stop at the end of turn": percent(sft["stops"]),
+        "DPO | the chosen answer is more probable (n = 500 pairs)": percent(dpo["preference_accuracy"]),
+        "DPO | questions answered exactly": percent(dpo["exact_answers"]),
+        f"LoRA SFT, {100 * lora['trainable_fraction']:.1f} % of the parameters | questions answered exactly "
+        f"({100 * gain / (whole_gain or 1):.0f} % of full SFT's gain)": percent(lora["exact_answers"]),
+        "distillation of a smaller student | validation loss alone / distilled, "
+        f"{len(SEEDS)} seeds each": losses}
+    return "\n".join(["| stage | measured on held-out data | before | after |", "|---|---|---|---|",
+                      *(f"| {name} | {values} |" for name, values in rows.items())])
 
-    lora, distill = summary["lora"], summary["distill"]["val_loss"]
-    gain, whole_gain = (after - before for before, after in (lora["exact_answers"], summary["sft"]["exact_answers"]))
-    lines = [
-        "| stage | measured on held-out data | before | after |", "|---|---|---|---|",
-        f"| pretraining | the right one of four endings (n = 500) | {percent(summary['pretrain']['item_accuracy'])} |",
-        f"| SFT | questions answered exactly (n = 500) | {percent(summary['sft']['exact_answers'])} |",
-        f"| SFT | answers that stop at the end of turn | {percent(summary['sft']['stops'])} |",
-        f"| DPO | the chosen answer is the likelier (n = 500 pairs) | {percent(summary['dpo']['preference_accuracy'])} |",
-        f"| DPO | questions answered exactly | {percent(summary['dpo']['exact_answers'])} |",
-        f"| LoRA SFT, {100 * lora['trainable_fraction']:.1f} % of the parameters | questions answered exactly ("
-        f"{100 * gain / (whole_gain or 1):.0f} % of full SFT's gain) | {percent(lora['exact_answers'])} |",
-        f"| distillation of a smaller student | validation loss alone / distilled, {len(SEEDS)} seeds each | {losses(distill[0])} | "
-        f"{losses(distill[1])} |"]
-    return "\n".join(lines)
 
-
-def draw(output: Path) -> None:
-    """One panel a stage: how its validation went."""
+def plot(output: Path) -> None:
+    """Plot the validation metric of each stage. Raises SettingsError if matplotlib is not installed."""
     with requires_package("matplotlib", "a plot"):
         import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    students = {f"{kind}-{seed}": metric for kind, metric in
+                (("student", "val_loss"), ("distilled", "val_cross_entropy")) for seed in SEEDS}
     panels = [("Pretraining", "loss (nats a token)", {"pretrain": "val_loss"}),
               ("SFT, all weights and LoRA", "loss (nats a target)", {"sft": "val_loss", "lora": "val_loss"}),
               ("DPO", "margin of the reward", {"dpo": "val_reward_margin"}),
-              ("Students", "loss (nats a token)", {**{f"student-{seed}": "val_loss" for seed in SEEDS},
-                                                   **{f"distilled-{seed}": "val_cross_entropy" for seed in SEEDS}})]
+              ("Students", "loss (nats a token)", students)]
     figure, axes = plt.subplots(2, 2, figsize=(9, 6))
     for axis, (title, unit, runs) in zip(axes.flat, panels):
         for name, metric in runs.items():
-            points = curve(name, metric)
+            points, style = curve(name, metric), {"label": name}
             if title == "Students":
-                points = points[1:]  # from the same initial loss, which would flatten the picture
-                kind, seed = name.rsplit("-", 1)
-                axis.plot(*zip(*points), marker="o", color="tab:blue" if kind == "student" else "tab:orange",
-                          label={"student": "alone", "distilled": "distilled"}[kind] if seed == "1" else None)
-            else:
-                axis.plot(*zip(*points), marker="o", label=name)
+                points = points[1:]  # the first loss is the same for all, and would flatten the picture
+                is_first, alone = name.endswith("-1"), name.startswith("student")
+                style = {"color": "tab:blue" if alone else "tab:orange",
+                         "label": ("alone" if alone else "distilled") if is_first else None}
+            axis.plot(*zip(*points), marker="o", **style)
         axis.set(title=title, xlabel="step", ylabel=unit)
         axis.grid(alpha=0.3)
         axis.legend()
@@ -213,42 +217,45 @@ def draw(output: Path) -> None:
 
 
 def report(summary: dict, pipeline: Pipeline) -> None:
-    """The table on the screen and, with plots, beside the runs."""
+    """Print the table, and write it with the plots beside the runs."""
     (RUNS / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    times = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items())
     picture = "\n![curves](pipeline.png)\n"
     try:
-        draw(RUNS / "pipeline.png")
+        plot(RUNS / "pipeline.png")
     except SettingsError as error:
         print(f"No plots: {error}", file=sys.stderr)
         picture = ""
+    seconds = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in pipeline.seconds.items())
+    on_gpu, ranks = torch.cuda.is_available(), f"{pipeline.ranks} rank{'s' * (pipeline.ranks > 1)}"
+    machine = torch.cuda.get_device_name() if on_gpu else f"a CPU with {os.cpu_count()} cores"
+    minutes = f"{summary['seconds'] / 60:.1f} minutes"
     (RUNS / "pipeline.md").write_text(f"""# Every stage, seen to learn
 
-`bash scripts/run_pipeline.sh` on the embedded sample, offline, {pipeline.ranks} rank{'s' if pipeline.ranks > 1 else ''} on \
-{torch.cuda.get_device_name() if torch.cuda.is_available() else f'a CPU with {os.cpu_count()} cores'}, \
-{summary['seconds'] / 60:.1f} minutes in all ({times}). What is held out is about facts that no training text tells.
+`bash scripts/run_pipeline.sh` on the embedded sample, offline, {ranks} on {machine}, {minutes} in all \
+({seconds}). The held-out data is about facts that no training text contains.
 
 {table(summary)}
 {picture}""", encoding="utf-8")
-    print(f"\n{table(summary)}\n\n{summary['seconds'] / 60:.1f} minutes of work. The figures: {RUNS / 'summary.json'}; "
-          f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\nTalk with it: python scripts/generate.py "
-          f"{max((RUNS / 'dpo' / 'checkpoints').glob('step-*'))} --chat --prompt \"A story ... What colour is the kite?\"")
+    print(f"\n{table(summary)}\n\n{minutes} of work. The figures: {RUNS / 'summary.json'}; "
+          f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\nChat with it: "
+          f"python scripts/generate.py {last_checkpoint('dpo')} --chat --prompt "
+          "\"A story ... What colour is the kite?\"")
 
 
 def main() -> None:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__)
-        return
+    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [settings as for train.py]",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    _, flags = parser.parse_known_args()
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
     if ranks > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    pipeline = Pipeline(ranks, sys.argv[1:])
+    pipeline = Pipeline(ranks, flags)
     started = time.perf_counter()
     run_python("scripts/make_sample.py")
-    pipeline.clock("sample", started)
+    pipeline.add_time("sample", started)
     report(run_stages(pipeline), pipeline)
 
 
 if __name__ == "__main__":
-    run_script(main, "Stopped. The same command goes on where it was.")
+    run_script(main, "Stopped. The same command resumes where it was.")

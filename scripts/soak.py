@@ -170,9 +170,6 @@ def wait_for_exit(job: Job, seconds: float) -> list[int]:
     return [process.exitcode for process in job.processes]
 
 
-# -------------------------------------------------------------------------------------------------- trials
-
-
 def pause_in_save(process, marks: Path, rank: int, save_seconds: float, rng: Random) -> None:
     """Pause a process at a random time inside one of its saves; also returns when the process has ended."""
     for save in count(rng.randrange(3)):
@@ -292,9 +289,6 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
             work = partial(damage_trial, setup, kind, name, damage)
             trials.append(Trial(f"{kind} {number} ({name})", work, Counter({kind: 1})))
     return [trial for trial in trials if args.only in (None, trial.name)]
-
-
-# -------------------------------------------------------------------------------------------------- command
 
 
 def run_trial(trial: Trial, seed: int, folder: Path) -> Counter:

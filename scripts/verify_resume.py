@@ -54,9 +54,6 @@ class Verdict(NamedTuple):
     text: str
 
 
-# ------------------------------------------------------------------------------------------------- settings
-
-
 def few_steps(config: Config, first: int, steps: int) -> dict[str, Any]:
     """The settings to change so that a few steps include everything that happens in a run."""
     interval = max(1, steps // 4)
@@ -94,11 +91,6 @@ def find_first_step(config: Config) -> tuple[dict[str, Any], int]:
     return changes, start.state["progress"]["step"] if start.state else 0
 
 
-def load(flags: list[str], ranks: int) -> Config:
-    """The configuration of a run on this number of ranks. Raises SettingsError if it is not possible."""
-    return load_config(flags, {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}).config
-
-
 # ----------------------------------------------------------------------------------------------------- runs
 
 
@@ -122,7 +114,7 @@ class TrialRun(NamedTuple):
 
     @property
     def output(self) -> Path:
-        """The file with what it prints."""
+        """The file that it prints to."""
         return self.folder.with_suffix(".txt")
 
 
@@ -374,11 +366,8 @@ def check_layouts(check: Verification, layouts: list[tuple[int, int]]) -> Iterat
         yield compare_gradients(name, *moments, dtype) if same_rows.same else same_rows
 
 
-# -------------------------------------------------------------------------------------------------- command
-
-
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    """The flags of this script, and those for train.py."""
+    """The flags of this script, and the flags for train.py."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, metavar="N",
@@ -396,10 +385,15 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 def main() -> None:
     args, flags = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def load(flags: list[str], ranks: int) -> Config:
+        environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
+        return load_config(flags, environ).config
+
     try:
         config = load(flags, args.nproc_per_node)
         layouts = parse_layouts(args.layouts) if args.layouts else []
-        for ranks, rows in layouts:
+        for ranks, rows in layouts:  # all are checked before anything is started
             load([*flags, f"--micro-batch-size={rows}"], ranks)
     except SettingsError as error:
         exit_with(error)

@@ -1,4 +1,4 @@
-"""The driver of the GPU suite, with made-up parts: a bad one stops nothing, and all is told. The real parts run in .ci/run."""
+"""The driver of the GPU suite with fake parts: a bad one stops nothing and is reported. .ci/run runs the real parts."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ if part == "hangs":
 
 @pytest.fixture
 def suite(tmp_path, monkeypatch):
-    """Run parts of these names; their records by name."""
+    """Run these fake parts; returns their results by name."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     monkeypatch.setattr(gpu_suite, "PROGRAM", program)
@@ -71,24 +71,24 @@ def test_a_bad_part_stops_nothing_and_says_why(suite):
     assert [*found["good"]] == ["part", "ok", "seconds", "figures", "error"]
 
 
-def test_a_part_that_takes_too_long_is_ended_with_all_it_started_and_keeps_its_figures(suite):
+def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_figures(suite):
     found = suite(part("hangs", seconds=1), part("good"))
     assert found["hangs"]["ok"] is False and found["hangs"]["error"] == "it took longer than its 1 s" and found["good"]["ok"]
     assert found["hangs"]["figures"]["speed"] == 1.5
     stat = Path(f"/proc/{found['hangs']['figures']['child']}/stat")
     deadline = time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the child of a part lives on"
+        assert time.monotonic() < deadline, "the child of a part is still running"
         time.sleep(0.05)
 
 
-def test_what_goes_on_from_a_bad_part_is_skipped(suite):
+def test_a_part_that_needs_a_failed_one_is_skipped(suite):
     found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)), jobs=2)
     assert found["good"]["error"].startswith("skipped: it needs fails")
     assert found["faulty"]["error"].startswith("skipped: it needs good")
 
 
-def test_after_its_minutes_no_part_is_begun(suite):
+def test_no_part_starts_after_the_deadline(suite):
     assert suite(part("good"), minutes=0.001)["good"]["error"] == "skipped: no time was left"
 
 
@@ -101,8 +101,8 @@ def test_parts_are_chosen_by_group_and_name_with_what_they_need():
         gpu_suite.select_parts("sped")
 
 
-def test_what_a_part_needs_stands_before_it():
-    """Else a thread would wait for a part that no other thread is free to run."""
+def test_a_part_comes_after_the_parts_that_it_needs():
+    """Otherwise a thread would wait for a part that no other thread is free to run."""
     names = [part.name for part in gpu_suite.PARTS]
     assert all(names.index(needed) < names.index(part.name) for part in gpu_suite.PARTS for needed in part.needs)
 
@@ -116,7 +116,7 @@ def test_every_part_has_its_code_and_its_tests():
 
 
 def test_the_driver_needs_the_standard_library_only(tmp_path):
-    """It has to say what is missing where pydantic or torch is."""
+    """It must report it if pydantic or torch is missing."""
     code = "import sys; sys.path.insert(0, 'scripts'); import gpu_suite, gpu_suite_parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -177,6 +177,6 @@ def test_the_page_takes_results_of_a_gpu_only(records):
         write_docs.gpu_page(records)
 
 
-def test_the_page_that_is_there_tells_of_the_parts_that_there_are():
+def test_the_page_in_docs_lists_the_parts_that_exist():
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert page.partition("## How it is run")[2] == write_docs.gpu_page([]).partition("## How it is run")[2]

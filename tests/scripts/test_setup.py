@@ -1,4 +1,4 @@
-"""The environment of another torch: what is installed into it, and that nothing replaces its torch."""
+"""scripts/setup.sh with another torch: what it installs, and that nothing replaces that torch."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT
 
-# A python that notes what it is asked for, whose torch is what was installed last.
+# A fake python that records its arguments; its torch is the version that was installed last.
 PYTHON = """#!/usr/bin/env bash
 echo "$@" >> "$HOME/asked"
 case "$*" in
@@ -59,6 +59,6 @@ def test_the_tests_run_with_the_torch_that_is_named_and_nothing_replaces_it(vers
 
 
 @pytest.mark.parametrize("arguments", [["--torch"], ["--torch", "newest"], ["--torch", "tests/test_model.py"]])
-def test_what_is_no_version_is_refused(arguments, project):
+def test_anything_but_a_version_is_refused(arguments, project):
     result = run(project, *arguments)
     assert result.returncode == 2 and "expected a version such as" in result.stderr and not (project / "asked").exists()

@@ -1,4 +1,4 @@
-"""The soak in small, and that it notices what does not hold; a stop at every step of an epoch."""
+"""A small soak, and that it reports what does not hold; a stop at every step of an epoch."""
 
 import importlib.util
 import re
@@ -38,8 +38,8 @@ def test_a_few_kills_crash_points_flips_and_truncations(soak, capsys):
     assert (kills, of) == (3, 3) and inside >= 1 and others == [4, 4, 5, 5, 2, 2, 4]
 
 
-def test_what_does_not_hold_is_told_with_how_to_repeat_it(soak, capsys, monkeypatch):
-    """A damage that is none is not found, and an end that differs is seen."""
+def test_a_failure_is_reported_with_the_command_that_repeats_it(soak, capsys, monkeypatch):
+    """A flip that changes nothing is not found, so the trial fails."""
     monkeypatch.setattr(soak.faults, "flip_bit", lambda path, dice: "nothing flipped")
     assert soak.main(["--kills", "0", "--points", "0", "--flips", "1", "--truncations", "1"]) == 1
     text = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
 
 @pytest.mark.slow
 def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(prepared, tmp_path):
-    """With dropout, whose random numbers nobody saves."""
+    """With dropout, whose random state is not saved."""
     stages = prepare_stages(prepared, tmp_path)
     rows = len(ExampleRows(open_example_set(stages.chats, "train", "chats", TokenizerFacts(512)), 96))
     last = -(-rows // 8) + 2
@@ -69,7 +69,7 @@ def test_a_stop_at_any_step_of_an_epoch_and_beyond_its_end_changes_nothing(prepa
     assert last * 8 > rows and list(whole.column("train_loss")) == [*range(1, last + 1)]
     print(f"{last} steps, {rows} rows, 8 a step")
     dry = stages.run("lora-sft", tmp_path / "dry", **settings | {"LORA_DROPOUT": 0})
-    assert dry.train() == 0 and dry.hashes(last) != whole.hashes(last), "dropout is to matter"
+    assert dry.train() == 0 and dry.hashes(last) != whole.hashes(last), "dropout must make a difference"
     for step in range(1, last + 1):
         stopped = stages.run("lora-sft", tmp_path / f"stopped-{step}", **settings)
         with stop_at(step):

@@ -1,4 +1,4 @@
-"""The command that verifies resuming: it says that all is alike where it is, and finds what is not."""
+"""scripts/verify_resume.py: it reports that everything is the same if it is, and finds what differs."""
 
 import contextlib
 import importlib.util
@@ -28,7 +28,7 @@ SCRIPT = ROOT / "scripts" / "verify_resume.py"
 
 
 class Ranks:
-    """Real ranks that come from a server and so start in milliseconds, with the face of the process that the script starts."""
+    """Real ranks, forked from a server in milliseconds, with the interface of the process that the script starts."""
 
     def __init__(self, processes: list[BaseProcess]):
         self.processes = processes
@@ -59,7 +59,7 @@ class Ranks:
 
 @pytest.fixture
 def script(monkeypatch):
-    """The script as a module, whose runs are ranks of ours. `script.plant` is called first in each of them."""
+    """The script as a module that starts ranks of ours; each rank calls `script.plant` first."""
     spec = importlib.util.spec_from_file_location("verify_resume", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -84,7 +84,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def verify(script, prepared, tmp_path, monkeypatch, capsys):
-    """Run the script on a tiny run; its exit code, its table and what it left in OUTPUT_DIR."""
+    """Run the script on a tiny run; returns its exit code, its output and what is left in OUTPUT_DIR."""
     def run(*flags: str, plant=None, **settings) -> tuple[int, str, list[Path]]:
         tiny = TinyRun(prepared, tmp_path / "runs", **settings)
         monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *tiny.argv()])
@@ -100,7 +100,7 @@ def verify(script, prepared, tmp_path, monkeypatch, capsys):
 
 
 def table(text: str) -> dict[str, str]:
-    """The lines by their names."""
+    """The text of each line of the table, by its name."""
     return {line[:20].strip(): line[20:] for line in text.splitlines() if line.startswith("  ")}
 
 
@@ -108,7 +108,7 @@ ALL = ("resumed", "weights", "optimizer state", "rows", "losses and norms", "met
 
 
 @pytest.mark.parametrize(("ranks", "settings"), [(1, {}), (2, {"OPTIMIZER": "muon"})])
-def test_a_run_that_survives_is_told_so_and_nothing_is_left(ranks, settings, verify):
+def test_an_exact_resume_is_reported_and_nothing_is_left(ranks, settings, verify):
     code, text, left = verify("--nproc-per-node", str(ranks), "--steps", "12", **settings)
     lines = table(text)
     assert code == 0 and all(lines[name].startswith("ok: ") for name in ALL), text
@@ -180,7 +180,7 @@ def roll_dice_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("wanted", ["false", "true"])
-def test_where_a_gpu_gives_other_bits_each_time_deterministic_is_advised(wanted, verify):
+def test_deterministic_is_advised_on_a_gpu_that_computes_other_bits_each_time(wanted, verify):
     code, text, _ = verify("--steps", "4", plant=roll_dice_on_a_gpu, DETERMINISTIC=wanted, **UNMEASURED)
     lines = table(text)
     assert code == 1 and lines["hardware"] == f"H200; bfloat16; DETERMINISTIC={wanted}", text
@@ -217,8 +217,8 @@ def test_a_layout_with_another_gradient_is_found(verify):
 @pytest.mark.parametrize(("settings", "first"), [
     ({"RESUME": "step-00000002"}, 2),
     pytest.param({"PRETRAIN_CHECKPOINT": "step-00000002", "RESET_OPTIMIZER": "true"}, 0, marks=pytest.mark.slow)])
-def test_it_goes_on_from_the_checkpoint_that_the_settings_name(settings, first, verify, prepared, tmp_path):
-    """By the name of a step in the folder of the user's own run."""
+def test_it_starts_from_the_checkpoint_that_the_settings_name(settings, first, verify, prepared, tmp_path):
+    """The name is that of a step of the user's own run."""
     base = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=2, **UNMEASURED)
     assert base.train() == 0
     code, text, left = verify("--steps", "12", **settings)
@@ -228,8 +228,8 @@ def test_it_goes_on_from_the_checkpoint_that_the_settings_name(settings, first, 
 
 @pytest.mark.parametrize(("flags", "settings", "words"), [
     (["--layouts", "1x3,1x1"], {}, "must be a multiple of MICRO_BATCH_SIZE"), (["--layouts", "1x4"], {}, "expected two or more"),
-    (["--nproc-per-node", "3"], {}, "WORLD_SIZE = "), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
-def test_impossible_settings_are_refused_before_anything_is_started(flags, settings, words, verify, capsys, prepared, tmp_path,
+    (["--nproc-per-node", "3"], {}, "world size"), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
+def test_invalid_settings_are_refused_before_anything_is_started(flags, settings, words, verify, capsys, prepared, tmp_path,
                                                                    monkeypatch, script):
     monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *TinyRun(prepared, tmp_path / "runs", **settings).argv()])
     with pytest.raises(SystemExit) as exit:
@@ -237,7 +237,7 @@ def test_impossible_settings_are_refused_before_anything_is_started(flags, setti
     assert exit.value.code == 2 and words in capsys.readouterr().err and not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_fails_by_itself_is_told_with_its_cause(script, prepared, tmp_path, monkeypatch):
+def test_the_cause_is_reported_if_a_run_fails_by_itself(script, prepared, tmp_path, monkeypatch):
     shutil.copytree(prepared.shards, tmp_path / "shards")
     next((tmp_path / "shards").glob("train-*.bin")).write_bytes(b"")
     run = TinyRun(prepared, tmp_path / "runs", PRETRAIN_DATA_PATH=tmp_path / "shards")
@@ -247,7 +247,7 @@ def test_a_run_that_fails_by_itself_is_told_with_its_cause(script, prepared, tmp
 
 
 def command(run: TinyRun, *flags: str, env=None) -> subprocess.Popen:
-    # A shell's background jobs, such as a test run in one, are born with Ctrl-C ignored.
+    # A shell starts its background jobs, such as a test run, with Ctrl-C ignored.
     return subprocess.Popen([sys.executable, str(SCRIPT), *flags, *run.argv()], cwd=ROOT, env={**os.environ, **(env or {})},
                             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
@@ -280,7 +280,7 @@ def test_when_it_is_stopped_nothing_is_left_behind(number, ranks, prepared, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "code"), [("pass", 0), ("optim.Optimizer.load_state_tensors = lambda self, tensors: None", 1)])
 def test_the_command_itself_on_two_ranks(fault, code, prepared, tmp_path):
-    """The fault comes in by sitecustomize, so that it is the real train.py that runs."""
+    """sitecustomize plants the fault, so that the real train.py runs."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(f"""
         import os
         if os.environ.get("RANK"):
