@@ -1,4 +1,4 @@
-"""What must be said of each bad input: the table of rows 21 to 28, which tests/system/bad_input/test_bad_input.py runs."""
+"""The cases of test_bad_input.py: rows 21 to 28 of docs/reliability.md."""
 
 import gzip
 import json
@@ -64,7 +64,7 @@ SHARD, MANIFEST, TOKENIZER, JSON, CONFIG = ("set/train-00001.bin", "set/manifest
 WEIGHTS, ADAPTER, FACTORS = "model/model.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 USER, SAYS = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 DEEP = "[" * 100_000
-LONG = "a" * 300  # no file has such a name
+LONG = "a" * 300  # longer than any file name may be
 
 SHARDS = group(
     "shard", TRAIN, 3,

@@ -1,4 +1,4 @@
-"""A rank that does not move ends the job with exit code 6 and a report that says which rank is where; no memory is no hang."""
+"""A rank that hangs ends the job with exit code 6 and a report of what each rank does; out of memory is not a hang."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def is_rank(rank: int) -> bool:
 
 
 def stop_here() -> None:
-    time.sleep(2 * watchdog.TELL_SECONDS)  # until all know where it is
+    time.sleep(2 * watchdog.TELL_SECONDS)  # until all ranks know its state
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -50,7 +50,7 @@ def stall() -> None:
 
 
 class File:
-    """A file on a disk that does something before each write."""
+    """A file that calls a function before each write."""
 
     def __init__(self, file, before_write):
         self.file, self.before_write = file, before_write
@@ -88,7 +88,7 @@ def wait_for_each_other() -> None:
 
 
 def lose_rank_1() -> None:
-    """Where rank 0 does not learn of it: as if it waited in a kernel on a GPU."""
+    """Rank 0 does not notice the end, as if it waited in a GPU kernel."""
     watchdog.GONE_SECONDS = 1
     if is_rank(1):
         do_in_step(3, lambda: (time.sleep(2 * watchdog.TELL_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
@@ -118,7 +118,7 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     run = tiny_run()
     job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
     codes = job.wait(TIMEOUT + 35)
-    # One that was only stopped goes on when all is told, finds itself alone, and leaves as well.
+    # A rank that was only suspended continues after the report, finds itself alone, and ends as well.
     assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
     text = job.text()
     assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
@@ -136,7 +136,7 @@ def test_ranks_that_all_wait_are_a_hang(tiny_run):
 
 
 def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
-    run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # the machine's own disk may be busy
+    run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # because the disk of this machine may be busy
     job = run.start(WORLD, slow_down_the_save, DISTRIBUTED_TIMEOUT=timeout)
     assert job.wait() == [0, 0], job.text()
     assert float(re.search(r"Saved .* in ([\d.]+) s", job.text())[1]) > 1.5 * timeout
@@ -174,7 +174,7 @@ def leave_the_group_to_notice() -> None:
 
 @pytest.mark.slow
 def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
-    """The group's own time-out, which comes later than the watch."""
+    """The time-out of the process group, which is longer than that of the watchdog."""
     job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert job.wait() == [6, 1], job.text()
     assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
@@ -190,7 +190,7 @@ def test_ranks_are_named_in_ranges():
 def leave_early() -> None:
     def run() -> int:
         with collectives.joined_ranks("cpu", 60) as joined:
-            return joined.world_size  # as at a signal before the first step
+            return joined.world_size  # as after a signal before the first step
 
     before = threading.active_count()
     assert run() == WORLD
@@ -202,7 +202,7 @@ def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
 
 
 class Store:
-    """What a board needs of torch's store, which may break down."""
+    """The methods of torch's store that a board uses; it can fail."""
 
     def __init__(self):
         self.values, self.broken = {}, False
@@ -227,7 +227,7 @@ def test_a_watch_ends_when_it_is_stopped(broken):
 
 
 def test_what_a_stranger_hangs_out_is_left_there():
-    """Who has no secret, has seen another's words, or is of another version."""
+    """Messages without the secret, copies of earlier messages, and messages of another version."""
     store, state = Store(), {**Heartbeat().told(), "host": "here", "pid": 7, "ready": False, "alarm": False, "told": False, "at": 1.0}
     board, stranger = Board(store, "secret", 2), Board(store, "guessed", 2)
     first, second = board.keys
@@ -266,7 +266,7 @@ def test_a_pulse_knows_what_is_done():
     assert (mine.told()["phase"], mine.told()["step"], mine.told()["waits"]) == ("data", 7, False)
 
 
-# -------------------------------------------------------------------------------------------------------------- out of memory
+# ---------------------------------------------------------------------------------- out of memory
 
 
 def out_of_gpu_memory() -> None:
@@ -279,7 +279,7 @@ def raise_it(error: Exception) -> None:
 
 
 def under_a_limit(allocate) -> None:
-    """As a container or a batch system limits a process."""
+    """Limit the memory of this process, as containers and batch systems do."""
     used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
     allocate()

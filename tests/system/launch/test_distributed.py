@@ -1,4 +1,4 @@
-"""Several ranks do what one does. The ranks are real processes with gloo between them."""
+"""Several ranks compute what one does. The ranks are real processes that communicate with gloo."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
-# ---------------------------------------------------------------------------------------------------------------- collectives
+# ------------------------------------------------------------------------------------ collectives
 
 
 def check_collectives() -> None:
@@ -74,11 +74,11 @@ def test_alone_every_collective_is_the_identity():
         ranks.raise_on_all(lambda: (_ for _ in ()).throw(DataError("as it was")))
 
 
-# ------------------------------------------------------------------------------------------------------------------- one step
+# --------------------------------------------------------------------------------------- one step
 
 
 def check_gradients() -> None:
-    """Eight rows with uneven targets: cut over two ranks and into micro-batches of 1, 2 or 4 they give one gradient."""
+    """Eight rows with uneven targets, split over two ranks and into micro-batches of 1, 2 or 4, give the same gradient."""
     whole, gradients, model = a_step(uneven_batches(8))
     ranks = start_ranks("cpu", 60)
     for rows in (1, 2, 4):
@@ -97,11 +97,11 @@ def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(fo
     run_ranks(check_gradients, world_size=WORLD, folder=folder)
 
 
-# -------------------------------------------------------------------------------------------------------------------- a run
+# ------------------------------------------------------------------------------------------ a run
 
 
 def without_sums(metrics: list[dict]) -> list[dict]:
-    """What must be the same to the bit at any number of ranks."""
+    """The metrics that are bit-identical at any number of ranks."""
     return [{name: value for name, value in line.items() if name not in ("train_loss", "grad_norm", "val_loss")}
             for line in without_clocks(metrics)]
 
@@ -113,7 +113,7 @@ def assert_alike(run: TinyRun, other: TinyRun) -> None:
 
 
 def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
-    """Ten items and five rows of validation divide by none of them evenly."""
+    """Ten items and five validation rows are not divisible by two or three."""
     runs = {world_size: tiny_run(RUN_NAME=f"ranks-{world_size}", TOTAL_BATCH_SIZE=12 * 32, MAX_STEPS=4, HELLASWAG_EVERY=2)
             for world_size in (1, 2, 3)}
     assert runs[1].train() == 0
@@ -134,7 +134,7 @@ def signal_rank_1_in_step_3() -> None:
 
 
 def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks, tiny_run):
-    """The signal reaches rank 1 alone; both leave in the same step."""
+    """Only rank 1 gets the signal; both leave after the same step."""
     run = tiny_run()
     job = run.start(WORLD, signal_rank_1_in_step_3)
     assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
@@ -147,7 +147,7 @@ def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two_ranks, tiny_run):
-    """Each row's tokens differ, so equal losses mean equal rows; none repeated, none lost."""
+    """All rows differ, so equal losses mean equal rows: none is repeated or lost."""
     run = tiny_run()
     if before == 1:
         with at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
@@ -161,7 +161,7 @@ def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two
     assert_alike(run, whole_on_two_ranks)
 
 
-# -------------------------------------------------------------------------------------------------------------------- errors
+# ----------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("code", "changes"), [

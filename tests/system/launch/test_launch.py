@@ -1,6 +1,6 @@
-"""The launcher: every end is told by its cause and its exit code, nothing is left behind, and a signal loses no step.
+"""The launcher reports each failure by its cause and exit code, leaves no process behind, and loses no step at a signal.
 
-Faults come into the real command's ranks by sitecustomize; the functions that plant them are below.
+sitecustomize plants faults in the ranks of the real command; the functions that do so are below.
 """
 
 import base64
@@ -38,7 +38,7 @@ from training import evaluation, optim, setup, state
 WORLD = 2
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
 
-# What is injected, and where: module, function, which of its calls; and the last step that is finished then.
+# When a fault happens (module, function, number of the call), and the last step that is finished then.
 MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
            "save": (state, "cut_padding", 1, 3)}
@@ -46,7 +46,7 @@ OF_RANK_0 = {"write": (hf_format, "save_model_folder", 1, 3)}
 
 
 def plant() -> None:
-    """In a rank, at the moment of the environment: an exception, or a signal to it or to its launcher."""
+    """In a rank, at the moment that the environment names: raise an exception, or signal the rank or its launcher."""
     what, moment = os.environ["PLANTED"].split(":")
     if moment == "import":
         act(what)
@@ -57,11 +57,11 @@ def plant() -> None:
 
 def act(what: str) -> None:
     if what == "SIGSTOP":
-        time.sleep(3 * TELL_SECONDS)  # until all know where it is
+        time.sleep(3 * TELL_SECONDS)  # until all ranks know its state
     Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
     receiver, _, name = what.rpartition(" ")
     if name == "exception":
-        if os.environ["RANK"] == "1":  # somebody tidies up
+        if os.environ["RANK"] == "1":  # as if somebody tidied up
             shutil.rmtree(next(path for path in Path(os.environ["PLANTED_AT"]).parent.glob("launch/*")))
         raise ZeroDivisionError("planted")
     os.kill(int(os.environ[LAUNCHER_PID]) if receiver == "launcher" else os.getpid(), getattr(signal, name))
@@ -74,18 +74,18 @@ def planted(run: TinyRun, what: str, moment: str, rank: int = 1, **changes) -> C
 
 
 def busy() -> float:
-    """How much longer everything takes than on a machine that has nothing else to do."""
+    """How much slower this machine is now than an idle one."""
     return max(1.0, os.getloadavg()[0] / os.cpu_count())
 
 
 def told_seconds(run: TinyRun) -> float:
-    """Since the fault; -rP shows them."""
+    """Print the seconds since the fault; -rP shows them."""
     seconds = time.time() - float((run.output_dir / "planted-at").read_text())
     print(f"gone after {seconds:.1f} s")
     return seconds
 
 
-# --------------------------------------------------------------------------------------------------------- how it is started
+# ------------------------------------------------------------------------------ how it is started
 
 
 def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
@@ -97,7 +97,7 @@ def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
 
 
 def test_settings_are_read_as_for_all_ranks(tiny_run):
-    with launch(tiny_run(), TOTAL_BATCH_SIZE=64) as command:  # one micro-batch, where two ranks need two
+    with launch(tiny_run(), TOTAL_BATCH_SIZE=64) as command:  # one micro-batch, but two ranks need two
         assert command.wait() == 2
     assert command.text().count("TOTAL_BATCH_SIZE=64 must be a multiple") == 1
     with launch(tiny_run(), WORLD_SIZE=3) as command:
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_come_are_told(rank, world_size, told, tiny_run):
 
 
 def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tiny_run):
-    """The launcher's own place at the store is not the other's."""
+    """The launcher does not use the store of another job."""
     hosted = collectives.host_store(listen_at(LOOPBACK, 0))
     dist.TCPStore(hosted.host, hosted.port, world_size=1, is_master=False)
     job = tiny_run().start(plant=impatient, env={
@@ -167,7 +167,7 @@ def impatient() -> None:
     collectives.JOIN_SECONDS = 2
 
 
-# ------------------------------------------------------------------------------------------------------------- how it ends
+# ------------------------------------------------------------------------------------ how it ends
 
 
 @pytest.mark.parametrize(("what", "moment", "rank"), [
@@ -223,7 +223,7 @@ def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
 
 @pytest.fixture(scope="module")
 def endless(prepared, tmp_path_factory):
-    """A job that goes on until the second of the two tests below."""
+    """A job that runs until the second of the two tests below ends it."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("endless"), **ENDLESS | {"DISTRIBUTED_TIMEOUT": 10})
     with launch(run) as command:
         command.wait_for_step(2)
@@ -248,7 +248,7 @@ def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
         store.set(key, bomb)
     with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
         loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # since then
+        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # newer messages
         time.sleep(2)  # and listened
     assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
 
@@ -265,13 +265,13 @@ def test_when_the_launcher_is_killed_its_ranks_save_and_leave(endless):
 
 
 def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
-    """The process id that it left is not that of the parent."""
+    """The process id that the launcher left is not that of the parent."""
     with Command(tiny_run(), "train.py", *tiny_run().argv(), env={LAUNCHER_PID: "1", "RANK": "0", "WORLD_SIZE": "1"}) as command:
         assert command.wait() == 143 or command.process.returncode == -signal.SIGTERM
     assert "Model:" not in command.text()
 
 
-# --------------------------------------------------------------------------------------------------------- folders and endings
+# ---------------------------------------------------------------------------- folders and endings
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +325,7 @@ def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
     assert launcher.ending(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
 
 
-# ------------------------------------------------------------------------------------------------------------------- signals
+# ---------------------------------------------------------------------------------------- signals
 
 
 SIGNALLED = [("launcher SIGTERM", moment) for moment in ("import", *MOMENTS)]
@@ -353,7 +353,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ran
 
 
 def test_the_launcher_stops_its_ranks_twice_and_no_more(launcher, monkeypatch):
-    """Not at one that comes within a moment, nor at a third."""
+    """Not at a signal within a second of the first, nor at a third."""
     now, heard = 0.0, []
     before = {number: signal.getsignal(number) for number in stop_signals()}
     monkeypatch.setattr(launcher.time, "monotonic", lambda: now)
@@ -397,7 +397,7 @@ def test_a_rank_that_does_not_save_in_time_is_killed_and_told(tiny_run):
     assert "was killed before it had saved" in command.last_line()
 
 
-# ------------------------------------------------------------------------------------------------------------------ torchrun
+# --------------------------------------------------------------------------------------- torchrun
 
 
 @pytest.mark.slow
@@ -415,7 +415,7 @@ def test_torchrun_hands_the_signal_on_and_every_rank_leaves(tiny_run):
 @pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)),
                                                (signal.SIGUSR1, ()), (signal.SIGHUP, ()), (signal.SIGKILL, ())])
 def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_run):
-    """Without its launcher a rank gets a TERM from the system."""
+    """When its launcher dies, the kernel sends a rank TERM."""
     run = tiny_run(**ENDLESS)
     with torchrun(run, *flags) as command:
         command.wait_for_step(2)
@@ -444,7 +444,7 @@ def test_under_torchrun_a_mistake_is_told_once_however_slow_rank_0_is(mistake, t
 
 
 def dawdle() -> None:
-    """Be the last to say what is wrong."""
+    """Delay this rank's report, so that it is the last one."""
     from common import text
 
     original = text.print_safely
@@ -464,13 +464,13 @@ def fail() -> None:
     do_in_step(3, lambda: 1 / 0, optim)
 
 
-# ----------------------------------------------------------------------------------------------------------------- two nodes
+# -------------------------------------------------------------------------------------- two nodes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_two_launchers_are_one_job(killed, tiny_run):
-    """As on two machines, but for the network; the folder is shared."""
+    """As on two machines with a shared folder, except for the network."""
     run, port = tiny_run(), free_port()
     commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
                         "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(),
