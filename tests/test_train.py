@@ -115,6 +115,15 @@ def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
     assert "Step [6/6] | Loss: " in (whole.folder / "log" / "rank-0.txt").read_text()
 
 
+def test_runs_with_other_seeds_are_not_the_same(whole, tiny_run):
+    """Otherwise assert_same_run would prove nothing."""
+    other = tiny_run(SEED=7)
+    assert other.train() == 0
+    for logs in (["metrics"], ["ledger"], ["samples"], []):
+        with pytest.raises(AssertionError):
+            assert_same_run(other, whole, 6, logs)
+
+
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
 def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run):
     run = tiny_run()
