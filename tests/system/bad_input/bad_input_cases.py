@@ -198,7 +198,6 @@ RECORDS = group(
     unknown=(f"scripts/load_pretrain_dataset.py --colum x {PREPARE}", "did you mean --column"),
     text_flag=(f"scripts/load_instruct_dataset.py --source x.jsonl --column a {PREPARE}", "unknown flag --column"),
     limit=(f"{TEXT} --max-documents 1.5", "--max-documents 1.5: must"),
-    examples=(f"{PAIRS} --max-examples -1", "--max-examples -1"),
     huge_limit=(f"{TEXT} --max-documents {'9' * 5000}", "must be a whole"),
     how=("scripts/load_pretrain_dataset.py --source y.jsonl --on-bad-record ignore", "must be fail or skip"),
     shard=(f"{TEXT} --shard-tokens 3000000000", r"below 2\^31"), fraction=(f"{TEXT} --validation-fraction 1", "less than 1"),
@@ -478,7 +477,7 @@ KINDS = commands(
     pairs_of_chats=(f"{DPO} --dpo-data-path chats", "chats.* prepare them with scripts/load_dpo"),
     pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with scripts/load_dpo"),
     few_chats=(f"{SFT} --total-batch-size 65536", "a step reads 2,048; .*lower TOTAL_BATCH_SIZE to")) + commands(
-    "kind", 2, top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000",
-                      "exceeds the vocabulary"))
+    "request", 2, examples=(f"{PAIRS} --max-examples -1", "--max-examples"),
+    top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000", "exceeds the vocabulary"))
 
 CASES = [*SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS, *KINDS]

@@ -27,7 +27,7 @@ SECONDS = 60  # until a command counts as hanging
 # What a refused command may leave behind: empty folders, stored hashes, locks, and a run folder without a checkpoint.
 HARMLESS = re.compile(r"out(/\.known-files\.json|/\.\w+\.lock)?|\w+/\.verified\.json|"
                       r"runs(/run(/(config\.json|run\.lock|log.*|\w+\.jsonl|checkpoints))?)?")
-# The last line must say what was expected, or what to do.
+# Somewhere a last line says what is expected, or what to do.
 ADVICE = re.compile(r"; |[Ss]et |must|expected|should|needs|try |did you mean|--help|invalid|required|not set|both|goes with|"
                     r"not of the form|a second time|exceed|unable|valid|cannot be read|is no ")
 

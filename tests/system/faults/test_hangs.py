@@ -1,4 +1,4 @@
-"""A rank that hangs ends the job with exit code 6 and a report of what each rank does; out of memory is not a hang."""
+"""A rank that does not move ends the job with exit code 6 and a report that says which rank is where; no memory is no hang."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def is_rank(rank: int) -> bool:
 
 
 def stop_here() -> None:
-    time.sleep(2 * watchdog.TELL_SECONDS)  # until all ranks know its state
+    time.sleep(2 * watchdog.TELL_SECONDS)  # until all know where it is
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -88,7 +88,7 @@ def wait_for_each_other() -> None:
 
 
 def lose_rank_1() -> None:
-    """Rank 0 does not notice the end, as if it waited in a GPU kernel."""
+    """Where rank 0 does not learn of it: as if it waited in a kernel on a GPU."""
     watchdog.GONE_SECONDS = 1
     if is_rank(1):
         do_in_step(3, lambda: (time.sleep(2 * watchdog.TELL_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
@@ -118,7 +118,7 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
     run = tiny_run()
     job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
     codes = job.wait(TIMEOUT + 35)
-    # A rank that was only suspended continues after the report, finds itself alone, and ends as well.
+    # One that was only stopped goes on when all is told, finds itself alone, and leaves as well.
     assert codes[1 - culprit] == 6 and codes[culprit] in (1, 6), job.text()
     text = job.text()
     assert text.count("error: hang: ") == 1 and f"error: hang: {told}" in text, text
@@ -174,7 +174,7 @@ def leave_the_group_to_notice() -> None:
 
 @pytest.mark.slow
 def test_a_collective_that_runs_out_of_time_is_a_hang_too(tiny_run):
-    """The time-out of the process group, which is longer than that of the watchdog."""
+    """The group's own time-out, which comes later than the watch."""
     job = tiny_run().start(WORLD, leave_the_group_to_notice, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert job.wait() == [6, 1], job.text()
     assert "error: hang: rank 0 waited in forward and backward (step 3) for another" in job.text()
@@ -202,7 +202,7 @@ def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
 
 
 class Store:
-    """The methods of torch's store that a board uses; it can fail."""
+    """What a board needs of torch's store, which may break down."""
 
     def __init__(self):
         self.values, self.broken = {}, False
@@ -227,7 +227,7 @@ def test_a_watch_ends_when_it_is_stopped(broken):
 
 
 def test_what_a_stranger_hangs_out_is_left_there():
-    """Messages without the secret, copies of earlier messages, and messages of another version."""
+    """Who has no secret, has seen another's words, or is of another version."""
     store, state = Store(), {**Heartbeat().told(), "host": "here", "pid": 7, "ready": False, "alarm": False, "told": False, "at": 1.0}
     board, stranger = Board(store, "secret", 2), Board(store, "guessed", 2)
     first, second = board.keys
@@ -279,7 +279,7 @@ def raise_it(error: Exception) -> None:
 
 
 def under_a_limit(allocate) -> None:
-    """Limit the memory of this process, as containers and batch systems do."""
+    """As a container or a batch system limits a process."""
     used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) * 1024
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
     allocate()

@@ -1,4 +1,4 @@
-"""Several ranks compute what one does. The ranks are real processes that communicate with gloo."""
+"""Several ranks do what one does. The ranks are real processes with gloo between them."""
 
 import os
 import signal
@@ -78,7 +78,7 @@ def test_alone_every_collective_is_the_identity():
 
 
 def check_gradients() -> None:
-    """Eight rows with uneven targets, split over two ranks and into micro-batches of 1, 2 or 4, give the same gradient."""
+    """Eight rows with uneven targets: cut over two ranks and into micro-batches of 1, 2 or 4 they give one gradient."""
     whole, gradients, model = a_step(uneven_batches(8))
     ranks = start_ranks("cpu", 60)
     for rows in (1, 2, 4):
@@ -101,7 +101,7 @@ def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(fo
 
 
 def without_sums(metrics: list[dict]) -> list[dict]:
-    """The metrics that are bit-identical at any number of ranks."""
+    """What must be the same to the bit at any number of ranks."""
     return [{name: value for name, value in line.items() if name not in ("train_loss", "grad_norm", "val_loss")}
             for line in without_clocks(metrics)]
 
@@ -113,7 +113,7 @@ def assert_alike(run: TinyRun, other: TinyRun) -> None:
 
 
 def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
-    """Ten items and five validation rows are not divisible by two or three."""
+    """Ten items and five rows of validation divide by none of them evenly."""
     runs = {world_size: tiny_run(RUN_NAME=f"ranks-{world_size}", TOTAL_BATCH_SIZE=12 * 32, MAX_STEPS=4, HELLASWAG_EVERY=2)
             for world_size in (1, 2, 3)}
     assert runs[1].train() == 0

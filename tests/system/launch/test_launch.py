@@ -1,4 +1,4 @@
-"""The launcher reports each failure by its cause and exit code, leaves no process behind, and loses no step at a signal.
+"""The launcher: every end is told by its cause and its exit code, nothing is left behind, and a signal loses no step.
 
 sitecustomize plants faults in the ranks of the real command; the functions that do so are below.
 """
@@ -38,7 +38,7 @@ from training import evaluation, optim, setup, state
 WORLD = 2
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
 
-# When a fault happens (module, function, number of the call), and the last step that is finished then.
+# What is injected, and where: module, function, which of its calls; and the last step that is finished then.
 MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
            "save": (state, "cut_padding", 1, 3)}
@@ -46,7 +46,7 @@ OF_RANK_0 = {"write": (hf_format, "save_model_folder", 1, 3)}
 
 
 def plant() -> None:
-    """In a rank, at the moment that the environment names: raise an exception, or signal the rank or its launcher."""
+    """In a rank, at the moment of the environment: an exception, or a signal to it or to its launcher."""
     what, moment = os.environ["PLANTED"].split(":")
     if moment == "import":
         act(what)
@@ -57,7 +57,7 @@ def plant() -> None:
 
 def act(what: str) -> None:
     if what == "SIGSTOP":
-        time.sleep(3 * TELL_SECONDS)  # until all ranks know its state
+        time.sleep(3 * TELL_SECONDS)  # until all know where it is
     Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
     receiver, _, name = what.rpartition(" ")
     if name == "exception":
@@ -74,12 +74,12 @@ def planted(run: TinyRun, what: str, moment: str, rank: int = 1, **changes) -> C
 
 
 def busy() -> float:
-    """How much slower this machine is now than an idle one."""
+    """How much longer everything takes than on a machine that has nothing else to do."""
     return max(1.0, os.getloadavg()[0] / os.cpu_count())
 
 
 def told_seconds(run: TinyRun) -> float:
-    """Print the seconds since the fault; -rP shows them."""
+    """Since the fault; -rP shows them."""
     seconds = time.time() - float((run.output_dir / "planted-at").read_text())
     print(f"gone after {seconds:.1f} s")
     return seconds
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_come_are_told(rank, world_size, told, tiny_run):
 
 
 def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tiny_run):
-    """The launcher does not use the store of another job."""
+    """The launcher's own place at the store is not the other's."""
     hosted = collectives.host_store(listen_at(LOOPBACK, 0))
     dist.TCPStore(hosted.host, hosted.port, world_size=1, is_master=False)
     job = tiny_run().start(plant=impatient, env={
@@ -223,7 +223,7 @@ def test_a_rank_that_is_stopped_is_told_of_and_all_are_gone(rank, tiny_run):
 
 @pytest.fixture(scope="module")
 def endless(prepared, tmp_path_factory):
-    """A job that runs until the second of the two tests below ends it."""
+    """A job that goes on until the second of the two tests below."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("endless"), **ENDLESS | {"DISTRIBUTED_TIMEOUT": 10})
     with launch(run) as command:
         command.wait_for_step(2)
@@ -248,7 +248,7 @@ def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
         store.set(key, bomb)
     with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
         loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # newer messages
+        command.wait_for(lambda: spoken.update(board.hear()) or len(spoken) == WORLD)  # since then
         time.sleep(2)  # and listened
     assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
 
@@ -265,7 +265,7 @@ def test_when_the_launcher_is_killed_its_ranks_save_and_leave(endless):
 
 
 def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
-    """The process id that the launcher left is not that of the parent."""
+    """The process id that it left is not that of the parent."""
     with Command(tiny_run(), "train.py", *tiny_run().argv(), env={LAUNCHER_PID: "1", "RANK": "0", "WORLD_SIZE": "1"}) as command:
         assert command.wait() == 143 or command.process.returncode == -signal.SIGTERM
     assert "Model:" not in command.text()
@@ -353,7 +353,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ran
 
 
 def test_the_launcher_stops_its_ranks_twice_and_no_more(launcher, monkeypatch):
-    """Not at a signal within a second of the first, nor at a third."""
+    """Not at one that comes within a moment, nor at a third."""
     now, heard = 0.0, []
     before = {number: signal.getsignal(number) for number in stop_signals()}
     monkeypatch.setattr(launcher.time, "monotonic", lambda: now)
@@ -415,7 +415,7 @@ def test_torchrun_hands_the_signal_on_and_every_rank_leaves(tiny_run):
 @pytest.mark.parametrize(("number", "flags"), [(signal.SIGINT, ()), (signal.SIGUSR1, ("--signals-to-handle=SIGUSR1",)),
                                                (signal.SIGUSR1, ()), (signal.SIGHUP, ()), (signal.SIGKILL, ())])
 def test_whatever_ends_torchrun_every_rank_saves_and_leaves(number, flags, tiny_run):
-    """When its launcher dies, the kernel sends a rank TERM."""
+    """Without its launcher a rank gets a TERM from the system."""
     run = tiny_run(**ENDLESS)
     with torchrun(run, *flags) as command:
         command.wait_for_step(2)
@@ -444,7 +444,7 @@ def test_under_torchrun_a_mistake_is_told_once_however_slow_rank_0_is(mistake, t
 
 
 def dawdle() -> None:
-    """Delay this rank's report, so that it is the last one."""
+    """Be the last to say what is wrong."""
     from common import text
 
     original = text.print_safely
@@ -470,7 +470,7 @@ def fail() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True])
 def test_two_launchers_are_one_job(killed, tiny_run):
-    """As on two machines with a shared folder, except for the network."""
+    """As on two machines, but for the network; the folder is shared."""
     run, port = tiny_run(), free_port()
     commands = [Command(run, "scripts/launch.py", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1",
                         "--master-addr=127.0.0.1", f"--master-port={port}", *run.argv(),

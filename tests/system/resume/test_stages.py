@@ -70,7 +70,7 @@ def run(stages, tmp_path):
 
 
 def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
-    """The first eight rows of prepared chats or pairs, split into micro-batches; pairs get random references."""
+    """The first eight rows of prepared chats or pairs, these with random references, cut into micro-batches."""
     rows = ExampleRows(open_example_set(path, "train", kind, vocab_size=512), ROW_TOKENS)
     if kind == "pairs":
         generator = torch.Generator().manual_seed(0)
@@ -283,7 +283,7 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
     data = bare(stages.pairs if mode == "dpo-stored" else stages.prepared.shards, tmp_path / "data")
     shutil.rmtree(data / ".verified.json", ignore_errors=True)
     (data / ".verified.json").unlink(missing_ok=True)
-    (data / ".verified.json").mkdir()  # as in a folder without write permission, which root would have
+    (data / ".verified.json").mkdir()  # as in a folder that cannot be written, which root can
     original, refused = cache.why_not_writable, PermissionError(13, "Permission denied")
     monkeypatch.setattr(cache, "why_not_writable",
                         lambda folder: refused if folder.is_relative_to(data) else original(folder))
