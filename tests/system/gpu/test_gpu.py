@@ -308,7 +308,7 @@ def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device,
     """On a CPU, where the settings refuse fp16, the check is patched away."""
     if device.type == "cpu":
         scaler = torch.amp.GradScaler
-        monkeypatch.setattr(train, "choose_dtype", lambda *_: torch.float16)
+        monkeypatch.setattr(setup, "choose_dtype", lambda *_: torch.float16)
         monkeypatch.setattr(torch.amp, "GradScaler", lambda *_: scaler("cpu", init_scale=2.0**10))
     precision = {"DEVICE": "cuda", "PRECISION": "fp16"} if device.type == "cuda" else {}
     run = tiny_run(**UNMEASURED, **precision, SAVE_EVERY=1, KEEP_LAST=0, MAX_STEPS=6)
