@@ -1,4 +1,4 @@
-"""Real commands, launchers and torchrun among them, with faults planted into one of their ranks; and what they leave behind."""
+"""Real commands in processes of their own, also launchers, with a fault planted in one of their ranks."""
 
 import contextlib
 import ipaddress
@@ -20,10 +20,10 @@ WORLD = 2
 
 
 class Command:
-    """A command that works in the folder of a run, by whose path its processes are found.
+    """A command for a run; its processes are found by the path of the run's folder in their arguments.
 
     Args:
-        plant: a name in a test module, as "module:function", called before anything else in the rank `planted_in`.
+        plant: "module:function" of a test module, called before anything else in the rank `planted_in`.
     """
 
     def __init__(self, run: TinyRun, *arguments: Any, plant: str = "", planted_in: int = 1, env: Optional[dict] = None):
@@ -47,7 +47,7 @@ class Command:
         return self.text().strip().splitlines()[-1]
 
     def alive(self) -> list[int]:
-        """Its processes, zombies aside."""
+        """The ids of its processes, without zombies."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ class Command:
         return found
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        """The exit code, when all of its processes are gone; what hangs is killed, and fails the test."""
+        """Wait until all its processes are gone; returns the exit code. What hangs is killed, and fails the test."""
         deadline = time.monotonic() + timeout
         while self.process.poll() is None or self.alive():
             if time.monotonic() > deadline:
@@ -104,7 +104,7 @@ def listening(pid: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Addr
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *_, = fields = line.split()
             if state == "0A" and fields[9] in own:
-                words, _, port = local.partition(":")  # 32 bits each, as this machine orders their bytes
+                words, _, port = local.partition(":")  # 32-bit words in the byte order of this machine
                 address = b"".join(int(words[at:at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8))
                 places.append((ipaddress.ip_address(address), int(port, 16)))
     return places
@@ -128,7 +128,7 @@ def launch(run: TinyRun, *flags: str, plant: str = "", planted_in: int = 1, env:
 
 
 def during(module, name: str, action: Callable[[], Any], turn: int) -> pytest.MonkeyPatch:
-    """From now on `module.name` does something first, the given time that it is called; the patch can be undone."""
+    """Call `action` before the n-th call of `module.name`; returns the patch, which can be undone."""
     patch, original, calls = pytest.MonkeyPatch(), getattr(module, name), iter(range(1, 10**6))
 
     def replacement(*arguments, **keywords):

@@ -1,4 +1,4 @@
-"""What every test stands on: the modules on the path, one thread, and where real data may be."""
+"""The environment of every test (import path, one thread), and the fixtures that several test files share."""
 
 import os
 import signal
@@ -10,19 +10,19 @@ from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Also for the processes that the tests start: the modules, the helpers, and the functions that tests plant.
+# The processes that tests start import our modules, the helpers and the functions that tests plant.
 FOLDERS = (ROOT, TESTS := ROOT / "tests", *sorted({path.parent for path in TESTS.glob("*/**/*.py")}))
 sys.path[:0] = map(str, FOLDERS)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*map(str, FOLDERS), os.environ.get("PYTHONPATH"))))
 
-# Nothing that a clock, an earlier run or chance decides: not even whether drawing an example was quick enough.
+# The outcome must not depend on time, earlier runs or chance; too_slow, too, is a matter of time.
 settings.register_profile("paddock", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("paddock")
 
 
 @pytest.fixture(autouse=True)
 def no_broken_trackers():
-    """A tracker that a test has broken would end a later test's program at once, and pytest with it."""
+    """Forget trackers that a test broke: they would end pytest at the exit of a later test's program."""
     yield
     if "training.run_log" in sys.modules:
         sys.modules["training.run_log"].Tracker.broken.clear()
@@ -30,7 +30,7 @@ def no_broken_trackers():
 
 @pytest.fixture
 def no_hang():
-    """A test that opens what would be waited for for ever ends after a while."""
+    """Fail a test that blocks for a minute, for example in opening a pipe."""
     def out_of_patience(*_):
         raise AssertionError("it hangs")
 
@@ -43,7 +43,7 @@ def no_hang():
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """The folder of real data sets; a test that asks for it skips where there is none."""
+    """The folder of real data sets; without it, tests that need it are skipped."""
     folder = Path(os.environ.get("PADDOCK_TEST_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip("no folder of real data; set PADDOCK_TEST_DATA")
@@ -52,7 +52,7 @@ def real_data() -> Path:
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory):
-    """The tiny data set, tokenizer and items that runs of the tests read."""
+    """The tiny data set, tokenizer and HellaSwag items that most runs of the tests read."""
     from factories import prepare
 
     return prepare(tmp_path_factory.mktemp("prepared"))
@@ -81,7 +81,7 @@ def whole_on_two_ranks(prepared, tmp_path_factory):
 
 @pytest.fixture
 def tiny_run(prepared, tmp_path):
-    """Make a TinyRun with some settings changed."""
+    """A function that makes a TinyRun with some settings changed."""
     from factories import TinyRun
 
     return lambda **settings: TinyRun(prepared, tmp_path / "runs", **settings)
@@ -89,7 +89,7 @@ def tiny_run(prepared, tmp_path):
 
 @pytest.fixture(scope="module")
 def folder(ours, tmp_path_factory):
-    """The Hugging Face files of `ours`, a module's own tokenizer."""
+    """A folder with the Hugging Face files of `ours`, a tokenizer fixture of the test file."""
     folder = tmp_path_factory.mktemp("huggingface")
     ours.save_huggingface(folder)
     return folder
@@ -97,7 +97,7 @@ def folder(ours, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def theirs(folder):
-    """The same, read by the tokenizers library."""
+    """The tokenizer in `folder`, loaded with the tokenizers library."""
     from tokenizer import load_tokenizer
 
     return load_tokenizer(str(folder))
@@ -105,13 +105,13 @@ def theirs(folder):
 
 @pytest.fixture(scope="module")
 def transformers_tokenizer(folder):
-    """The same, read by transformers."""
+    """The tokenizer in `folder`, loaded with transformers."""
     return pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def meta(real_data):
-    """Llama 3's own tokenizer."""
+    """The tokenizer of Llama 3."""
     from tokenizer import load_tokenizer
 
     path = real_data / "llama3_tokenizer.model"

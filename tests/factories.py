@@ -1,4 +1,4 @@
-"""A tiny run, and ways to start it: in this process, or as real ranks that can be signalled, killed and fed with faults."""
+"""Tiny data, batches, models and runs; and ranks as real processes that tests can signal, kill and give faults."""
 
 import contextlib
 import hashlib
@@ -33,10 +33,10 @@ from training import run_folder
 from training.optim import Optimizer
 from training.state import Progress
 
-PATIENCE = 120  # seconds until a process that should have ended is taken to hang; the machine may be busy
+PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()
 
-# Eight rows a step: 1x8, 2x4, 4x2 micro-batches and 1, 2 or 4 ranks all fit. fp32, eager: the same bits on the same machine.
+# Eight rows a step, so that micro-batches of 1, 2 and 4 rows and 1, 2 and 4 ranks fit. fp32 and eager: runs are reproducible.
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 32, "MICRO_BATCH_SIZE": 2,
         "TOTAL_BATCH_SIZE": 256, "MAX_STEPS": 6, "LEARNING_RATE": 0.01, "WARMUP_STEPS": 2, "DEVICE": "cpu", "PRECISION": "fp32",
         "COMPILE": "false", "LOG_EVERY": 1, "VALIDATE_EVERY": 2, "VALIDATION_ROWS": 5, "HELLASWAG_EVERY": 3,
@@ -45,7 +45,7 @@ TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 
 
 
 class Prepared(NamedTuple):
-    """The tiny data set."""
+    """The paths of the tiny data set."""
 
     shards: Path
     tokenizer: Path
@@ -61,7 +61,10 @@ def sentence(dice: Random) -> str:
 
 
 def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int = 256) -> Prepared:
-    """Documents of a few sentences in bytes, of which a run of six steps reads about half; and ten items."""
+    """Write documents of a few sentences, a tokenizer of single bytes, and ten HellaSwag items.
+
+    A run of six steps reads about half of the documents.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dice = Random(seed)
     texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(documents)]
@@ -75,7 +78,7 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
 
 
-# One row holds a pair or several chats.
+# A row has room for one pair, or for several chats.
 STAGE = {**TINY, "MAX_SEQ_LEN": 96, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": 4, "VALIDATION_ROWS": 3, "HELLASWAG_EVERY": 4,
          "SAMPLE_EVERY": 2, "WARMUP_STEPS": 1}
 UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
@@ -95,7 +98,7 @@ MODES = {"sft": {"PRETRAIN_CHECKPOINT": "base"},
 
 
 class Stages(NamedTuple):
-    """What the later stages begin with: data, examples of both kinds, and a base and a teacher that are hardly trained."""
+    """The paths that the later stages need: data, chats, pairs, and a base and a teacher of two steps each."""
 
     prepared: Prepared
     chats: Path
@@ -104,7 +107,7 @@ class Stages(NamedTuple):
     teacher: Path
 
     def settings(self, mode: str) -> dict[str, Any]:
-        """Of one of MODES."""
+        """The settings of one of MODES."""
         named = {"base": self.base, "teacher": self.teacher}
         return {**self.prepared.settings(), **STAGE, "TRAINING_STAGE": "sft", "SFT_DATA_PATH": self.chats,
                 "DPO_DATA_PATH": self.pairs, **{name: named.get(value, value) for name, value in MODES[mode].items()}}
@@ -114,7 +117,7 @@ class Stages(NamedTuple):
 
 
 def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
-    """Chats of one to three turns, pairs whose answers have 2 to 37 tokens, and two pretraining runs of two steps."""
+    """Prepare chats of one to three turns and pairs with answers of 2 to 37 tokens, and train a base and a teacher."""
     dice = Random(1)
 
     def up_to(limit: int) -> int:
@@ -149,12 +152,12 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
 
 
 def argv_of(settings: Mapping[str, Any]) -> list[str]:
-    """Flags, which no .env and no environment can change."""
+    """Settings as flags, which neither .env nor the environment overrides."""
     return [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
 
 
 class TinyRun:
-    """One run folder, in which a tiny run is started again and again."""
+    """The settings of a tiny run, and its folder; it can be started several times."""
 
     def __init__(self, prepared: Prepared, output_dir: Path, **settings):
         self.output_dir = output_dir
@@ -168,7 +171,7 @@ class TinyRun:
         return argv_of(self.settings | changes)
 
     def train(self, **changes) -> int:
-        """Run in this process; the exit code."""
+        """Train in this process; returns the exit code."""
         try:
             return train.main(self.argv(**changes))
         except SystemExit as exit:
@@ -176,11 +179,11 @@ class TinyRun:
 
     def start(self, world_size: int = 1, plant: Optional[Callable[[], Any]] = None, env: Optional[Mapping[str, str]] = None,
               **changes) -> "Job":
-        """Run as processes of its own, each of which calls `plant` first."""
+        """Train in new processes, each of which calls `plant` first."""
         return start(main_with, self.argv(**changes), plant, world_size=world_size, folder=self.output_dir / "outputs", env=env)
 
     def copy(self, folder: Path, **changes) -> "TinyRun":
-        """A run with a copy of this one's files, in an output folder that does not exist yet."""
+        """Copy all files into a new output folder; returns the run there."""
         copy = TinyRun.__new__(TinyRun)
         copy.output_dir = Path(shutil.copytree(self.output_dir, folder))
         copy.settings = self.settings | {"OUTPUT_DIR": folder} | changes
@@ -204,7 +207,7 @@ class TinyRun:
         return self.folder / "checkpoints" / f"step-{step:08d}"
 
     def hashes(self, step: int) -> dict[str, str]:
-        """SHA-256 of weights or adapters, and of the optimizer's state."""
+        """The SHA-256 of the weights or adapters, and of the optimizer state."""
         found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in self.checkpoint(step).glob("*.safetensors")}
         assert "optimizer.safetensors" in found and len(found) == 2, found
         return found
@@ -214,7 +217,7 @@ CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
 
 
 def without_clocks(metrics: list[dict]) -> list[dict]:
-    """The lines without what differs from one run to the next."""
+    """The lines without the values that differ between two equal runs."""
     return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
 
 
@@ -243,23 +246,23 @@ def flip_bit(path: Path, position: int = -1) -> None:
 
 
 def ways_out(error: str) -> list[str]:
-    """What the last error advises, one by one."""
+    """The remedies that the last line of an error offers, one by one."""
     return error.strip().splitlines()[-1].rpartition(". ")[2].split("; or ")
 
 
 def settings_of(way: str) -> dict[str, str]:
-    """The settings that a piece of advice says to set."""
+    """The settings that a remedy says to set."""
     found = {name: value for name, value in re.findall(r"\b([A-Z_]+)=([^\s,;]+)", way)}
     flags = re.findall(r"--([a-z-]+)(?: (?!--)([^\s,;]+))?", way)
     found |= {flag.replace("-", "_").upper(): value or "true" for flag, value in flags}
     return found | ({"RUN_NAME": "another"} if "RUN_NAME" in way or "run-name" in way else {})
 
 
-# ------------------------------------------------------------------------------------------------------------------- one step
+# --------------------------------------------------------------------------------------- one step
 
 
 def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
-    """Eight rows with 0 to 28 targets each, cut into micro-batches."""
+    """Eight rows with 0 to 28 targets each, split into micro-batches."""
     generator = torch.Generator().manual_seed(0)
     tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=generator)
     for row in range(8):
@@ -271,12 +274,12 @@ def uneven_batches(rows_per_micro_batch: int) -> list[Batch]:
 
 def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: Ranks = Ranks(),
            choose=lambda config: NextToken(), recent_losses=(), **settings):
-    """One step of a fresh tiny model: its result, its gradients, and the model.
+    """Take one step with a new tiny model; returns the result, the gradients and the model.
 
     Args:
-        plant: does something to the model first.
-        choose: makes the objective of the settings.
-        recent_losses: of steps before it.
+        plant: is called with the model before the step.
+        choose: makes the objective from the settings.
+        recent_losses: losses of earlier steps.
     """
     config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
     model = Transformer(config, 512)
@@ -292,12 +295,12 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
 
 
 def furthest(gradients: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the largest gradient."""
+    """The largest difference between gradients, relative to the largest gradient."""
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     return max(float((gradients[name] - others[name]).abs().max()) for name in gradients) / largest
 
 
-# ------------------------------------------------------------------------------------------------------------------ processes
+# -------------------------------------------------------------------------------------- processes
 
 
 def free_port() -> int:
@@ -307,13 +310,13 @@ def free_port() -> int:
 
 
 class Job:
-    """Ranks that run as processes of their own, each with its output in a file."""
+    """Ranks that run as separate processes, each with its output in a file."""
 
     def __init__(self, processes: list, outputs: list[Path]):
         self.processes, self.outputs = processes, outputs
 
     def wait(self, timeout: float = PATIENCE) -> list[int]:
-        """The exit codes; a process that hangs is killed, and fails the test."""
+        """Wait for all ranks; returns their exit codes. A rank that hangs is killed, and fails the test."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -325,7 +328,7 @@ class Job:
         return [process.exitcode for process in self.processes]
 
     def wait_for(self, words: str, timeout: float = PATIENCE) -> None:
-        """Until some rank has said so."""
+        """Wait until a rank has printed these words."""
         deadline = time.monotonic() + timeout
         while words not in self.text():
             assert time.monotonic() < deadline and any(process.is_alive() for process in self.processes), self.text()
@@ -336,10 +339,10 @@ class Job:
 
 
 def start(function: Callable, *arguments, world_size: int = 1, folder: Path, env: Optional[Mapping[str, str]] = None) -> Job:
-    """Call a module's function on each rank, in new processes that find what torchrun would tell them in the environment.
+    """Call a module-level function on each rank, in new processes with the environment variables that torchrun sets.
 
-    They come from a server that has torch imported, so one takes milliseconds and not seconds. With a GPU they do not: what
-    has been forked after a look at CUDA cannot use it.
+    They are forked from a server that has imported torch, so a start takes milliseconds. On a machine with a GPU they are
+    spawned: a process that is forked after CUDA was queried cannot use it.
     """
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     if context.get_start_method() == "forkserver":
@@ -360,14 +363,14 @@ def call_as_rank(function: Callable, arguments: tuple, env: Mapping[str, str], o
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(file, stream)
-    # Other tests may have started the server with streams of their own.
+    # The server may have been started with the streams of another test.
     sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))
     os.environ.update(env)
     sys.exit(function(*arguments))
 
 
 def run_ranks(function: Callable, *arguments, world_size: int, folder: Path, env: Optional[Mapping[str, str]] = None) -> str:
-    """Call it on each rank, fail with their output unless all succeed, and return the output."""
+    """Call a function on each rank; returns their output, or fails with it if a rank fails."""
     job = start(function, *arguments, world_size=world_size, folder=folder, env=env)
     codes = job.wait()
     assert codes == [0] * world_size, f"exit codes {codes}\n{job.text()}"
@@ -375,14 +378,14 @@ def run_ranks(function: Callable, *arguments, world_size: int, folder: Path, env
 
 
 def main_with(argv: list[str], prepare_rank: Optional[Callable[[], Any]] = None) -> int:
-    """train.main in a rank of `start`, after something that plants a fault in it."""
+    """Call train.main, after a function that may plant a fault."""
     if prepare_rank is not None:
         prepare_rank()
     return train.main(argv)
 
 
 def do_in_step(step: int, action: Callable[[], Any], module=train) -> None:
-    """From now on, do something in the middle of a step, counted from 1; in a rank of `start`."""
+    """Call `action` in the middle of a step, counted from 1, in this process from now on."""
     original = module.learning_rate
 
     def learning_rate(finished: int, config) -> float:
@@ -395,7 +398,7 @@ def do_in_step(step: int, action: Callable[[], Any], module=train) -> None:
 
 @contextlib.contextmanager
 def at_step(step: int, action: Callable[[], Any]):
-    """The same in this process, for a while."""
+    """A `with` block in which `do_in_step` holds."""
     original = train.learning_rate
     do_in_step(step, action)
     try:
@@ -405,5 +408,5 @@ def at_step(step: int, action: Callable[[], Any]):
 
 
 def stop_at(step: int, number: signal.Signals = signal.SIGTERM):
-    """A signal in the middle of a step, counted from 1."""
+    """A `with` block in which this process gets a signal in the middle of a step, counted from 1."""
     return at_step(step, lambda: os.kill(os.getpid(), number))

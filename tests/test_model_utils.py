@@ -36,7 +36,7 @@ def test_gradients_that_are_not_finite_are_not_scaled():
 
 
 class Torch:
-    """What DETERMINISTIC sets in torch."""
+    """The parts of torch that DETERMINISTIC changes."""
 
     def __init__(self):
         self.told = []
@@ -53,7 +53,7 @@ def test_deterministic_kernels_are_asked_for_on_cuda_and_nowhere_else(wanted, de
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     monkeypatch.setattr(model_utils, "torch", stub := Torch())
     model_utils.make_deterministic(Config(deterministic=wanted), device)
-    # With warn_only the backward of torch's attention would stay as it is.
+    # With warn_only, the backward of torch's attention would stay nondeterministic.
     assert stub.told == [(True, False)] * changed
     assert stub.backends.cudnn.deterministic is changed is not stub.utils.deterministic.fill_uninitialized_memory
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if changed else None)

@@ -1,4 +1,4 @@
-"""The loop: one exact step, and a run that can be stopped, continued, refused and measured."""
+"""The training loop: one exact step; stopping, resuming, refusing and evaluating a run."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from training import evaluation, state
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
 
-# ------------------------------------------------------------------------------------------------------------- the exact step
+# --------------------------------------------------------------------------------- the exact step
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -46,7 +46,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(rows):
 
 
 def test_the_gradient_is_that_of_the_mean_over_all_targets():
-    """Against the naive sum over single targets, from full logits."""
+    """Compared with a naive sum over single targets, computed from all logits."""
     result, gradients, model = a_step(uneven_batches(2), MAX_GRAD_NORM=0)
     fresh = Transformer(model.config, 512)
     fresh.init_weights(torch.Generator().manual_seed(1))
@@ -96,7 +96,7 @@ def test_a_skipped_step_advances_no_schedule():
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
-# ------------------------------------------------------------------------------------------------------------ stop and resume
+# -------------------------------------------------------------------------------- stop and resume
 
 
 def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
@@ -113,6 +113,15 @@ def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
     assert json.loads((whole.folder / "samples.jsonl").read_text())["step"] == 6
     assert json.loads((whole.folder / "config.json").read_text())["MAX_STEPS"] == 6
     assert "Step [6/6] | Loss: " in (whole.folder / "log" / "rank-0.txt").read_text()
+
+
+def test_runs_with_other_seeds_are_not_the_same(whole, tiny_run):
+    """Otherwise assert_same_run would prove nothing."""
+    other = tiny_run(SEED=7)
+    assert other.train() == 0
+    for logs in (["metrics"], ["ledger"], ["samples"], []):
+        with pytest.raises(AssertionError):
+            assert_same_run(other, whole, 6, logs)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
@@ -142,7 +151,7 @@ def die():
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(whole, tiny_run):
-    """What was told after the checkpoint is told again, once."""
+    """Each step after the checkpoint is logged once, although it was logged before the kill."""
     run = tiny_run()
 
     with at_step(6, die), pytest.raises(KeyError):
@@ -175,7 +184,7 @@ def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     assert "Nothing to do" in told and "[CPU0] From the environment: VERIFY_DATA=auto" in told
     assert_same_run(run, whole, 6)
     assert run.steps_saved() == [2, 4, 6]
-    # With more steps to take it goes on.
+    # With a larger MAX_STEPS it continues.
     assert run.train(MAX_STEPS=7) == 0
     assert [line["step"] for line in run.metrics()] == list(range(8)) and run.steps_saved() == [2, 4, 6, 7]
 
@@ -187,12 +196,12 @@ def test_learning_goes_on_where_the_schedule_says(tiny_run):
     assert run.column("learning_rate")[3] == pytest.approx(0.01)
 
 
-# -------------------------------------------------------------------------------------------------------- where to start from
+# ---------------------------------------------------------------------------- where to start from
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> dict:
-    """Other data, and other data with another tokenizer."""
+    """Settings that name other data, and other data with another tokenizer."""
     data = prepare(tmp_path_factory.mktemp("other-data"), seed=1)
     folder = tmp_path_factory.mktemp("other-tokenizer")
     other = prepare(folder, vocab_size=260)
@@ -213,7 +222,7 @@ def finished(whole, tmp_path) -> TinyRun:
     (("DOCUMENT_MASK",), {"DOCUMENT_MASK": "false"}, 4), (("OPTIMIZER",), {"OPTIMIZER": "muon"}, 3),
     (("PRETRAIN_DATA_PATH",), "data", 4), (("PRETRAIN_DATA_PATH", "TOKENIZER_PATH"), "tokenizer", 2)])
 def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, ways, finished, others, capsys):
-    """And every way out that it offers works."""
+    """Every remedy in the message works."""
     changes = others[changes] if isinstance(changes, str) else changes
     assert finished.train(**changes) == 5
     error = capsys.readouterr().err
@@ -244,7 +253,7 @@ def test_resume_from_a_path_takes_that_checkpoint_and_goes_on(finished, whole, c
     assert finished.train(RESUME=path, MAX_STEPS=6) == 0
     assert "step-00000006 is not used" in capsys.readouterr().err
     assert_same_run(finished, whole, 6)
-    # The same command, started again after a pre-emption, does not go back to it.
+    # The same command, repeated after a pre-emption, does not go back to that checkpoint.
     capsys.readouterr()
     assert finished.train(RESUME=path, MAX_STEPS=8) == 0
     assert "resuming after step 6" in capsys.readouterr().out
@@ -311,11 +320,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(finished, cap
     assert "none of the 3 checkpoints" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------- what is measured and kept
+# ---------------------------------------------------------------------- what is measured and kept
 
 
 def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
-    """Give each validation a loss by its turn; returns the rows of every validation."""
+    """Give the n-th validation the n-th loss; returns a list that grows by the rows of each validation."""
     seen: list[list] = []
 
     def validation_loss(model, objective, batches, context):
@@ -371,7 +380,7 @@ def test_the_checkpoint_that_a_run_was_resumed_from_is_kept(finished):
 
 
 def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatch, capsys):
-    """The signal comes in the last evaluation, between validation and HellaSwag."""
+    """The signal arrives in the last evaluation, between validation and HellaSwag."""
     run, original = tiny_run(), evaluation.validation_loss
 
     def validation_loss(*arguments):
@@ -405,7 +414,7 @@ def test_hellaswag_waits_for_the_end_where_it_is_not_due_before(tiny_run):
 
 
 def test_losses_are_those_of_the_committed_curve(tiny_run):
-    """Ten steps, on any CPU. After a change that is meant to move them: PADDOCK_WRITE_CURVES=1 and say why in the commit."""
+    """Ten steps on any CPU. To change the curve on purpose, run with PADDOCK_WRITE_CURVES=1, and say why in the commit."""
     run = tiny_run(MAX_STEPS=10, WARMUP_STEPS=3, VALIDATE_EVERY=5, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     assert run.train() == 0
     curve = {name: {str(step): value for step, value in run.column(name).items()}
@@ -425,11 +434,11 @@ def test_compiled_losses_are_the_eager_ones(tiny_run):
     assert compiled.column("hellaswag_acc") == eager.column("hellaswag_acc")
 
 
-# -------------------------------------------------------------------------------------------------------------- command line
+# ----------------------------------------------------------------------------------- command line
 
 
 def test_what_all_ranks_raise_is_told_by_the_first_of_a_machine(tiny_run, tmp_path, capsys, monkeypatch):
-    """Under torchrun, which ends all when one has ended: rank 0 might not get so far."""
+    """torchrun stops all ranks when one has ended, so rank 0 might be stopped before it can print."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "1" / "error.json"))
     (tmp_path / "1").mkdir()

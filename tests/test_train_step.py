@@ -1,4 +1,4 @@
-"""What a step leaves to the device: the clipping, and whether the update is made at all; and that it is waited for once."""
+"""A step clips its gradients and skips bad updates on the device, and waits for the device once."""
 
 import math
 
@@ -22,11 +22,11 @@ from parallel.collectives import start_ranks, stop_ranks
 from training import diagnostics
 from training.optim import Optimizer, orthogonalised
 
-# ------------------------------------------------------------------------------------------------------ waiting for the device
+# ------------------------------------------------------------------------- waiting for the device
 
 
 class Functions(TorchFunctionMode):
-    """Notes in Python what reads a tensor without an operation, and the updates."""
+    """Logs each read of a tensor that is no torch operation, and each update."""
 
     def __init__(self, log: list[str]):
         super().__init__()
@@ -41,8 +41,7 @@ class Functions(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Notes each number that is taken out of a tensor, by whomever; but for those of int32, the documents, which stay on the
-    CPU."""
+    """Logs each number that is read from a tensor; except int32, because the document ids stay on the CPU."""
 
     def __init__(self, log: list[str]):
         super().__init__()
@@ -55,7 +54,7 @@ class Operations(TorchDispatchMode):
 
 
 def pairs(rows_per_micro_batch: int) -> list[Batch]:
-    """Eight rows of one pair each, whose answers have four tokens."""
+    """Eight rows with one pair each; each answer has four tokens."""
     tokens_BT, targets_BT = torch.randint(0, 512, (2, 8, 32), generator=torch.Generator().manual_seed(0))
     document_ids_BT = (torch.arange(32).expand(8, 32) // 16 + 1).int()
     targets_BT[:, torch.arange(32) % 16 < 12] = IGNORE_INDEX
@@ -69,7 +68,7 @@ OBJECTIVES = {"next token": (uneven_batches, lambda config: NextToken()),
 
 @pytest.fixture
 def log(monkeypatch) -> list[str]:
-    """What the next step of `a_step` reads and updates, in order."""
+    """The reads and updates of the next `a_step`, in order."""
     log, step = [], train.train_step
 
     def logged(*arguments):
@@ -95,7 +94,7 @@ def test_a_loss_scaler_is_read_only_where_something_overflowed(scale, read, log)
     assert result.finite and result.updated == (len(read) == 1) and log == ["update", "update", *read]
 
 
-# ----------------------------------------------------------------------------------------------------------- the same as before
+# ----------------------------------------------------------------------------- the same as before
 
 
 def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: float, momentum: float = 0.95) -> None:
@@ -109,7 +108,7 @@ def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: floa
 @pytest.mark.parametrize("max_norm", [0.0, 0.05, 1e9])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
-    """Against scaling the gradients first, and an update that knows of no scale."""
+    """Compared with clipping the gradients first, and then an update without grad_scale."""
     config = Config(**{name.lower(): value for name, value in TINY.items()}, optimizer=kind)
     models = [Transformer(config, 512) for _ in range(2)]
     for model in models:
@@ -138,7 +137,7 @@ def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
         assert float((p - q).abs().max() / q.abs().max()) <= 6e-7, name
 
 
-# ------------------------------------------------------------------------------------------------------- an update left out
+# ----------------------------------------------------------------------------- an update left out
 
 
 def bits(tensors) -> list[torch.Tensor]:
@@ -148,7 +147,7 @@ def bits(tensors) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_an_update_that_is_left_out_changes_no_bit(kind, bad):
-    """Also of zeros below zero, of what is no number, and of the counters of steps."""
+    """Not even of -0.0, NaN, or the optimizer's step counters."""
     config = OptimConfig(optimizer=kind)
     model = Transformer(Config(**{name.lower(): value for name, value in TINY.items()}), 512)
     model.init_weights(torch.Generator().manual_seed(1))
@@ -175,7 +174,7 @@ def test_an_update_that_is_left_out_changes_no_bit(kind, bad):
 @pytest.mark.parametrize(("policy", "above", "updated"), [("warn", -1e-12, True), ("skip", -1e-12, False), ("skip", 1e-12, True),
                                                           ("stop", -1e-12, False)])
 def test_the_device_and_the_host_agree_on_a_spike_to_the_last_digit(policy, above, updated):
-    """The limit is laid beside the loss that the step will have, as near as the recent losses can bring it there."""
+    """The recent losses are chosen so that the limit is as close to the loss of the step as they can bring it."""
     loss = a_step(uneven_batches(2))[0].loss
     recent = [(loss + above) / 1.5] * 16  # flat: a deviation of 1 % of the median
     result, _, model = a_step(uneven_batches(2), recent_losses=recent, LOSS_SPIKE_POLICY=policy, LOSS_SPIKE_THRESHOLD=50,
@@ -196,11 +195,11 @@ def test_the_limit_is_where_the_height_is_the_threshold(recent, threshold, besid
     assert diagnostics.spike_limit(recent, 2 * len(recent) + 1, threshold) == math.inf
 
 
-# ---------------------------------------------------------------------------------------------------- what the ranks exchange
+# ------------------------------------------------------------------------ what the ranks exchange
 
 
 class Placed(NextToken):
-    """Notes where the gradients are before each micro-batch."""
+    """Records the address of each gradient before each micro-batch."""
 
     def __init__(self):
         self.places = []
@@ -228,7 +227,7 @@ def test_the_gradients_of_several_ranks_stay_in_the_buckets_of_their_exchange(tm
 
 
 def check_bf16() -> None:
-    """Both round what they exchange, and sum it rounded."""
+    """Both ranks round their gradients to bf16, and the sums are rounded too."""
     ranks = start_ranks("cpu", 60)
     own = uneven_batches(2)[ranks.rank * 2:ranks.rank * 2 + 2]
     whole, gradients, _ = a_step(own, ranks=ranks, MAX_GRAD_NORM=0)

@@ -131,7 +131,7 @@ def test_lines_that_cannot_be_read_are_set_aside_and_the_run_goes_on(name, run, 
            b"\xff\n", b"no JSON\n"]
     path.write_bytes(b"".join([lines[0], *bad, lines[1]]))
     assert run.train(MAX_STEPS=3) == 0
-    assert f"warning: {path}: {len(bad)} lines of it cannot be read; set aside in {name}.jsonl.bad" in capsys.readouterr().err
+    assert f"warning: {path}: {len(bad)} unreadable lines moved to {name}.jsonl.bad" in capsys.readouterr().err
     assert path.with_name(f"{name}.jsonl.bad").read_bytes() == b"".join(bad)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     assert run.train(MAX_STEPS=3) == 0 and "set aside" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The house rules of docs/architecture.md, held by reading the code."""
+"""The rules of docs/architecture.md, checked in the source code."""
 
 import ast
 import importlib.util
@@ -33,7 +33,7 @@ def tree(path: Path) -> ast.Module:
 
 @cache
 def imports(path: Path) -> frozenset[str]:
-    """Every name that a file imports, wherever in it."""
+    """All names that a file imports, at any level."""
     names = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -49,14 +49,14 @@ def calls(path: Path):
 
 
 def room_of(name: str) -> str:
-    """The room that a file belongs to: a chapter, or a package."""
+    """The chapter or package that a file belongs to."""
     path = Path(name)
     return path.stem if path.parent == Path(".") else str(path.parent)
 
 
 @cache
 def floors() -> dict[str, int]:
-    """The picture of docs/architecture.md: the floor of each room."""
+    """The floor of each chapter and package, as in docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^floor (\d+) +(.+)$", text, re.MULTILINE)
     rooms = [(room, int(floor)) for floor, row in rows for room in row.split()]
@@ -65,7 +65,7 @@ def floors() -> dict[str, int]:
 
 
 def own_imports(name: str) -> set[str]:
-    """The files of ours that a file imports."""
+    """The files of this project that a file imports."""
     modules = {".".join(Path(other).with_suffix("").parts): other for other in CODE}
     return {modules[module] for module in imports(CODE[name]) & modules.keys()} - {name}
 
@@ -112,7 +112,7 @@ def test_settings_and_data_need_no_torch():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-# Modules that unpickle, or that run what they are given; of pickle there is only the name of its error.
+# Modules that unpickle or execute their input; only the exception of pickle is used.
 UNSAFE = r"(pickle|_pickle|shelve|marshal|dill|cloudpickle|joblib|yaml|pty|torch\.(package|hub|jit|load|save|serialization|" \
          r"distributed\.checkpoint)|numpy\.(load|lib)|pandas|os\.(system|popen))(\.|$)"
 UNSAFE_CALLS = r"eval|exec|compile|__import__|os\.(system|popen|spawn\w*)|torch\.(save|hub\.\w+|jit\.load|package\.\w+)|" \
@@ -160,7 +160,7 @@ def test_every_public_name_has_a_docstring(room):
 
 @pytest.mark.parametrize("room", SCRIPTS)
 def test_every_script_is_run_by_run_script(room):
-    """Which knows what to say of a mistake, of Ctrl-C and of `| head`."""
+    """run_script handles user errors, Ctrl-C and `| head`."""
     last = tree(SCRIPTS[room]).body[-1]
     if isinstance(last, ast.If) and ast.unparse(last.test) == "__name__ == '__main__'":
         assert re.match(r"run_(script|preparation)\(", ast.unparse(last.body[-1])), room
@@ -250,7 +250,7 @@ def test_the_example_changes_nothing_even_where_it_is_uncommented(tmp_path):
 
 
 def test_every_promise_has_its_test():
-    """docs/reliability.md names tests that are there."""
+    """The tests that docs/reliability.md names exist."""
     named = set(re.findall(r"`(test_\w+)(?:::(test_\w+))?`", (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")))
     assert len(named) > 60
     for file, test in named:

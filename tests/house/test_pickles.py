@@ -1,4 +1,4 @@
-"""A pickle that runs code when it is loaded, in the place of every file that is: it is refused or ignored, and never run."""
+"""A pickle that runs code when it is loaded, in place of every file that is read: it is refused or ignored, and never run."""
 
 import hashlib
 import io
@@ -17,7 +17,7 @@ from checkpoint import store
 from common.errors import DataError
 from data_pipeline.sources import Reading, Source, read_texts
 
-# What a mode reads that is tried with it, and the files of which it cannot do without.
+# For each mode: the settings whose files are replaced, and the files without which it cannot run.
 READ = {"lora-sft": (("PRETRAIN_CHECKPOINT", "SFT_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH", "OUTPUT_DIR"),
                      "model.safetensors adapter_model.safetensors optimizer.safetensors trainer_state.json manifest.json "
                      "MANIFEST.json train-00000.bin train-segments-00000.bin adapter_config.json paddock_adapter.json "
@@ -39,12 +39,12 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path) -> Path:
-    """What would be there if one had gone off."""
+    """The folder that exists only if a pickle was executed."""
     return tmp_path / "exploded"
 
 
 def bombs(bomb: Path) -> list[bytes]:
-    """As pickle writes it, and as torch does."""
+    """The same bomb in the formats of pickle and of torch.save."""
     zipped = io.BytesIO()
     torch.save({"weight": Bomb(bomb)}, zipped)
     return [pickle.dumps(Bomb(bomb)), zipped.getvalue()]
@@ -64,7 +64,7 @@ def stages(prepared, tmp_path_factory) -> Stages:
 
 
 def seal(folder: Path, name: str) -> None:
-    """What an attacker does, too: put the right hash into the manifest."""
+    """Put the right hash into the manifest, as an attacker would."""
     if name == store.MANIFEST or not (folder / store.MANIFEST).exists():
         return
     content = (folder / name).read_bytes()
@@ -76,7 +76,7 @@ def seal(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("mode", READ)
 def test_no_file_that_a_run_reads_is_unpickled(mode, stages, tmp_path, bomb, capsys):
-    """The run is finished: it reads everything and takes no step."""
+    """The run is finished, so each start reads all files and takes no step."""
     whole, place = tmp_path / "whole", tmp_path / "place"
     place.mkdir()
     names, needed = READ[mode]
@@ -99,7 +99,7 @@ def test_no_file_that_a_run_reads_is_unpickled(mode, stages, tmp_path, bomb, cap
             seal(file.parent, file.name)
             code = run.train()
             assert code in (0, 2, 3, 5) and not bomb.exists() and "Traceback" not in capsys.readouterr().err, file
-            if code or file.read_bytes() != content:  # what is computed of the data is computed again
+            if code or file.read_bytes() != content:  # caches are computed again
                 refused.add(file.name)
     left = sorted({file.name for file in files} - refused)
     print(f"{mode}: {len(files)} files; read and refused, or made anew: {', '.join(sorted(refused))}; else: {', '.join(left)}")
@@ -109,7 +109,7 @@ def test_no_file_that_a_run_reads_is_unpickled(mode, stages, tmp_path, bomb, cap
 
 
 def test_a_teacher_that_transformers_loads_is_not_unpickled(stages, tmp_path, bomb, capsys):
-    """One of another architecture, whose weights are there as a pickle only."""
+    """A teacher of another architecture, with weights as a pickle only."""
     import transformers
 
     teacher = shutil.copytree(stages.teacher, tmp_path / "teacher")

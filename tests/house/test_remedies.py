@@ -1,6 +1,6 @@
-"""What an error offers helps: each is met here, and then what it says is done.
+"""The remedies in error messages work: each error is provoked, and its remedy applied.
 
-The advice of a resumed run is tried in test_resume_rules, of a step that went bad in test_alarms.
+The remedies of a resumed run are tested in test_train and test_start, those of a bad step in test_step_guards.
 """
 
 import re
@@ -24,9 +24,9 @@ ADVISED = r"(scripts/\w+\.py[^;,(]*)"
 
 
 class Remedy(NamedTuple):
-    """A command in a spoilt folder, the advice that it ends in, and what follows it: a mend, and commands that then go well.
+    """A command that fails in a spoilt folder, the advice in its output, and what the advice says to do.
 
-    In these, {0} stands for what the first group of the advice has matched.
+    After `mend`, all `commands` must succeed; {0} in them is the first group that `advice` matched.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A canary for each secret: whatever way it comes in, it reaches the libraries, and no file and no stream."""
+"""Secrets reach the libraries that need them, and never a file or a stream."""
 
 import json
 import math
@@ -35,7 +35,7 @@ def init(**arguments):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder to work in, with one secret in its .env and another in the environment, where both trackers are on."""
+    """A working folder with one secret in .env, another in the environment, and both trackers enabled."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "wandb.py").write_text(FAKE_WANDB)
     monkeypatch.syspath_prepend(tmp_path / "fake")
@@ -44,13 +44,13 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text(f"HF_TOKEN={IN_ENV_FILE}\nWANDB_ENABLED=true\nTENSORBOARD_ENABLED=true\n")
     monkeypatch.setenv("WANDB_API_KEY", IN_ENVIRONMENT)
-    monkeypatch.setenv("HF_TOKEN", "")  # so that what is exported is undone
+    monkeypatch.setenv("HF_TOKEN", "")  # so that monkeypatch undoes the export
     yield tmp_path
     sys.modules.pop("wandb", None)
 
 
 def run_script(name: str, *argv, monkeypatch) -> int:
-    """A script's exit code, in this process."""
+    """Run a script in this process; returns its exit code."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, argv)])
     try:
         runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
@@ -60,7 +60,7 @@ def run_script(name: str, *argv, monkeypatch) -> int:
 
 
 def assert_no_canary(folder: Path, *texts: str) -> None:
-    """In no file of a folder but its .env, and in none of the texts."""
+    """Assert that no secret is in the texts, or in a file of the folder except .env."""
     assert not any("canary" in text for text in texts), texts
     for path in folder.rglob("*"):
         if path.is_file() and path.name != ".env" and path.suffix != ".py":
@@ -112,12 +112,12 @@ def test_verify_resume_keeps_secrets(place, prepared):
 
 
 def crash() -> None:
-    """A bug of ours, with the settings at hand."""
+    """An unexpected exception, whose traceback includes the settings."""
     do_in_step(3, lambda: 1 / 0)
 
 
 def dump() -> None:
-    """A step whose rows and tensors are written into files."""
+    """A non-finite step, whose rows and tensors are written to files."""
     bad_gradient_in_step(5, math.nan)
 
 
@@ -130,14 +130,14 @@ def test_a_run_that_fails_shows_no_secret(plant, code, words, place, prepared):
     assert_no_canary(place, job.text())
 
 
-# --------------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------- what is refused
 
 COMMANDS = ["train.py", "load_pretrain_dataset.py", "load_instruct_dataset.py", "load_dpo_dataset.py",
             "load_hellaswag_dataset.py", "launch.py", "verify_resume.py", "replay_step.py"]
 
 
 def refusal(command: str, argv: list, monkeypatch, capfd) -> str:
-    """What a command says that is to refuse its settings."""
+    """The output of a command that must refuse its settings."""
     if command == "train.py":
         code = pytest.raises(SystemExit, train.main, argv).value.code
     elif command == "launch.py":  # which lets signals end it, so not in this process
@@ -183,7 +183,7 @@ def test_a_line_of_env_that_is_wrong_is_named_and_not_repeated(command, monkeypa
         assert "canary" not in text and said in text and ".env:2" in text, text
 
 
-# ------------------------------------------------------------------------------------------------------- passwords in URLs
+# ------------------------------------------------------------------------------ passwords in URLs
 
 URL = "https://user:canary@127.0.0.1:9/{}?token=canary"
 PATHS = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl",

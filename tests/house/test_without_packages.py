@@ -1,4 +1,4 @@
-"""Without the packages that only some features need, everything else works, and these features say what to install."""
+"""Without the optional packages everything else works, and the features that need them say what to install."""
 
 import json
 import os
@@ -23,7 +23,7 @@ PathFinder.find_spec = staticmethod(lambda name, *rest: None if name.partition("
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory) -> Callable[..., str]:
-    """A machine that lacks these packages: run a command there, and get what it says on both streams."""
+    """A function that runs a command without these packages, and returns its output."""
     folder = tmp_path_factory.mktemp("machine")
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     env = {**os.environ, "PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -39,7 +39,7 @@ def machine(tmp_path_factory) -> Callable[..., str]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """A text, chats and pairs."""
+    """A folder with a text, chats and pairs."""
     folder, chat = tmp_path_factory.mktemp("sources"), {"role": "user", "content": "cat?"}
     answers = [[chat, {"role": "assistant", "content": word}] for word in ("hen", "ox")]
     (folder / "text.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 100)
@@ -49,7 +49,7 @@ def sources(tmp_path_factory) -> Path:
 
 
 class Project:
-    """What a user makes there: a tokenizer, prepared data, runs."""
+    """A user's project on that machine: a tokenizer, prepared data and runs."""
 
     def __init__(self, machine, sources: Path, folder: Path):
         self.machine, self.sources, self.folder = machine, sources, folder

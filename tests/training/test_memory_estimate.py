@@ -52,7 +52,7 @@ def test_the_forecast_of_activations_is_near_what_autograd_keeps(shape):
 
 
 def kept_by_the_compiler(config: Config, budget: float) -> float:
-    """Bytes a token that a block's compiled graph keeps for its backward, in bf16, by the partitioner's own account."""
+    """The bytes per token that a block's compiled graph saves for its backward, in bf16, as the partitioner decides."""
     torch._dynamo.reset()
     rows, length, kept = 3, 1100, []  # no weight has this many rows
 
@@ -87,7 +87,7 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape):
     for budget in (1.0, 0.9):
         assert kept_by_the_compiler(config, budget) == pytest.approx(forecast(budget), rel=0.01), budget
     assert forecast(0.9) < 0.75 * forecast(1.0)
-    for budget in (0.5, 0.0):  # it keeps whole tensors, and views of larger ones
+    for budget in (0.5, 0.0):  # it saves whole tensors, and views of larger ones
         assert kept_by_the_compiler(config, budget) < 1.15 * forecast(budget), budget
 
 

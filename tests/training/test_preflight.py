@@ -17,14 +17,14 @@ NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "data", "first r
 
 @pytest.fixture(scope="module")
 def trained(prepared, tmp_path_factory) -> TinyRun:
-    """A run of four steps of six, with its checkpoints."""
+    """A run that has taken four of six steps, with its checkpoints."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     assert run.train(MAX_STEPS=4) == 0
     return run
 
 
 class Checked:
-    """What --check printed, and its exit code."""
+    """The output and the exit code of --check."""
 
     def __init__(self, run: TinyRun, capsys, **changes):
         capsys.readouterr()

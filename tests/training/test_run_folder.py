@@ -1,4 +1,4 @@
-"""A run's folder: nobody's files are touched by a start that is refused, and nothing of a run is torn apart."""
+"""The run folder: a refused start changes no file, and the files of a run stay together."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from training import run_folder, run_log, setup
 
 @pytest.fixture(scope="module")
 def whole(prepared, tmp_path_factory) -> TinyRun:
-    """A run to which nothing happened."""
+    """A finished run that nothing interrupted."""
     run = TinyRun(prepared, tmp_path_factory.mktemp("whole"), **UNMEASURED)
     assert run.train() == 0
     return run
@@ -30,15 +30,15 @@ def finished(whole, tmp_path) -> TinyRun:
 
 
 class Killed(BaseException):
-    """The end of a process that had no say in it."""
+    """Stands for SIGKILL: nothing in the code catches it."""
 
 
-# ------------------------------------------------------------------------------------------------------- look, check, then write
+# ------------------------------------------------------------------------ look, check, then write
 
 
 @pytest.fixture(scope="module")
 def others(prepared, tmp_path_factory) -> dict[str, Path]:
-    """What fits nobody: other data, another tokenizer, a model of another shape."""
+    """Paths that do not fit the run: other data, another tokenizer, a model of another shape, and no file at all."""
     folder = tmp_path_factory.mktemp("others")
     other = prepare(folder / "data", vocab_size=260)
     small = TinyRun(prepared, folder, **UNMEASURED, MAX_STEPS=0, DIM=16, RUN_NAME="small")
@@ -68,7 +68,7 @@ def stale(*arguments):
                             if not {"SEED", "OPTIMIZER", "DIM", "RESUME"} & set(changes)]
                          + [({"PRETRAIN_CHECKPOINT": "step-00000004", "RESUME": "never"}, 5, "never")])
 def test_a_refused_start_changes_nothing(changes, code, resume, finished, others, monkeypatch):
-    """What a crash has left is cleaned up by the start that is accepted, and a line too many is dropped by that."""
+    """Only a start that is accepted deletes the remains of a crash, and log lines after the checkpoint."""
     if "no disk" in changes:
         shutil.move(finished.folder / "checkpoints", finished.output_dir / "elsewhere")
         (finished.folder / "checkpoints").symlink_to(finished.output_dir / "gone")
@@ -106,7 +106,7 @@ def test_a_refused_start_leaves_no_folder_behind(unnamed, prepared, others, tmp_
 @pytest.mark.parametrize("resume", ["auto", "step-00000006"])
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume, finished, capsys):
-    """It has another name until the new one has its own; where that one is bad, it keeps it."""
+    """The old one is called `replaced-...` until the new one is published, and longer if the new one is damaged."""
     checkpoint, replaced = finished.checkpoint(6), finished.checkpoint(6).with_name("replaced-step-00000006")
     shutil.copytree(checkpoint, replaced) if damaged else checkpoint.rename(replaced)
     if damaged:
@@ -119,12 +119,12 @@ def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume,
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007", (replaced if damaged else checkpoint).name}
 
 
-# --------------------------------------------------------------------------------------------------------------- RESUME=never
+# ----------------------------------------------------------------------------------- RESUME=never
 
 
 @pytest.mark.parametrize("fatal", range(len(run_folder.OWN) + 1))
 def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_path, monkeypatch):
-    """At each rename; the next start, which does not ask for a move, ends it."""
+    """At each rename. The next start completes the move, even without RESUME=never."""
     for entry in run_folder.OWN:
         (tmp_path / entry / "inside").mkdir(parents=True)
     rename, calls = Path.rename, iter(range(99))
@@ -190,7 +190,7 @@ def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_
     told = capsys.readouterr().err
     assert "this run starts from the beginning" in told and f"RESUME={aside}" in told
     assert finished.steps_saved() == [2]
-    # That advice works: the run before goes on, although another has been there since.
+    # The advice works: the earlier run continues, although another one used the folder since.
     shutil.rmtree(finished.folder / "checkpoints")
     assert finished.train(RESUME=aside, MAX_STEPS=8) == 0
     assert list(finished.column("train_loss")) == [7, 8]
@@ -219,7 +219,7 @@ def test_a_preempted_run_does_not_advise_to_move_itself_aside(tiny_run, capsys):
     assert "To resume: the same command with --resume auto." in capsys.readouterr().out
 
 
-# ----------------------------------------------------------------------------------------------------------------------- names
+# ------------------------------------------------------------------------------------------ names
 
 
 def test_runs_of_one_second_get_folders_of_their_own(tiny_run, monkeypatch):
@@ -253,7 +253,7 @@ def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp
 
 
 def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):
-    """By a job whose start was refused, between this one's look at the file and its lock."""
+    """A job whose start is refused deletes the folder after this job opened the lock file, and before it locked it."""
     flock, run_dir = run_folder.fcntl.flock, tmp_path / "run"
     told = iter([lambda: shutil.rmtree(run_dir)])
 
@@ -267,12 +267,12 @@ def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monk
             pass
 
 
-# ----------------------------------------------------------------------------------- a folder that changes while the run goes on
+# ----------------------------------------------------------- a folder that changes during the run
 
 
 @pytest.mark.parametrize("where", ["new", "elsewhere/runs/new"])
 def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, whole, prepared, tmp_path, capsys):
-    """Also when a second job has begun under the old name in the meantime."""
+    """Even if a second job has started under the old name in the meantime."""
     run, new = tiny_run(**UNMEASURED), tmp_path / "runs" / where
 
     def rename():
@@ -295,7 +295,7 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
 
 
 def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
-    """It opens its file anew for each write, which may by then be one of a second job under the old name."""
+    """TensorBoard reopens its file for each write; under the old name that could be the file of a second job."""
     written = []
 
     class TensorBoard:

@@ -155,7 +155,7 @@ def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
     (warning,) = warnings
     assert "lines.txt cannot be written: No space left on device" in warning
     lines.file.close()
-    lines.file = open(tmp_path / "other.txt", "ab", buffering=0)  # stands for room on the disk
+    lines.file = open(tmp_path / "other.txt", "ab", buffering=0)  # as if there were room again
     lines.write("three")
     lines.close()
     lines.write("after the end")
@@ -166,7 +166,7 @@ def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
 
 
 class FakeWandb(types.ModuleType):
-    """A wandb whose calls are noted, and one of which misbehaves."""
+    """A wandb module that records its calls, and misbehaves in one of them."""
 
     def __init__(self, bad=None, misbehave=None):
         super().__init__("wandb")
@@ -285,7 +285,7 @@ def test_tensorboard_files_hold_the_metrics(tmp_path):
 
 
 def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
-    """In a process of its own, as wandb leaves threads and a service behind."""
+    """In a separate process, because wandb leaves threads and a service behind."""
     pytest.importorskip("wandb")
     code = f"""if True:
         import sys
@@ -313,7 +313,7 @@ SERVERS = {"refuses": None, "hangs": "", "knows no such key": "HTTP/1.1 401 Unau
 
 @pytest.fixture
 def wandb_server(request):
-    """The URL of a server that gives everyone the same answer, or none; or of a port where there is none."""
+    """The URL of a server that sends one fixed answer, or never answers; or of a port without a server."""
     answer, connections = SERVERS[request.param], []
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -357,7 +357,7 @@ def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wa
 
 @pytest.mark.slow
 def test_a_crash_does_not_wait_for_wandb(tiny_run, tmp_path):
-    """A fake that hangs in finish, and in what it has registered for the end of the process, as wandb does."""
+    """A fake wandb that hangs in finish, and in its atexit handler."""
     (tmp_path / "wandb.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n"
                                        "def Settings(**_): pass\nclass Run:\n    def log(self, values, step): pass\n"
                                        "    def finish(self): time.sleep(600)\ndef init(**_): return Run()\n")
@@ -382,7 +382,7 @@ def test_real_wandb_whose_service_dies_costs_one_warning(tiny_run):
             assert process.poll() is None
             services = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if is_wandb_of(stat, process.pid)]
             time.sleep(0.1)
-        time.sleep(3)  # it logs
+        time.sleep(3)  # meanwhile it logs
         for service in services:
             os.kill(service, signal.SIGKILL)
         time.sleep(3)

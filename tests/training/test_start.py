@@ -1,4 +1,4 @@
-"""Where a run begins: however its start is spelt, wherever its base has gone, and what is counted from there."""
+"""Where a run starts: spellings of its start, a base that was moved, and what is counted from there."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ def stages(prepared, tmp_path_factory) -> Stages:
 
 
 def forget(checkpoint: Path, *names: str) -> None:
-    """Make it a checkpoint of a version that did not yet keep these."""
+    """Remove fields of `progress`, as in a checkpoint of an older version that did not save them."""
     state = store.read_state(checkpoint)
     for name in names:
         del state["progress"][name]
@@ -46,12 +46,12 @@ def forget(checkpoint: Path, *names: str) -> None:
     (checkpoint / store.MANIFEST).write_bytes(store._sealed(manifest))
 
 
-# ------------------------------------------------------------------------------------------------------------ what is counted
+# -------------------------------------------------------------------------------- what is counted
 
 
 @pytest.fixture(scope="module")
 def skipping(prepared, tmp_path_factory) -> TinyRun:
-    """A run some of whose updates were left out."""
+    """A run that skipped some of its updates."""
     settings = {**UNMEASURED, "VALIDATE_EVERY": 8, "MAX_STEPS": 30, "SAVE_EVERY": 0, "LEARNING_RATE": 1e-5,
                 "LOSS_SPIKE_POLICY": "skip", "LOSS_SPIKE_THRESHOLD": 0.01, "LOSS_SPIKE_WINDOW": 16}
     run = TinyRun(prepared, tmp_path_factory.mktemp("skipping"), **settings)
@@ -61,7 +61,7 @@ def skipping(prepared, tmp_path_factory) -> TinyRun:
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_what_is_counted_along_with_the_steps_is_counted_anew_from_start_step(first, skipping, prepared, tmp_path):
-    """The schedule goes by the updates, so one that was left out before the count began would put it before its beginning."""
+    """The schedule counts updates: with skipped steps from before START_STEP, it would begin at a negative update."""
     before = store.read_state(skipping.checkpoint(30))["progress"]
     assert before["skipped_steps"] > 3 and before["best_step"] > 0
     run = TinyRun(prepared, tmp_path, **{**UNMEASURED, "MAX_STEPS": first + 4, "WARMUP_STEPS": 20, "START_STEP": first,
@@ -82,11 +82,11 @@ def test_a_schedule_has_no_rate_before_its_beginning(prepared):
             learning_rate(step, load_config(["--warmup-steps=20"], {}, complete=False).config)
 
 
-# ------------------------------------------------------------------------------------------------------ however a start is spelt
+# ----------------------------------------------------------------------- however a start is spelt
 
 
 def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, capsys):
-    """One more step for each spelling, none of them twice: the names, the places, and at last the weights are compared."""
+    """One more step for each spelling: first names are compared, then real paths, then the hash of the weights."""
     shutil.copytree(stages.base.parent.parent, tmp_path / "base")
     (tmp_path / "link").symlink_to(tmp_path / "base")
     (tmp_path / "elsewhere").mkdir()
@@ -98,7 +98,7 @@ def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, 
     for step, spelt in enumerate(spellings, 2):
         if spelt == "../base":
             monkeypatch.chdir(tmp_path / "elsewhere")
-            forget(run.checkpoint(step - 1), "base_sha256", "base_beside")  # as a version before this one left it
+            forget(run.checkpoint(step - 1), "base_sha256", "base_beside")  # as an older version saved it
         elif spelt == "copy":
             shutil.copytree(stages.base, "copy")
             forget(run.checkpoint(step - 1), "base_sha256")
@@ -161,7 +161,7 @@ def test_a_run_is_not_begun_anew_over_itself(change, prepared, tmp_path, capsys)
     ("sft", {"RUN_NAME": "base"}, {}, 2), ("sft", {"RUN_NAME": "base", "PRETRAIN_CHECKPOINT": "step-00000002"}, {}, 1),
     ("pretrain", None, {"SEED": 7}, 3)])
 def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes, ways, stages, tmp_path, capsys):
-    """Of adapters of another rank, a base of another shape, the folder of the base itself, a checkpoint of another seed."""
+    """Adapters of another rank, a base of another shape, the folder of the base itself, a checkpoint of another seed."""
     shutil.copytree(stages.base.parent.parent, tmp_path / "base")
     run = stages.run("sft" if mode == "pretrain" else mode, tmp_path, **UNMEASURED, MAX_STEPS=3)
     if mode == "pretrain":
@@ -176,11 +176,11 @@ def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes,
         assert run.train(**{**(before or {}), **changes, **fresh, **settings_of(way)}) == 0, way
 
 
-# ------------------------------------------------------------------------------------------------ wherever the base has gone
+# --------------------------------------------------------------------- wherever the base has gone
 
 
 class Tree:
-    """A base and runs that stand on it, which are moved together, or apart."""
+    """A folder with a base and runs that start from it; the folder, or the base alone, is moved."""
 
     def __init__(self, stages: Stages, folder: Path):
         self.stages, self.folder = stages, folder
@@ -200,7 +200,7 @@ NEED_THEIR_BASE = ("lora-sft", "lora-dpo", "dpo-live")
 
 
 def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys):
-    """After the whole tree was moved, named where it is now, or as it was; and from a copy of a base that is gone."""
+    """After the whole folder was moved, named by the new or the old path; and from a copy of a base that is gone."""
     here = Tree(stages, tmp_path / "here")
     for mode in (*NEED_THEIR_BASE, "dpo-stored"):
         assert here.run(mode).train() == 0
@@ -219,7 +219,7 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
     monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
     import merge_lora
 
-    merge_lora.merge(adapted.checkpoint(2), tmp_path / "merged")  # which names the base where it was
+    merge_lora.merge(adapted.checkpoint(2), tmp_path / "merged")  # its config names the old path of the base
 
     shutil.move(there.folder / "base", tmp_path / "copy")
     for mode in NEED_THEIR_BASE:
@@ -228,7 +228,7 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
         error = capsys.readouterr().err
         assert "was not found" in error and "set PRETRAIN_CHECKPOINT to the folder where it is now" in error
         assert there.run(mode).train(MAX_STEPS=5, PRETRAIN_CHECKPOINT=tmp_path / "copy") == 0, mode
-    # What the reference said is stored, and so it is not asked again.
+    # The log-probabilities of the reference are stored, so it is not needed again.
     assert there.run("dpo-stored").train(MAX_STEPS=5) == 0
     for mode in (*NEED_THEIR_BASE, "dpo-stored"):
         assert list(there.run(mode).column("train_loss")) == [1, 2, 3, 4, 5][:5] if mode != "dpo-stored" else [1, 2, 5]
@@ -255,7 +255,7 @@ def test_a_dpo_run_of_a_version_that_kept_no_hash_goes_on(stages, tmp_path, caps
     assert "does not exist" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------------------- random weights
+# --------------------------------------------------------------------------------- random weights
 
 
 def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp_path, capsys):
@@ -271,12 +271,12 @@ def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp
     assert train.main([*run.argv(RUN_NAME="student", DISTILLATION_ENABLED="true", TEACHER_MODEL=stages.teacher), "--check"]) == 0
 
 
-# ------------------------------------------------------------------------------------------------------------------ permissions
+# ------------------------------------------------------------------------------------ permissions
 
 
 @pytest.mark.parametrize("mask", [0o027, 0o022])
 def test_every_file_has_the_permissions_that_the_user_asks_for(mask, tmp_path):
-    """Of data, checkpoints, adapters, what is stored beside the data, and the dump of a step that went bad."""
+    """Data, checkpoints, adapters, stored teacher outputs and references, and the dump of a non-finite step."""
     before = os.umask(mask)
     try:
         made = prepare_stages(prepare(tmp_path / "data"), tmp_path)

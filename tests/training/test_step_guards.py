@@ -1,4 +1,4 @@
-"""The ledger, loss spikes and replica drift: what goes wrong quietly is told, with what is needed to find its cause."""
+"""Ledger, loss spikes and replica drift: silent faults are reported, with the facts that help to find the cause."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from training import diagnostics
 FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}
 
 
-# -------------------------------------------------------------------------------------------------------------------- ledger
+# ----------------------------------------------------------------------------------------- ledger
 
 
 def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
@@ -38,7 +38,7 @@ def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
         assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]
 
 
-# --------------------------------------------------------------------------------------------------------------- loss spikes
+# ------------------------------------------------------------------------------------ loss spikes
 
 
 @given(st.lists(st.floats(1, 10), min_size=8, max_size=64), st.floats(0, 100))
@@ -50,13 +50,13 @@ def test_the_height_of_a_spike_is_in_robust_standard_deviations(recent, loss):
 
 
 def test_what_came_before_does_not_hide_a_spike():
-    """A mean and a plain standard deviation would be stretched by the first of two spikes."""
+    """The first of two spikes would stretch a mean and a plain standard deviation."""
     recent = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 50.0]
     assert diagnostics.robust_z_score(9.0, recent, 16) > 12 > 3 > abs(diagnostics.robust_z_score(3.1, recent, 16))
 
 
 def poison(monkeypatch, *steps: int) -> None:
-    """Make the loss of some steps much larger, with the same gradient."""
+    """Add a constant to the loss of some steps; the gradient stays the same."""
     step_now, loss_sum, seed_step = [], base.NextToken.loss_sum, train.seed_step
 
     def seeded(seed, finished, rank):
@@ -73,7 +73,7 @@ def poison(monkeypatch, *steps: int) -> None:
 
 @pytest.fixture
 def long_run(tiny_run):
-    """Steps enough for a window to fill."""
+    """Make a run that is long enough to fill the window of recent losses."""
     return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
 
 
@@ -117,7 +117,7 @@ def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsy
     assert_same_run(run, calm, 14, logs=())
     report = json.loads((run.folder / "debug" / "step-00000015" / "rank-0.json").read_text())
     assert [row for rows in report["rows"] for row in rows] == run.lines("ledger")[14]["rows"]
-    # What stopped it stops it again, and the policy is what lets it go on.
+    # Resumed, the run stops at the same step again; another policy lets it continue.
     assert run.train() == 4
     assert run.train(LOSS_SPIKE_POLICY="skip") == 0
 
@@ -133,7 +133,7 @@ def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypa
     assert_same_run(other, run, 20)
 
 
-# --------------------------------------------------------------------------------------------------------------------- drift
+# ------------------------------------------------------------------------------------------ drift
 
 
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.data())
@@ -158,7 +158,7 @@ def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
 
 
 def nudge(tensor_of, sign: int = 1) -> None:
-    """Change one number of rank 1 by the least that there is, after step 3."""
+    """On rank 1, change one number to the next float, after step 3."""
     if os.environ["RANK"] != "1":
         return
     original = train.append_ledger

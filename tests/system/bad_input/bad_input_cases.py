@@ -1,4 +1,4 @@
-"""What must be said of each bad input: the table of rows 21 to 28, which tests/system/bad_input/test_bad_input.py runs."""
+"""The cases of test_bad_input.py: rows 21 to 28 of docs/reliability.md."""
 
 import gzip
 import json
@@ -64,7 +64,7 @@ SHARD, MANIFEST, TOKENIZER, JSON, CONFIG = ("set/train-00001.bin", "set/manifest
 WEIGHTS, ADAPTER, FACTORS = "model/model.safetensors", "adapter/adapter_config.json", "adapter/adapter_model.safetensors"
 USER, SAYS = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 DEEP = "[" * 100_000
-LONG = "a" * 300  # no file has such a name
+LONG = "a" * 300  # longer than any file name may be
 
 SHARDS = group(
     "shard", TRAIN, 3,
@@ -266,7 +266,7 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
     ("list", "[]", "expected"), ("torn", '{"ctx": "a', "JSON"), ("deep", DEEP, "JSON"),
     ("surrogate", {**ITEM, "ctx": "\ud800"}, "'ctx' holds a lone surrogate"),
     ("label_4", {**ITEM, "label": 4}, "'label' must be 0 to 3"), ("label_null", {**ITEM, "label": None}, "'label' must be"),
-    ("label_true", {**ITEM, "label": True}, "'label' must be"),
+    ("label_true", {**ITEM, "label": True}, "'label' must be"), ("label_float", {**ITEM, "label": 1.0}, "'label' must be"),
     ("label_empty", {**ITEM, "label": ""}, "'label' must be"), ("label_huge", {**ITEM, "label": 10**30}, "'label' must be"),
     ("three", {**ITEM, "endings": ["a", "b", "c"]}, "'endings' must be 4"),
     ("five", {**ITEM, "endings": list("abcde")}, "'endings' must be 4"),
@@ -478,7 +478,7 @@ KINDS = commands(
     pairs_of_chats=(f"{DPO} --dpo-data-path chats", "chats.* prepare them with scripts/load_dpo"),
     pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with scripts/load_dpo"),
     few_chats=(f"{SFT} --total-batch-size 65536", "a step reads 2,048; .*lower TOTAL_BATCH_SIZE to")) + commands(
-    "kind", 2, top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000",
-                      "exceeds the vocabulary"))
+    "request", 2, examples=(f"{PAIRS} --max-examples -1", "--max-examples"),
+    top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000", "exceeds the vocabulary"))
 
 CASES = [*SHARDS, *RECORDS, *EXAMPLES, *ITEM_CASES, *SETTINGS, *TOKENIZERS, *MODELS, *KINDS]

@@ -1,6 +1,4 @@
-"""What users feed the commands: one folder in which every command works, ways to spoil it, and what must be said of each.
-
-The cases of rows 21 to 28 of docs/reliability.md; tests/system/bad_input/test_bad_input.py runs them.
+"""A folder in which every command works, ways to spoil it, and the form of a case of test_bad_input.py.
 """
 
 import hashlib
@@ -24,13 +22,13 @@ from data_preparation_utils import PreparationOptions, prepare_examples, prepare
 from model import Transformer
 from tokenizer import load_tokenizer
 
-Spoil = Callable[[], object]  # in the folder that it spoils
+Spoil = Callable[[], object]  # called in the folder that it spoils
 
 
 PREPARE = "--output out --preparation-workers 1 --env-file .env"
 
 
-# ------------------------------------------------------------------------------------------------ the folder in which all is well
+# ---------------------------------------------------------------- the folder in which all is well
 
 
 def chat(*contents: object, **more) -> dict:
@@ -48,7 +46,8 @@ SHAPE = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
 
 
 def make_farm(folder: Path) -> None:
-    """Two shards to train on and one held out, chats, pairs, items, two tokenizers, a model, Meta's kind, and adapters."""
+    """Make two training shards and one for validation, chats, pairs, items, two tokenizers, a model in the formats of
+    Hugging Face and of Meta, and adapters."""
     prepared = prepare(folder / "made", vocab_size=260)
     tokenizer = load_tokenizer(str(prepared.tokenizer))
     shutil.copy(prepared.tokenizer, folder / "tokenizer.model")
@@ -83,11 +82,11 @@ def make_farm(folder: Path) -> None:
     shutil.rmtree(folder / "made")
 
 
-# ---------------------------------------------------------------------------------------------------------------- ways to spoil
+# ---------------------------------------------------------------------------------- ways to spoil
 
 
 def put(name: str, content: str | bytes = b"") -> Spoil:
-    """The file holds something else."""
+    """Replace the content of a file."""
     return lambda: Path(name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
 
 
@@ -108,7 +107,7 @@ def add(name: str, text: str) -> Spoil:
 
 
 def json_of(name: str, change: Callable[[dict], object]) -> Spoil:
-    """The JSON file's object, changed in place or replaced by what is returned."""
+    """Change the object in a JSON file in place, or replace it by what `change` returns."""
     def spoil() -> None:
         content = json.loads(Path(name).read_text())
         changed = change(content)
@@ -121,7 +120,7 @@ def gone(name: str) -> Spoil:
 
 
 def instead(name: str, make: Callable[[str], object]) -> Spoil:
-    """A folder, a FIFO or a loop where the file was."""
+    """Put a folder, a FIFO or a symbolic link in the place of a file."""
     return lambda: (gone(name)(), make(name))
 
 
@@ -130,7 +129,7 @@ def loop(name: str) -> None:
 
 
 def env(**changes: object) -> Spoil:
-    """Settings in `.env`, in place of what it says of them."""
+    """Change settings in `.env`."""
     def spoil() -> None:
         kept = [line for line in Path(".env").read_text().splitlines() if line.split("=")[0] not in changes]
         Path(".env").write_text(lines(*kept, *[f"{name}={value}" for name, value in changes.items()]))
@@ -142,7 +141,7 @@ def all_of(*spoils: Spoil) -> Spoil:
 
 
 def tensors_of(name: str, change: Callable[[dict], object]) -> Spoil:
-    """The safetensors file's tensors, changed in place."""
+    """Change the tensors of a safetensors file."""
     def spoil() -> None:
         tensors = load_file(name)
         change(tensors)
@@ -163,14 +162,14 @@ def nothing() -> None:
 
 
 class Bomb:
-    """Runs code where it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
 
 def token_beyond_the_vocabulary() -> None:
-    """In a shard whose hash is right all the same."""
+    """Put an id beyond the vocabulary into a shard, and the right hash into the manifest."""
     shard = Path("set/train-00001.bin")
     shard.write_bytes(shard.read_bytes()[:1100] + b"\xff\xff" + shard.read_bytes()[1102:])
     json_of("set/manifest.json", lambda m: shards_of(m)[1].update(sha256=hashlib.sha256(shard.read_bytes()).hexdigest()))()
@@ -193,7 +192,7 @@ def npy(header: bytes) -> Spoil:
 
 
 def segments(*flags: int) -> Spoil:
-    """The segments of the prepared chats say something else."""
+    """Replace the segments of the prepared chats."""
     def spoil() -> None:
         path = Path("chats/train-segments-00000.bin")
         path.write_bytes(header_bytes(len(flags), "uint32") + np.array(flags, "<u4").tobytes())
@@ -212,7 +211,7 @@ def text_line(line: str | bytes) -> Spoil:
 
 
 class Case(NamedTuple):
-    """A command in a spoilt folder, its exit code, and what its last line must say."""
+    """A command in a spoilt folder, its exit code, and a pattern for its last line."""
 
     name: str
     command: str

@@ -1,7 +1,7 @@
-"""Whatever a user feeds the commands: an exit code of the table, one last line that says what and where, nothing half-done.
+"""Any bad input ends in a documented exit code and one line that says what is wrong and where, and leaves nothing behind.
 
-The cases are in bad_input_cases.py. Each spoils a copy of one small folder in which every command works, and runs one command
-there, in this process: what would be a traceback is an exception here.
+Each case of bad_input_cases.py spoils a copy of one small folder in which every command works, and runs one command there.
+Commands run in this process, so that an unexpected exception fails the test.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from bad_input_cases import CASES, IMPORT, MERGE, META
 from bad_inputs import PREPARE, Case, env, make_farm
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 60  # until a command is taken to hang
-# What a refused command may leave: empty folders, notes of hashes, locks, and a run's folder without a checkpoint.
+SECONDS = 60  # until a command counts as hanging
+# What a refused command may leave behind: empty folders, stored hashes, locks, and a run folder without a checkpoint.
 HARMLESS = re.compile(r"out(/\.known-files\.json|/\.\w+\.lock)?|\w+/\.verified\.json|"
                       r"runs(/run(/(config\.json|run\.lock|log.*|\w+\.jsonl|checkpoints))?)?")
 # Somewhere a last line says what is expected, or what to do.
@@ -41,7 +41,7 @@ def farm(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(farm, tmp_path, monkeypatch) -> Path:
-    """A copy of the farm, to work in, with no way to the hub."""
+    """A copy of the farm as the working folder, without access to the hub."""
     shutil.copytree(farm, tmp_path / "farm")
     monkeypatch.chdir(tmp_path / "farm")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 class Hangs(BaseException):
-    """So that nothing on the way takes it for an error of its own."""
+    """A BaseException, so that no `except Exception` catches it."""
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def bounded() -> Iterator[None]:
 
 
 def run_here(command: str, capsys) -> Outcome:
-    """Run a script as its command line would, in this process."""
+    """Run a command line in this process."""
     script, *argv = shlex.split(command)
     before, sys.argv = sys.argv, [script, *argv]
     capsys.readouterr()
@@ -115,21 +115,21 @@ def test_bad_input_ends_in_one_line_that_says_what_and_where(case: Case, place, 
     "scripts/load_hellaswag_dataset.py --source items.jsonl --output h.jsonl",
     "scripts/train_tokenizer.py y.jsonl --column prompt --vocab-size 257 --output t.model"])
 def test_the_folder_that_is_spoilt_was_sound(command, place, capsys):
-    """Else the other tests would say nothing."""
+    """Otherwise the other tests would prove nothing."""
     assert run_here(command, capsys).code == 0
 
 
 @contextlib.contextmanager
 def no_right_to_read_everything() -> Iterator[None]:
-    """Root is held to the modes of files, as anybody else. Its own folders stay open, so a clone may lie anywhere."""
+    """Apply the permissions of files to root too. Its own folders stay readable, so a clone may be anywhere."""
     if os.geteuid():
         yield
         return
     libc, held = ctypes.CDLL(None), (ctypes.c_uint32 * 6)()
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3; this thread, and those that it starts
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3; applies to this thread, and those that it starts
     assert libc.capget(header, held) == 0
     fewer = type(held)(*held)
-    fewer[0] &= ~0b110  # of the effective: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    fewer[0] &= ~0b110  # without the effective CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
     assert libc.capset(header, fewer) == 0
     try:
         yield
@@ -158,7 +158,7 @@ def test_what_may_not_be_read_is_named(command, code, secret, place, capsys):
     (["-X", "importtime", "train.py"], 2), (["scripts/launch.py", "--nproc-per-node", "2", "--"], 2),
     (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train.py"], 1)])
 def test_all_that_is_wrong_with_the_settings_is_told_at_once_and_once(command, code, place):
-    """Whoever starts the run, before it is anything that takes time: torch is not even imported."""
+    """With every launcher, and before torch is imported, which takes seconds."""
     env(MAX_STEPS="five", LERNING_RATE=1, N_HEADS=5, RUN_NAME="../x")()
     done = subprocess.run([sys.executable, *(str(ROOT / word) if word.endswith(".py") else word for word in command),
                            "--env-file", str(place / ".env"), "--chekc"], capture_output=True, text=True, timeout=SECONDS)

@@ -1,4 +1,4 @@
-"""Deaths in the middle of writing, and damage afterwards, as the tests and scripts/soak.py plant them."""
+"""Kills in the middle of writing and damage to files, for the tests and scripts/soak.py."""
 
 import builtins
 import io
@@ -21,7 +21,7 @@ def die() -> None:
 
 
 class HalfWritten:
-    """A file of which a deadly write leaves half, on the disk."""
+    """A file whose fatal write puts half of its data on the disk."""
 
     def __init__(self, file, is_deadly: Callable[[str], bool]):
         self.file, self.is_deadly = file, is_deadly
@@ -44,9 +44,9 @@ class HalfWritten:
 
 
 def die_at(deadly_call: int) -> list[str]:
-    """Die at the n-th call of this thread that opens or changes a file: half of what it writes is there, nothing of the rest.
+    """Kill this process at the n-th call of this thread that opens or changes a file; a write is half done then.
 
-    The names of the calls so far, in a list that grows.
+    Returns a list that grows by the name of each call.
     """
     calls: list[str] = []
     thread = threading.get_ident()
@@ -77,7 +77,7 @@ def die_at(deadly_call: int) -> list[str]:
 
 
 def die_in_save(save: int, deadly_call: int) -> None:
-    """In a rank: die at the n-th such call of its k-th save, pruning included."""
+    """In a rank: kill it at the n-th such call of its k-th save, including the deletion of old checkpoints."""
     original, saves = train.save_checkpoint, count(1)
 
     def save_checkpoint(run) -> None:
@@ -89,7 +89,7 @@ def die_in_save(save: int, deadly_call: int) -> None:
 
 
 def list_calls_of_save(save: int, into: Path) -> None:
-    """In a rank: write the names of these calls of its k-th save into a file."""
+    """In a rank: write the names of the calls of its k-th save to a file."""
     original, saves = train.save_checkpoint, count(1)
 
     def save_checkpoint(run) -> None:
@@ -102,7 +102,7 @@ def list_calls_of_save(save: int, into: Path) -> None:
 
 
 def mark_saves(folder: Path) -> None:
-    """In a rank: note the instants at which each of its saves begins and ends, a line each, for whoever aims at them."""
+    """In a rank: write the times at which its saves begin and end to a file, so that a kill can aim at them."""
     original = train.save_checkpoint
     folder.mkdir(parents=True, exist_ok=True)
 
@@ -119,13 +119,13 @@ def mark_saves(folder: Path) -> None:
 
 
 def saves_marked(folder: Path, rank: int = 0) -> list[float]:
-    """What `mark_saves` has noted: an odd number of instants while a save lasts."""
+    """The times that `mark_saves` wrote; their number is odd during a save."""
     path = folder / f"rank-{rank}"
     return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def flip_bit(path: Path, dice: Random) -> str:
-    """Change one bit of a file; what was done, in words."""
+    """Change one bit of a file; returns a description."""
     content = bytearray(path.read_bytes())
     bit = dice.randrange(8 * len(content))
     content[bit // 8] ^= 1 << bit % 8
@@ -134,13 +134,13 @@ def flip_bit(path: Path, dice: Random) -> str:
 
 
 def cut(path: Path, dice: Random) -> str:
-    """Cut a file short; what was done, in words."""
+    """Cut a file short; returns a description."""
     length = dice.randrange(path.stat().st_size)
     os.truncate(path, length)
     return f"{path.name} cut to {length} bytes"
 
 
 def delete(path: Path, dice: Random) -> str:
-    """Delete a file; what was done, in words."""
+    """Delete a file; returns a description."""
     path.unlink()
     return f"{path.name} deleted"

@@ -1,4 +1,4 @@
-"""What is promised when something goes wrong: nothing that was learned is lost, nothing hangs, and the first cause is shown."""
+"""When something goes wrong, no finished step is lost, nothing hangs, and the first cause is reported."""
 
 import json
 import math
@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
 
 
-# ------------------------------------------------------------------------------------------------------------------- signals
+# ---------------------------------------------------------------------------------------- signals
 
 
-# Where the signal comes (module, function, which of its calls), and the last step that is finished then.
+# When the signal arrives (module, function, number of the call), and the last step that is finished then.
 MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (evaluation, "validation_loss", 3, 4),
            "HellaSwag": (evaluation, "evaluate_batches", 2, 3), "samples": (evaluation, "generate", 1, 6),
@@ -83,7 +83,7 @@ def test_a_second_signal_quits_at_once(tiny_run):
     assert run.steps_saved() == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- not finite
+# ------------------------------------------------------------------------------------- not finite
 
 
 def is_rank(rank: int) -> bool:
@@ -91,7 +91,7 @@ def is_rank(rank: int) -> bool:
 
 
 def when_built(change) -> None:
-    """Do something to the model that train builds."""
+    """Call `change` with the model that train builds."""
     def build(*arguments):
         model = build_model(*arguments)
         change(model)
@@ -101,7 +101,7 @@ def when_built(change) -> None:
 
 
 def bad_gradient_in_step(step: int, value: float, once: bool = False):
-    """Put one bad number into one gradient, whenever that is computed from then on."""
+    """From this step on, put one bad number into one gradient each time that it is computed."""
     reached = threading.Event()
     do_in_step(step, reached.set)
 
@@ -141,7 +141,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     assert dump["tokens_BT.0"].shape == (2, 32)
     assert not [path for path in run.folder.rglob("*") if path.suffix in (".pt", ".pth", ".pkl", ".bin")]
 
-    # The state that was saved is the one before: a run that is healthy goes on from it as if nothing had been.
+    # The saved state is the one before the step: without the fault, the run continues as if nothing had happened.
     assert run.steps_saved() == [3]
     healthy = tiny_run(RUN_NAME="healthy")
     for each in (healthy, run):
@@ -151,7 +151,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
 
 
 def nan_by_dropout_on_rank_1() -> None:
-    """What makes no number of it is drawn by lot, as dropout is."""
+    """Whether the loss becomes NaN depends on a random number, as with dropout."""
     reached, draws, loss_sum = threading.Event(), [], base.NextToken.loss_sum
     do_in_step(4, reached.set)
 
@@ -187,7 +187,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
     dumps = [run.folder / "debug" / "step-00000004" / f"rank-{rank}.json" for rank in range(world_size)]
     reports = [json.loads(dump.read_text()) for dump in dumps]
     assert all(report["finite"] and len(report["tensors"]) == 1 for report in reports)
-    # The advice works: the same command goes on, from the state before.
+    # The advice works: the same command continues from the state before.
     assert run.steps_saved() == [3]
     again = run.start(world_size)
     assert again.wait() == [0] * world_size, again.text()
@@ -205,7 +205,7 @@ def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, caps
 
 
 def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatch, capsys):
-    """A weight of infinity in the second block gives a loss that is no number."""
+    """An infinite weight in the second block makes the loss NaN."""
     def spoil(model):
         with torch.no_grad():
             model.layers[1].ffn_norm.weight[5] = math.inf
@@ -220,7 +220,7 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
     assert run.steps_saved() == [] and "the weights were not finite before it and are not saved" in captured.err
 
 
-# ------------------------------------------------------------------------------------------------------------------- crashes
+# ---------------------------------------------------------------------------------------- crashes
 
 
 def fail_on_rank_1() -> None:
@@ -250,7 +250,7 @@ def die_in_the_save_of_rank_0() -> None:
     (fail_on_rank_1, [1, 1], [2]), (die_on_rank_1, [1, -9], [2]), (die_in_evaluation_of_rank_1, [1, -9], [2]),
     (die_in_the_save_of_rank_0, [-9, 1], [2])])
 def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_run):
-    """And the run goes on from its last checkpoint to the end that it would have had."""
+    """And the run can be resumed from its last checkpoint and finished."""
     run = tiny_run()
     job = run.start(WORLD, plant)
     assert job.wait() == codes, job.text()
@@ -265,7 +265,7 @@ def test_when_one_rank_fails_the_other_does_not_wait(plant, codes, saved, tiny_r
     assert not list((run.folder / "checkpoints").glob("tmp-*"))
 
 
-# ------------------------------------------------------------------------------------------------------------ getting started
+# -------------------------------------------------------------------------------- getting started
 
 
 def hold_the_folder() -> None:
@@ -280,13 +280,13 @@ def test_the_second_of_two_jobs_in_one_folder_leaves_and_the_first_goes_on(tiny_
     assert run.train() == 5
     assert f"in use by process {first.processes[0].pid}" in capsys.readouterr().err
     assert (run.folder / "metrics.jsonl").read_text() == before
-    # Killed, it leaves no lock behind.
+    # When it is killed, its lock is released.
     first.processes[0].kill()
     assert first.wait() == [-9]
     assert run.train() == 0
 
 
-# --------------------------------------------------------------------------------------------------------------- the trackers
+# ----------------------------------------------------------------------------------- the trackers
 
 WANDB = {
     "raising at once": "def init(**_): raise RuntimeError('no network')",
@@ -317,7 +317,7 @@ def test_training_does_not_notice_wandb(misbehaviour, whole, tiny_run, tmp_path,
     assert_same_run(run, whole, 6)
 
 
-# ------------------------------------------------------------------------------------------------------------------ two nodes
+# -------------------------------------------------------------------------------------- two nodes
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_ranks_that_all_wait_are_a_hang(tiny_run):
 
 
 def test_a_save_that_is_slower_than_the_time_out_is_no_hang(tiny_run):
-    run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # the machine's own disk may be busy
+    run, timeout = tiny_run(MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), 2 * TIMEOUT  # because the disk of this machine may be busy
     job = run.start(WORLD, slow_down_the_save, DISTRIBUTED_TIMEOUT=timeout)
     assert job.wait() == [0, 0], job.text()
     assert float(re.search(r"Saved .* in ([\d.]+) s", job.text())[1]) > 1.5 * timeout
@@ -190,7 +190,7 @@ def test_ranks_are_named_in_ranges():
 def leave_early() -> None:
     def run() -> int:
         with collectives.joined_ranks("cpu", 60) as joined:
-            return joined.world_size  # as at a signal before the first step
+            return joined.world_size  # as after a signal before the first step
 
     before = threading.active_count()
     assert run() == WORLD
@@ -268,7 +268,7 @@ def test_a_pulse_knows_what_is_done():
     assert (mine.status()["phase"], mine.status()["step"], mine.status()["waiting"]) == ("data", 7, False)
 
 
-# -------------------------------------------------------------------------------------------------------------- out of memory
+# ---------------------------------------------------------------------------------- out of memory
 
 
 def out_of_gpu_memory() -> None:

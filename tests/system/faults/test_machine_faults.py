@@ -1,6 +1,6 @@
-"""What the machine does to a run: full disks, read-only folders, limits on files and memory, a cable that is cut.
+"""Faults of the machine: full disks, read-only folders, limits on files and memory, a cable that is cut.
 
-The faults are real: small file systems that are mounted and unmounted, limits that the kernel holds, network namespaces.
+The faults are real: small mounted file systems, limits of the kernel, network namespaces.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ LITTLE = 1_000_000  # bytes of memory
 
 
 def can_mount() -> bool:
-    """Whether this process may mount; containers often may not, even as root."""
+    """Whether this process may mount file systems; in containers even root often may not."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         return False
     return subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
@@ -47,7 +47,7 @@ needs_mounts = pytest.mark.skipif(not can_mount(), reason="mounting needs root")
 
 @pytest.fixture
 def mount(tmp_path):
-    """Mount a small file system on a new folder; it is gone after the test."""
+    """A function that mounts a small file system on a new folder; it is unmounted after the test."""
     mounted = []
 
     def mount(folder: Path, size: int, *options: str, image: Optional[Path] = None) -> Path:
@@ -63,7 +63,7 @@ def mount(tmp_path):
 
 
 def fill(folder: Path, leave: int = 0) -> Path:
-    """Another program that takes all the room but so many bytes; returns its file."""
+    """Fill a disk except for some bytes, as another program would; returns the file."""
     hog = folder / "hog"
     with open(hog, "ab", buffering=0) as file, contextlib.suppress(OSError):
         file.write(bytes(max(0, shutil.disk_usage(folder).free - leave)))
@@ -73,13 +73,13 @@ def fill(folder: Path, leave: int = 0) -> Path:
 
 
 def assert_one_sentence(text: str, *words: str) -> None:
-    """The last thing said is one error that has these words, and there is no traceback."""
+    """Assert that a text has one line with an error, which contains these words, and no traceback."""
     errors = [line for line in text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in text, text
     assert all(word in errors[0] for word in words), errors[0]
 
 
-# ------------------------------------------------------------------------------------------------------------------ full disks
+# ------------------------------------------------------------------------------------- full disks
 
 
 def fill_the_disk_in_step_3() -> None:
@@ -133,7 +133,7 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
 
 
 def fill_the_disk_in_the_save_of_step_4() -> None:
-    """Between the look at what is free and the last byte."""
+    """After the check of the free space, and before the last byte."""
     original, saves = state.hf_format.save_model_folder, iter(range(9))
 
     def save_model_folder(*arguments):
@@ -163,7 +163,7 @@ def free_the_disk_in_step_45() -> None:
 
 @needs_mounts
 def test_a_disk_that_was_full_between_two_saves_costs_no_line(tiny_run, mount):
-    """So many steps that each file fills its last page, and cannot get another."""
+    """With enough steps that each file fills its last page and needs another."""
     long = dict(MAX_STEPS=50, SAVE_EVERY=0, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     run, whole = tiny_run(**long), tiny_run(**long, RUN_NAME="whole")
     assert whole.train() == 0
@@ -281,11 +281,11 @@ def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goe
     assert [path.read_bytes() for path in sorted(there.iterdir())] == [path.read_bytes() for path in sorted(elsewhere.iterdir())]
 
 
-# ----------------------------------------------------------------------------------------------------------------- power cuts
+# ------------------------------------------------------------------------------------- power cuts
 
 
 def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tiny_run, monkeypatch):
-    """A power cut cannot be made here; the order of the calls shows what one would leave."""
+    """A power cut cannot be tested here, but the order of the calls shows what would be left."""
     synced, missing = [], []
     fsync, rename = os.fsync, os.rename
 
@@ -305,7 +305,7 @@ def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tiny_
     assert missing == [set()] and synced[-1] == str(run.folder / "checkpoints"), "and then the name itself"
 
 
-# ----------------------------------------------------------------------------------------------- read-only folders, dead disks
+# ------------------------------------------------------------------ read-only folders, dead disks
 
 
 @needs_mounts
@@ -351,7 +351,7 @@ def lose_the_disk_in_step_3() -> None:
 @needs_mounts
 @pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="needs mkfs.ext4")
 def test_a_disk_that_dies_under_open_files_ends_the_run_at_the_next_save(tiny_run, mount, tmp_path):
-    """ext4 makes itself read-only after an error, with files open for writing in it."""
+    """After an error, ext4 makes itself read-only while files are open for writing."""
     run = tiny_run()
     image = tmp_path / "disk"
     with open(image, "wb") as file:
@@ -368,7 +368,7 @@ def test_a_disk_that_dies_under_open_files_ends_the_run_at_the_next_save(tiny_ru
     assert store.verify(run.checkpoint(2))
 
 
-# ---------------------------------------------------------------------------------------------------------------------- limits
+# ----------------------------------------------------------------------------------------- limits
 
 
 def small_files_from_the_start() -> None:
@@ -393,9 +393,9 @@ def test_a_limit_on_the_size_of_files_is_told(plant, saved, words, tiny_run):
 
 
 def little_memory_in_step_3() -> None:
-    """What is there stays, and nothing more is given."""
+    """Allow hardly more memory than is in use."""
     def limit() -> None:
-        ctypes.CDLL(None).malloc_trim(0)  # nor what earlier steps have left
+        ctypes.CDLL(None).malloc_trim(0)  # earlier steps may have left free memory
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + LITTLE, resource.RLIM_INFINITY))
 
@@ -411,7 +411,7 @@ def test_out_of_memory_is_told_with_the_settings_to_change(world_size, tiny_run)
     assert "MICRO_BATCH_SIZE" in job.text() and "ACTIVATION_CHECKPOINTING" in job.text() and "Traceback" not in job.text()
 
 
-# --------------------------------------------------------------------------------------------------------------------- network
+# ---------------------------------------------------------------------------------------- network
 
 
 @pytest.fixture

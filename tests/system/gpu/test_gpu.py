@@ -1,4 +1,4 @@
-"""What CUDA must give: the same as a CPU, by every kernel, compiled or not; and that a run survives what can happen to it there.
+"""On CUDA, every kernel, compiled or not, gives the results of a CPU, and runs survive the faults that can happen there.
 
 `pytest -m gpu` runs it on a GPU. PADDOCK_TEST_DEVICE=cpu takes the CPU in its place, for all but what only CUDA has: so the same
 lines run where there is no GPU. What is cheap there runs in every test run. scripts/gpu_suite.py chooses by how names begin.
@@ -35,20 +35,20 @@ GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
 CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
 ONLY_GPU = [pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
 on_both = pytest.mark.parametrize("device", CPU_TOO, indirect=True)
-on_gpu = pytest.mark.parametrize("device", ONLY_GPU, indirect=True)  # too slow, or of no use, in every test run
-pytestmark = pytest.mark.filterwarnings("default")  # kernels that are tried, and compilers, say much that is no fault
+on_gpu = pytest.mark.parametrize("device", ONLY_GPU, indirect=True)  # too slow, or useless, in every test run
+pytestmark = pytest.mark.filterwarnings("default")  # compilers, and kernels that are tried, give many harmless warnings
 
 VOCAB = 500  # padded to 512 inside
 SHAPE = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 384, "init_std": 0.06, "tf32": False}
 ROWS, LENGTH = 3, 192
-# Of the norm of each tensor's gradient; the loss is ten times closer.
+# Tolerances relative to the norm of each gradient; those of the loss are ten times smaller.
 APART = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 BACKENDS = ("auto", "cudnn", "flash", "sdpa", "math")
 
 
 @pytest.fixture
 def device(request) -> torch.device:
-    """The device of the test; skips where it is not there."""
+    """The device of the test; skips the test if this machine lacks it."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA here; PADDOCK_TEST_DEVICE=cpu runs this on the CPU")
     return torch.device(request.param, 0) if request.param == "cuda" else torch.device(request.param)
@@ -60,7 +60,7 @@ def needs_cuda(device: torch.device, why: str) -> None:
 
 
 def compile_once(device: torch.device, wanted: bool) -> None:
-    """On a CPU one test compiles, for all."""
+    """On a CPU only one test compiles."""
     if device.type != "cuda" and not wanted:
         pytest.skip("compiled once on a CPU, elsewhere")
 
@@ -70,7 +70,7 @@ def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tenso
 
 
 def documents(rows: int = ROWS, length: int = LENGTH) -> torch.Tensor:
-    """One document, many, and one that ends in a document of one token."""
+    """Rows with one document, with many, and with a last document of one token."""
     numbers = torch.ones(rows, length, dtype=torch.int32)
     numbers[1] = torch.arange(length) // 7 + 1
     numbers[2, -1] = 2
@@ -102,7 +102,7 @@ def learned(model, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
 
 
 def assert_alike(one, other, allowed: float) -> None:
-    """Losses and gradients, by the norm of each tensor."""
+    """Compare losses and gradients, relative to the norm of each tensor."""
     assert abs(one[0] - other[0]) <= allowed / 10 * abs(other[0]), (one[0], other[0])
     apart = {name: float((one[1][name] - other[1][name]).norm() / other[1][name].norm()) for name in other[1]}
     worst = max(apart, key=apart.get)
@@ -110,12 +110,12 @@ def assert_alike(one, other, allowed: float) -> None:
 
 
 def reference(document_ids_BT: torch.Tensor | None = None):
-    """What a CPU gives in float32 by the plainest kernel."""
+    """The result of the math kernel on a CPU in float32."""
     cpu = torch.device("cpu")
     return learned(model_on(cpu, attention_backend="math"), batch_on(cpu, document_ids_BT))
 
 
-# ------------------------------------------------------------------------------------------------------------------ the same
+# --------------------------------------------------------------------------------------- the same
 
 
 @on_both
@@ -129,7 +129,7 @@ def test_values_are_those_of_a_cpu_in_float32(device, dtype, apart):
 @on_both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_values_of_documents_in_a_row_are_those_of_each_alone(device, dtype):
-    """Varlen kernels on CUDA, a mask elsewhere; against rows of one document."""
+    """Varlen kernels on CUDA, a mask elsewhere; compared with rows of one document."""
     model, ids, numbers = model_on(device, dtype), tokens(), documents()
     with torch.no_grad():
         packed = model(ids[:, :-1].to(device), ids[:, 1:].to(device), numbers)
@@ -161,7 +161,7 @@ def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype,
         assert (mine.double().cpu() - other).norm() <= APART[dtype] * other.norm()
 
 
-# ----------------------------------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------------------- attention
 
 
 def an_item() -> Task:
@@ -177,7 +177,7 @@ def an_item() -> Task:
 @pytest.mark.parametrize("recomputed", ["none", "block", "selective"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention_of_every_backend_in_every_use(device, backend, recomputed, compiled):
-    """Training with and without documents, HellaSwag's shared prefix, and writing with a cache, all with one model."""
+    """Training with and without documents, HellaSwag with a shared prefix, and generation with a cache, by one model."""
     if recomputed == "selective" and (not compiled or backend != "auto"):
         pytest.skip("selective is the compiler's, whatever the kernel")
     if compiled:
@@ -207,7 +207,7 @@ def test_attention_of_every_backend_in_every_use(device, backend, recomputed, co
 
 
 def cached_logits(model, device: torch.device) -> torch.Tensor:
-    """Of the last of some tokens, of which most are in the cache."""
+    """The logits of the last token, with most of the earlier ones in the cache."""
     ids = tokens(2, 11).to(device)
     cache = KVCache(model.config, 2, 16, device, model.compute_dtype)
     with torch.no_grad():
@@ -215,13 +215,13 @@ def cached_logits(model, device: torch.device) -> torch.Tensor:
         return model.logits(ids[:, 8:], cache=cache, last_only=True).cpu()
 
 
-# ------------------------------------------------------------------------------------------------------------------ compiled
+# --------------------------------------------------------------------------------------- compiled
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_compiled_is_eager(device, dtype):
-    """With documents, and with ever other numbers of them, by few compilations."""
+    """Any number of documents needs only a few compilations."""
     compile_once(device, dtype == torch.float32)
     from torch._dynamo.utils import counters
 
@@ -240,7 +240,7 @@ def test_compiled_is_eager(device, dtype):
 
 @on_gpu
 def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
-    """A step with documents: one read of the device, after its update is enqueued. What the loop does between counts as well."""
+    """A step with documents reads from the device once, after its update is enqueued; the loop between steps never does."""
     needs_cuda(device, "there is nothing to wait for")
     waits: list[int] = []
     original = train.learning_rate
@@ -258,7 +258,7 @@ def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
             assert run.train() == 0
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    steps = [after - before for before, after in zip(waits[4:], waits[5:])]  # the first compile
+    steps = [after - before for before, after in zip(waits[4:], waits[5:])]  # the first ones compile
     print(f"\nmeasured: waits a step, most = {max(steps)}")
     where = {f"{os.path.basename(warning.filename)}:{warning.lineno}" for warning in caught
              if "synchronizing" in str(warning.message)}
@@ -268,7 +268,7 @@ def test_compiled_steps_wait_once_for_the_device(device, tiny_run):
 @on_gpu
 @pytest.mark.slow
 def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, prepared, tmp_path):
-    """The blocks are compiled with adapters on and off, with and without gradients, for rows of many documents."""
+    """The blocks are compiled with and without adapters and gradients, for rows of many documents."""
     compile_once(device, False)
     stages = prepare_stages(prepared, tmp_path)
     run = stages.run("lora-dpo", tmp_path / "runs", **UNMEASURED, DEVICE=device.type, PRECISION="auto", COMPILE="true",
@@ -277,7 +277,7 @@ def test_compiled_adapters_learn_preferences_beside_a_live_reference(device, pre
     assert len(run.metrics()) == 12
 
 
-# -------------------------------------------------------------------------------------------------------------------- faults
+# ----------------------------------------------------------------------------------------- faults
 
 
 def plant_in_gradients(patch: pytest.MonkeyPatch, step: int, factor: float) -> None:
@@ -305,10 +305,10 @@ def scale_of(run: TinyRun, step: int) -> float:
 
 @on_both
 def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device, tiny_run, monkeypatch):
-    """On a CPU, where the settings refuse fp16, the trainer is told that it may."""
+    """On a CPU, where the settings refuse fp16, the check is patched away."""
     if device.type == "cpu":
         scaler = torch.amp.GradScaler
-        monkeypatch.setattr(train, "choose_dtype", lambda *_: torch.float16)
+        monkeypatch.setattr(setup, "choose_dtype", lambda *_: torch.float16)
         monkeypatch.setattr(torch.amp, "GradScaler", lambda *_: scaler("cpu", init_scale=2.0**10))
     precision = {"DEVICE": "cuda", "PRECISION": "fp16"} if device.type == "cuda" else {}
     run = tiny_run(**UNMEASURED, **precision, SAVE_EVERY=1, KEEP_LAST=0, MAX_STEPS=6)
@@ -349,7 +349,7 @@ def test_faults_of_memory_give_their_sentence(device, tiny_run, capfd):
 
 @on_gpu
 def test_faults_leave_a_deterministic_run_the_same_to_the_bit(device, tiny_run):
-    """Stopped by TERM and resumed, in processes of their own, as cuBLAS wants to be told before it starts."""
+    """Stopped by TERM and resumed, in new processes, because cuBLAS reads its setting at the start."""
     if "deterministic" not in Config.model_fields:
         pytest.skip("this commit has no DETERMINISTIC")
     changes = {"DEVICE": device.type, "PRECISION": "bf16", "DETERMINISTIC": "true", "SAVE_EVERY": 3,
@@ -375,11 +375,11 @@ def stop_in_step_5() -> None:
     train.learning_rate = learning_rate
 
 
-# --------------------------------------------------------------------------------------------------------------------- ranks
+# ------------------------------------------------------------------------------------------ ranks
 
 
 def over_gloo() -> None:
-    """Two ranks on one GPU: nccl refuses, gloo takes tensors of CUDA. The watch begins as with nccl."""
+    """Two ranks on one GPU, with gloo, because nccl refuses that. The watchdog starts as with nccl."""
     join = collectives.join
     collectives.join = lambda joining, seconds: join(dataclasses.replace(joining, device=torch.device("cpu")), seconds)
 
@@ -444,7 +444,7 @@ def test_ranks_that_hang_are_told_of(device, tiny_run):
 
 
 def alone_in_a_group(device_type: str) -> None:
-    """The collectives and DDP with its hook over a real group of one: in the code's eyes one of two, or it would use none."""
+    """The collectives and DDP with its hook, in a real group of one that claims to be one of two, so that the code uses them."""
     device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
@@ -456,7 +456,7 @@ def alone_in_a_group(device_type: str) -> None:
     batch = batch_on(device, documents())
     plain, wrapped = model_on(device), model_on(device)
     parallel = wrap_model(wrapped, group)
-    assert parallel.device_ids is None  # else every argument is moved there, and the documents with a wait
+    assert parallel.device_ids is None  # otherwise DDP moves every argument to the device, and waits for the documents
     if device_type == "cuda":
         compile_model(wrapped)
     loss, expected = learned(plain, batch)

@@ -1,4 +1,4 @@
-"""On GPUs: no rank stays behind in a kernel, the same bits come each time where that was asked for, and kernels compile."""
+"""On GPUs, no rank hangs in a kernel, DETERMINISTIC=true gives the same bits each time, and kernels compile."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
-# ---------------------------------------------------------------------------------------------------------------- collectives
+# ------------------------------------------------------------------------------------ collectives
 
 
 def check_collectives() -> None:
@@ -74,7 +74,7 @@ def test_alone_every_collective_is_the_identity():
         ranks.raise_on_all(lambda: (_ for _ in ()).throw(DataError("as it was")))
 
 
-# ------------------------------------------------------------------------------------------------------------------- one step
+# --------------------------------------------------------------------------------------- one step
 
 
 def check_gradients() -> None:
@@ -97,7 +97,7 @@ def test_two_ranks_and_any_micro_batches_give_the_gradient_of_one_large_batch(fo
     run_ranks(check_gradients, world_size=WORLD, folder=folder)
 
 
-# -------------------------------------------------------------------------------------------------------------------- a run
+# ------------------------------------------------------------------------------------------ a run
 
 
 def without_sums(metrics: list[dict]) -> list[dict]:
@@ -134,7 +134,7 @@ def signal_rank_1_in_step_3() -> None:
 
 
 def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks, tiny_run):
-    """The signal reaches rank 1 alone; both leave in the same step."""
+    """Only rank 1 gets the signal; both leave after the same step."""
     run = tiny_run()
     job = run.start(WORLD, signal_rank_1_in_step_3)
     assert job.wait() == [train.EXIT_PREEMPTED] * 2, job.text()
@@ -147,7 +147,7 @@ def test_two_ranks_that_one_signal_stopped_resume_identically(whole_on_two_ranks
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
 def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two_ranks, tiny_run):
-    """Each row's tokens differ, so equal losses mean equal rows; none repeated, none lost."""
+    """All rows differ, so equal losses mean equal rows: none is repeated or lost."""
     run = tiny_run()
     if before == 1:
         with at_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM)):
@@ -161,7 +161,7 @@ def test_another_number_of_ranks_reads_the_same_rows(before, after, whole_on_two
     assert_alike(run, whole_on_two_ranks)
 
 
-# -------------------------------------------------------------------------------------------------------------------- errors
+# ----------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(("code", "changes"), [

@@ -1,6 +1,6 @@
 """The launcher reports the cause and exit code of every failure, leaves no process, and loses no step at a signal.
 
-Faults come into the real command's ranks by sitecustomize; the functions that plant them are below.
+sitecustomize plants faults in the ranks of the real command; the functions that do so are below.
 """
 
 import base64
@@ -61,7 +61,7 @@ def act(what: str) -> None:
     Path(os.environ["PLANTED_AT"]).write_text(str(time.time()))
     receiver, _, name = what.rpartition(" ")
     if name == "exception":
-        if os.environ["RANK"] == "1":  # somebody tidies up
+        if os.environ["RANK"] == "1":  # as if somebody tidied up
             shutil.rmtree(next(path for path in Path(os.environ["PLANTED_AT"]).parent.glob("launch/*")))
         raise ZeroDivisionError("planted")
     os.kill(int(os.environ[LAUNCHER_PID]) if receiver == "launcher" else os.getpid(), getattr(signal, name))
@@ -85,7 +85,7 @@ def told_seconds(run: TinyRun) -> float:
     return seconds
 
 
-# --------------------------------------------------------------------------------------------------------- how it is started
+# ------------------------------------------------------------------------------ how it is started
 
 
 def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
@@ -97,7 +97,7 @@ def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
 
 
 def test_settings_are_read_as_for_all_ranks(tiny_run):
-    with launch(tiny_run(), TOTAL_BATCH_SIZE=64) as command:  # one micro-batch, where two ranks need two
+    with launch(tiny_run(), TOTAL_BATCH_SIZE=64) as command:  # one micro-batch, but two ranks need two
         assert command.wait() == 2
     assert command.text().count("TOTAL_BATCH_SIZE=64 must be a multiple") == 1
     with launch(tiny_run(), WORLD_SIZE=3) as command:
@@ -167,7 +167,7 @@ def impatient() -> None:
     collectives.JOIN_SECONDS = 2
 
 
-# ------------------------------------------------------------------------------------------------------------- how it ends
+# ------------------------------------------------------------------------------------ how it ends
 
 
 @pytest.mark.parametrize(("what", "moment", "rank"), [
@@ -271,7 +271,7 @@ def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
     assert "Model:" not in command.text()
 
 
-# --------------------------------------------------------------------------------------------------------- folders and endings
+# ---------------------------------------------------------------------------- folders and endings
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +325,7 @@ def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
     assert launcher.rank_exit(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
 
 
-# ------------------------------------------------------------------------------------------------------------------- signals
+# ---------------------------------------------------------------------------------------- signals
 
 
 SIGNALLED = [("launcher SIGTERM", moment) for moment in ("import", *MOMENTS)]
@@ -397,7 +397,7 @@ def test_a_rank_that_does_not_save_in_time_is_killed_and_told(tiny_run):
     assert "was killed before it had saved" in command.last_line()
 
 
-# ------------------------------------------------------------------------------------------------------------------ torchrun
+# --------------------------------------------------------------------------------------- torchrun
 
 
 @pytest.mark.slow
@@ -464,7 +464,7 @@ def fail() -> None:
     do_in_step(3, lambda: 1 / 0, optim)
 
 
-# ----------------------------------------------------------------------------------------------------------------- two nodes
+# -------------------------------------------------------------------------------------- two nodes
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def files_of(folder: Path, fact: Callable[[Path], Any] = sha256) -> dict[str, An
             if path.is_file() and not path.name.startswith(".")}
 
 
-# --------------------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------- the data
 
 
 def write_sources(folder: Path) -> None:
@@ -171,7 +171,7 @@ def compare_data(commands: Commands) -> tuple[dict[str, Any], list[Row]]:
     return settings, rows
 
 
-# --------------------------------------------------------------------------------------------------- the runs
+# --------------------------------------------------------------------------------------- the runs
 
 
 def last_checkpoint(commands: Commands, case: str) -> Path:
@@ -254,7 +254,7 @@ def compare_checkpoints(commands: Commands) -> list[Row]:
     return [*rows, Row("SFT, LoRA: merged model", *((files_of(output),) for output in merged))]
 
 
-# -------------------------------------------------------------------------------------------------- the table
+# -------------------------------------------------------------------------------------- the table
 
 
 def first_difference(old: Any, new: Any, where: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Every stage in the whole loop: exact steps, runs that stop and go on, what they are held against, and what is refused."""
+"""Every stage in the training loop: exact steps, stop and resume, references and adapters, and what is refused."""
 
 import json
 import math
@@ -40,7 +40,7 @@ from objectives.base import NextToken
 from objectives.preference import DPO, stored_reference
 from parallel.collectives import start_ranks, stop_ranks
 
-ROW_TOKENS = 192  # of the single steps; several pairs fit
+ROW_TOKENS = 192  # tokens of a row in the tests of single steps; several pairs fit
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def stages(prepared, tmp_path_factory) -> Stages:
 
 @pytest.fixture(scope="module")
 def finished(stages, tmp_path_factory):
-    """A run of each mode that nothing has interrupted, made when it is first asked for."""
+    """A function that returns an uninterrupted run of a mode, which is trained once."""
     runs: dict[str, TinyRun] = {}
 
     def run_of(mode: str) -> TinyRun:
@@ -64,11 +64,11 @@ def finished(stages, tmp_path_factory):
 
 @pytest.fixture
 def run(stages, tmp_path):
-    """Make a run of a mode with some settings changed."""
+    """A function that makes a run of a mode with some settings changed."""
     return lambda mode, **changes: stages.run(mode, tmp_path / "runs", **changes)
 
 
-# ------------------------------------------------------------------------------------------------------------- the exact step
+# --------------------------------------------------------------------------------- the exact step
 
 
 def rows_of(kind: str, path: Path, rows_per_micro_batch: int) -> list[Batch]:
@@ -100,7 +100,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(kind, st
     assert len(set(counts)) > 1, "the rows are to be uneven"
     whole, expected, _ = step_on(kind, rows_of(kind, path, 8))
     assert whole.count == sum(counts)
-    # The mean over all that is counted in the whole batch, by a single backward.
+    # The mean over all units of the whole batch, by a single backward.
     config = Config(**{name.lower(): value for name, value in STAGE.items()} | {"max_seq_len": ROW_TOKENS})
     model = Transformer(config, 512)
     model.init_weights(torch.Generator().manual_seed(1))
@@ -127,12 +127,12 @@ def test_two_ranks_give_the_gradient_of_one(stages, tmp_path):
     run_ranks(check_ranks, stages.chats, stages.pairs, world_size=2, folder=tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------ stop and resume
+# -------------------------------------------------------------------------------- stop and resume
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
-    """Validation and samples come between the second step and the third, in which the signal does."""
+    """Validation and samples come after step 2, the signal in step 3."""
     whole, stopped = finished(mode), run(mode)
     with stop_at(3):
         assert stopped.train() == train.EXIT_PREEMPTED
@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(mode, finished, run):
 
 @pytest.mark.parametrize("mode", ["lora-sft", "lora-dpo", "distilled"])
 def test_what_is_measured_on_the_way_changes_nothing(mode, run):
-    """No random number and no dropout: validation, HellaSwag and samples leave the model as it was."""
+    """Validation, HellaSwag and samples change no random number and leave dropout on."""
     measured = run(mode, RUN_NAME="measured", VALIDATE_EVERY=1, HELLASWAG_EVERY=1, SAMPLE_EVERY=1, LORA_DROPOUT=0.1)
     unmeasured = run(mode, RUN_NAME="unmeasured", **UNMEASURED, LORA_DROPOUT=0.1)
     assert measured.train() == unmeasured.train() == 0
@@ -162,7 +162,7 @@ def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_stage_learns(mode, run):
-    steps = 32 if "lora" in mode else 8  # adapters begin at nothing
+    steps = 32 if "lora" in mode else 8  # adapters begin at zero
     learned = run(mode, MAX_STEPS=steps, VALIDATE_EVERY=steps, HELLASWAG_EVERY=0, SAMPLE_EVERY=0, LEARNING_RATE=0.02)
     assert learned.train() == 0
     losses = learned.column("train_loss")
@@ -175,17 +175,17 @@ def test_early_stopping_works_in_every_stage(run, capsys):
     assert "Early stopping" in capsys.readouterr().out and stopped.steps_saved()[-1] < 20
 
 
-# ---------------------------------------------------------------------------------------------------------------- several ranks
+# ---------------------------------------------------------------------------------- several ranks
 
 
 def bare(path: Path, folder: Path) -> Path:
-    """A copy of prepared data, beside which nothing is stored yet."""
+    """Copy prepared data without stored references and teacher outputs."""
     return Path(shutil.copytree(path, folder, ignore=shutil.ignore_patterns("reference-*", "teacher-*")))
 
 
 @pytest.mark.parametrize("mode", ["sft", "dpo-stored", "distilled-stored", "lora-dpo"])
 def test_two_ranks_learn_and_measure_what_one_does(mode, finished, run, stages, tmp_path):
-    """What is stored beside the data they compute together."""
+    """They also compute stored references and teacher outputs together."""
     both = run(mode, DPO_DATA_PATH=bare(stages.pairs, tmp_path / "pairs"),
                PRETRAIN_DATA_PATH=bare(stages.prepared.shards, tmp_path / "shards"))
     job = both.start(2)
@@ -211,7 +211,7 @@ def test_ranks_leave_together_while_the_reference_is_computed(run, bare_pairs):
     assert not [*bare_pairs.glob("*reference-*.safetensors")] and "Traceback" not in job.text()
 
 
-# ------------------------------------------------------------------------------------------------------------------ references
+# ------------------------------------------------------------------------------------- references
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ DPO_MODES = ("dpo-stored", "dpo-live", "lora-dpo")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("mode", DPO_MODES)
 def test_at_birth_preferences_are_undecided(mode, precision, run, bare_pairs):
-    """Policy and reference are one model: no margin, and a loss of log 2, however the reference is computed."""
+    """Policy and reference are the same model, so the margin is 0 and the loss log 2, however the reference is computed."""
     born = run(mode, DPO_DATA_PATH=bare_pairs, MAX_STEPS=1, PRECISION=precision, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     assert born.train() == 0
     close = 1e-6 if precision == "fp32" else 1e-3
@@ -248,7 +248,7 @@ def test_stored_and_live_references_and_the_base_under_adapters_are_one(finished
 
 @pytest.fixture
 def own_pairs(stages, finished, tmp_path) -> Path:
-    """A copy of the pairs, with the reference that was stored beside them."""
+    """A copy of the pairs and their stored reference."""
     finished("dpo-stored")
     shutil.copytree(stages.pairs, tmp_path / "pairs")
     return tmp_path / "pairs"
@@ -329,7 +329,7 @@ def test_a_signal_while_the_reference_is_computed_begins_again(run, bare_pairs, 
     assert_same_run(stopped, finished("dpo-stored"), 4)
 
 
-# -------------------------------------------------------------------------------------------------------------------- adapters
+# --------------------------------------------------------------------------------------- adapters
 
 
 def test_adapters_are_all_that_is_saved_and_the_base_stays(finished, stages):
@@ -359,7 +359,7 @@ def test_adapters_are_not_resumed_on_another_base(mode, stages, run, tmp_path, c
 
 
 def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkeypatch, capsys):
-    """And a checkpoint from before there was LORA_TRAIN_TOKENS goes on without such rows."""
+    """A checkpoint from before LORA_TRAIN_TOKENS existed is resumed without such rows."""
     adapted = run("lora-sft", MAX_STEPS=2, **UNMEASURED)
     assert adapted.train() == 0
     assert "tokens: <|eot_id|> <|end_header_id|> <|start_header_id|> " in capsys.readouterr().out
@@ -380,7 +380,7 @@ def test_tokens_that_the_base_never_met_are_learned_and_told(stages, run, monkey
 
 
 def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run, monkeypatch, capsys):
-    """Merged, they train on as a whole model, from where they stopped."""
+    """Once merged, training continues from them as a whole model."""
     monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
     import merge_lora
 
@@ -397,7 +397,7 @@ def test_adapters_are_no_model_to_start_from_until_they_are_merged(finished, run
     assert after.column("val_loss")[0] == pytest.approx(adapted.column("val_loss")[4], rel=1e-4)
 
 
-# ------------------------------------------------------------------------------------------------------------- what is refused
+# -------------------------------------------------------------------------------- what is refused
 
 
 def test_a_teacher_of_another_vocabulary_is_refused(stages, run, tmp_path, capsys):
@@ -413,11 +413,11 @@ def test_a_teacher_of_another_vocabulary_is_refused(stages, run, tmp_path, capsy
         assert "another vocabulary" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------------ from one to another
+# ---------------------------------------------------------------------------- from one to another
 
 
 def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(stages, finished, run, capsys):
-    """From a pretraining checkpoint at step 2 to chats, and from chats at step 4 to preferences."""
+    """From pretraining (step 2) to chats, and from chats (step 4) to preferences."""
     assert list(finished("sft").column("train_loss")) == [1, 2, 3, 4]
     learned = run("dpo-stored", INSTRUCT_CHECKPOINT=finished("sft").folder, RUN_NAME="preferences")
     del learned.settings["PRETRAIN_CHECKPOINT"]
@@ -439,7 +439,7 @@ def test_resume_may_name_a_checkpoint_of_another_stage(mode, stages, run, finish
 
 @pytest.mark.parametrize("mode", ["sft", "dpo-live", "lora-sft"])
 def test_a_stage_does_not_write_over_what_it_stands_on(mode, stages, run, capsys):
-    """In the folder of the run that made its base."""
+    """If its RUN_NAME is that of the run that made its base."""
     inside = run(mode, RUN_NAME="base", PRETRAIN_CHECKPOINT="step-00000002")
     shutil.copytree(stages.base.parent.parent, inside.folder)
     assert inside.train() == train.main([*inside.argv(), "--check"]) == 5
