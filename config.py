@@ -241,7 +241,7 @@ class PreferenceConfig(Section):
         "auto", "stored = computed once; live = frozen copy or base; auto = live with LoRA, else stored")
     orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
     simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
-    simpo_gamma: float = fixed(1.0, "margin between SimPO's rewards to reach; half of SIMPO_BETA is common", ge=0)
+    simpo_gamma: float = fixed(1.0, "SimPO's target margin of rewards; half of SIMPO_BETA is common", ge=0)
 
 
 class DistillationConfig(Section):

@@ -304,8 +304,8 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
                 if getattr(saved, name) != getattr(config, name)}
 
     def describe(others: dict[str, Any]) -> str:
-        return "; ".join(f"{SETTING_OF.get(name, name)} is {value} there and {getattr(config, name.lower())} here"
-                         for name, value in others.items())
+        return "; ".join(f"{SETTING_OF.get(name, name)} is {value} there and "
+                         f"{getattr(config, name.lower())} here" for name, value in others.items())
 
     if others := differing(*map(str.lower, MODEL_SHAPE)):
         raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, "

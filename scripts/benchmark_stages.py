@@ -367,7 +367,8 @@ def dpo(folder: Path) -> Group:
         with StopSignals() as signals:
             facts = {"weights_sha256": "0" * 64, "compute_dtype": "float32"}
             once = ComputeOnce(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
-            return once.load_or_compute(ReferenceOutputs(part, "train", facts, lambda: reference, ROWS_PER_STEP))
+            outputs = ReferenceOutputs(part, "train", facts, lambda: reference, ROWS_PER_STEP)
+            return once.load_or_compute(outputs)
 
     def ours(read, read_probe, reference_logprobs: Callable[[Batch], torch.Tensor]) -> Contender:
         return paddock(new_model(), DPO(CONFIG, reference_logprobs), packed_steps(rows, read),

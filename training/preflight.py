@@ -298,7 +298,7 @@ def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: 
 
 
 def memory_advice(config: Config, room: int, *device) -> str:
-    """The smallest change of settings, but for the global batch, with which the forecast fits into `room` bytes.
+    """The smallest change of settings, except the global batch, with which the forecast fits `room` bytes.
 
     Args:
         device: the other arguments of estimate_memory.
