@@ -39,7 +39,6 @@ from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
 from model_utils import clip_scale, gradient_norm, seed_step, wrap_model
 from parallel.collectives import Interrupted, classify_exception, stop_watchdog
-from scripts.sample.world import provide_sample
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
 from training.optim import learning_rate
@@ -54,7 +53,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
-            provide_sample(loaded.config, may_write=not loaded.check)
+            preflight.provide_sample(loaded.config, may_write=not loaded.check)
             code = preflight.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watchdog()

@@ -131,8 +131,8 @@ def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
     context = RunContext(ranks, StopSignals(), log)
     run = build_run(config, context, inputs, RunFolder(run_dir), start, for_replay=True)
     if run.progress.step >= step:
-        raise SettingsError(f"--step {step}: this run began with step {run.progress.step + 1} (START_STEP, or "
-                            "a checkpoint's)")
+        raise SettingsError(f"--step {step}: this run began with step {run.progress.step + 1} (START_STEP, "
+                            "or a checkpoint's)")
     return run
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any, Optional, TypeVar
 import numpy as np
 import torch
 
-from common.errors import CheckpointError, PaddockError, SettingsError
+from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
-from config import PREPARED_BY, Config
+from config import PREPARED_BY, SAMPLE, Config
 from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
@@ -136,6 +137,26 @@ def print_summary(run: Run, seconds: float, baseline: dict, latest: dict) -> Non
         info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
+
+
+def provide_sample(config: Config, may_write: bool) -> None:
+    """Make the sample if the settings name its files and it does not exist. Only local rank 0 does so; the
+    others wait at the next collective.
+
+    Raises:
+        DataError: it cannot be made, or must not be.
+    """
+    named = (config.tokenizer_path, config.hellaswag_path,
+             getattr(config, f"{config.training_stage}_data_path"))
+    if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
+        return
+    if not may_write:
+        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with scripts/make_sample.py "
+                        f"--folder {SAMPLE}, as the run itself does")
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        script = Path(__file__).resolve().parents[1] / "scripts" / "make_sample.py"
+        if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
+            raise DataError(f"the embedded sample could not be made in {SAMPLE}; see above why")
 
 
 # ----------------------------------------------------------------------------------------------- --check

@@ -7,18 +7,13 @@ The same seed gives the same bytes on every machine and Python: of `random.Rando
 
 import itertools
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.errors import DataError
-from config import SAMPLE, Config
 from scripts.sample.plots import (
     ANIMALS,
     COLOURS,
@@ -247,26 +242,6 @@ def parts(stories: int) -> dict[str, Iterable[dict]]:
         "preferences.jsonl": preferences(chats // 2, 6, held_out=False),
         "preferences-held-out.jsonl": preferences(held_out, 7, held_out=True),
     }
-
-
-def provide_sample(config: Config, may_write: bool) -> None:
-    """Make the sample if the settings name its files and it does not exist. Only local rank 0 does so; the
-    others wait at the next collective.
-
-    Raises:
-        DataError: it cannot be made, or must not be.
-    """
-    named = (config.tokenizer_path, config.hellaswag_path,
-             getattr(config, f"{config.training_stage}_data_path"))
-    if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
-        return
-    if not may_write:
-        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with scripts/make_sample.py "
-                        f"--folder {SAMPLE}, as the run itself does")
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        script = Path(__file__).resolve().parents[1] / "make_sample.py"
-        if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:
-            raise DataError(f"the embedded sample could not be made in {SAMPLE}; see above why")
 
 
 def write_jsonl(path: Path, records: Iterable[dict]) -> int:

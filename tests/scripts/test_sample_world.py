@@ -20,13 +20,14 @@ from scripts.sample.world import (
     epilogues,
     items,
     preferences,
-    provide_sample,
     questions,
     slots_of,
     texts,
 )
 from settings.load import load_config
 from tokenizer import load_tokenizer
+from training import preflight
+from training.preflight import provide_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2000
@@ -210,7 +211,7 @@ def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     made, codes = [], [0, 1]
-    monkeypatch.setattr(world.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
+    monkeypatch.setattr(preflight.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
         returncode=codes.pop(0)))
     sample = load_config(["--preset", "sample"], {}).config
     own = sample.model_copy(update={"pretrain_data_path": "set", "hellaswag_path": None, "tokenizer_path": "t.model"})
