@@ -69,6 +69,7 @@ def probe(task) -> None:
             seconds = seconds_per_call(task, partial(host.copy_, source[:2**29]))
             task.figure(f"to the host, {kind}, GB/s", round(host.nbytes / seconds / 1e9, 1))
 
+    # The compiler.
     reason = why_not_compile(Config(), task.device)
     task.check("compiler", reason is None, reason or "found")
     if task.cuda:
@@ -126,6 +127,7 @@ def attention(task) -> None:
         if task.cuda and kernels.trial(kernel, "documents", shapes[0][2:], device, dtype) is None:
             check_documents(task, kernel, dtype, count, empty)
 
+    # The speed of each kernel, causal and then over documents.
     for shape in shapes:
         rows, length, n_heads, n_kv_heads, width = shape
         inputs = random_heads(shape, task.device, torch.bfloat16 if task.cuda else torch.float32)

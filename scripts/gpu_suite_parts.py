@@ -100,6 +100,7 @@ def header(task: Task) -> None:
     def output_of(*command: str) -> str:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
+    # Commit and versions; torch comes late, so that the figures before it are recorded if it is missing.
     changed = ", changed" if output_of("git", "status", "--porcelain", "--untracked-files=no") else ""
     task.figure("commit", output_of("git", "rev-parse", "HEAD") + changed or "unknown")
     task.figure("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
@@ -118,6 +119,8 @@ def header(task: Task) -> None:
     if not torch.cuda.is_available():
         task.note(fault="torch finds no GPU; use --device cpu, or install a CUDA build of torch")
         return
+
+    # The GPU.
     properties = torch.cuda.get_device_properties(0)
     task.figure("device", properties.name)
     task.figure("capability", "{}.{}".format(*torch.cuda.get_device_capability()))
@@ -158,6 +161,7 @@ def run_tests(task: Task, prefix: str) -> None:
             task.figure(found[1], int(found[2]))
 
     task.runs.mkdir(exist_ok=True)
+    # Wide enough for pytest to print each name and reason on one line.
     environment = {"PADDOCK_TEST_DEVICE": task.device, "COLUMNS": "400", "PYTHONUNBUFFERED": "1"}
     code, _ = task.run("-m", "pytest", GPU_TESTS, "-m", "gpu", "-k", prefix, "-vv", "-raP", "--tb=short",
                        "-p", "no:cacheprovider", "--basetemp", task.runs / f"tests-{prefix}",
@@ -210,6 +214,8 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", *
     if code:
         task.note(fault=last_line(output))
         return
+
+    # What it learned, and how fast.
     lines = list(read_entries(task.runs / name / "metrics.jsonl"))
     losses = [line["val_loss"] for line in lines if "val_loss" in line]
     rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
@@ -233,7 +239,7 @@ def stops(task: Task) -> None:
     for number, expected in ((signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)):
         name, before = signal.Signals(number).name, steps_done()
         process = subprocess.Popen([sys.executable, "train.py", *flags], cwd=ROOT, stdin=subprocess.DEVNULL)
-        while process.poll() is None and steps_done() <= before + interval:
+        while process.poll() is None and steps_done() <= before + interval:  # past its next checkpoint
             time.sleep(0.01)
         process.send_signal(number)
         code = process.wait()
@@ -250,6 +256,7 @@ def verify_resume(task: Task, deterministic: bool) -> None:
     """Run scripts/verify_resume.py; on CUDA without DETERMINISTIC a difference is recorded, but accepted."""
     flags = flags_of(task, "resume", deterministic=str(deterministic).lower())
     code, output = task.run("scripts/verify_resume.py", "--steps", 8, *flags)
+    # The names in its table are 18 columns wide.
     for name, text in re.findall(r"^  (\S.{16}) ?(ok: .*|DIFFERS: .*|kill -9 .*)$", output, re.MULTILINE):
         task.figure(name.strip(), text)
     accepted = code == 0 or (code == 1 and task.cuda and not deterministic)
@@ -292,7 +299,7 @@ def fsdp(task: Task) -> None:
         fully_shard(model, mesh=mesh)
 
     plain = loss_and_gradients(lambda model: None)
-    try:
+    try:  # that it does not work is a result, too
         pairs = zip(loss_and_gradients(shard), plain, strict=True)
         difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
         task.check("loss and gradients apart", difference < 1e-5, difference)

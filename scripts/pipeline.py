@@ -125,6 +125,7 @@ def preference_accuracy(folder: Path) -> float:
 
 def run_stages(pipeline: Pipeline) -> dict:
     """Train and evaluate everything; returns the content of summary.json."""
+    # Train each stage from the one before, and the students with and without a teacher.
     train = pipeline.train
     base = train("pretrain", "sample", "--sample-every", 0)
     instruct = train("sft", "sample,sample-sft", "--pretrain-checkpoint", base)
@@ -138,6 +139,7 @@ def run_stages(pipeline: Pipeline) -> dict:
         losses["alone"].append(curve(f"student-{seed}", "val_loss")[-1][1])
         losses["distilled"].append(curve(f"distilled-{seed}", "val_cross_entropy")[-1][1])
 
+    # Evaluate all of them on held-out data.
     started = time.perf_counter()
     print("\n=== evaluation on held-out data " + "=" * 60, flush=True)
     merged = RUNS / "lora-merged"
@@ -199,6 +201,7 @@ def plot(output: Path) -> None:
               ("SFT, all weights and LoRA", "loss (nats a target)", {"sft": "val_loss", "lora": "val_loss"}),
               ("DPO", "margin of the reward", {"dpo": "val_reward_margin"}),
               ("Students", "loss (nats a token)", students)]
+    # One panel for each stage.
     figure, axes = plt.subplots(2, 2, figsize=(9, 6))
     for axis, (title, unit, runs) in zip(axes.flat, panels):
         for name, metric in runs.items():
@@ -236,6 +239,7 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 
 {table(summary)}
 {picture}""", encoding="utf-8")
+    # On the screen, with the next command to try.
     print(f"\n{table(summary)}\n\n{minutes} of work. The figures: {RUNS / 'summary.json'}; "
           f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\nChat with it: "
           f"python scripts/generate.py {last_checkpoint('dpo')} --chat --prompt "
@@ -248,7 +252,7 @@ def main() -> None:
     _, flags = parser.parse_known_args()
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
-    if ranks > 1:
+    if ranks > 1:  # they share the cores
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     pipeline = Pipeline(ranks, flags)
     started = time.perf_counter()

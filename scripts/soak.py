@@ -324,8 +324,8 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
     return held, failed
 
 
-def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
-    """The options."""
+def main(argv: Optional[list[str]] = None) -> int:
+    """Run all trials; 0 only if everything held."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="number of kill -9s (default: 20)")
     parser.add_argument("--points", default="all", help="crash points: all, or how many (default: all)")
@@ -334,12 +334,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (default: 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel trials (default: cores)")
     parser.add_argument("--only", metavar="TRIAL", help="run one trial, by the name that a failure prints")
-    return parser.parse_args(argv)
-
-
-def main(argv: Optional[list[str]] = None) -> int:
-    """Run all trials; 0 only if everything held."""
-    args, started = parse_args(argv), time.monotonic()
+    args, started = parser.parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:
         trials = plan(Setup(Path(folder), args.kills > 0), args)
         held, failed = run_all(trials, args, Path(folder))
