@@ -168,15 +168,15 @@ def copy_tree(folder: Path) -> Path:
     return folder
 
 
-def failing_tests(copy: Path, tests: list[str]) -> list[str]:
-    """Run tests until one fails; return the ids of those that failed.
+def failing_tests(copy: Path, tests: list[str], *flags: str) -> list[str]:
+    """Run tests with flags of pytest; return the ids of those that failed.
 
     Raises:
         RuntimeError: they could not be run, or hang.
     """
     (copy / FAILED_TESTS).unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    pytest = [sys.executable, "-m", "pytest", "-x", "-q", *tests]
+    pytest = [sys.executable, "-m", "pytest", "-q", *flags, *tests]
     process = subprocess.Popen(pytest, cwd=copy, env=environment, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -217,7 +217,7 @@ def examine(copies: "SimpleQueue[Path]", fault: Fault) -> Outcome:
     try:
         text = plant(copy, fault)
         try:
-            seen_by = failing_tests(copy, [*fault.tests])
+            seen_by = failing_tests(copy, [*fault.tests], "-x")
         finally:
             (copy / fault.file).write_text(text)
         problem = "" if seen_by else "NOT SEEN"
