@@ -157,7 +157,7 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
                  token_ids: Optional[Mapping[str, Sequence[int]]] = None) -> None:
     """Freeze a model that has its weights, and add adapters to the layers of LORA_TARGET_MODULES.
 
-    Call `keep_base_in` next, then wrap the model, then make the optimizer. With tied embeddings,
+    Call `cast_base` next, then wrap the model, then make the optimizer. With tied embeddings,
     LORA_TRAIN_HEAD and LORA_TRAIN_EMBEDDINGS mean the same matrix, and either trains it in both roles.
 
     Args:
@@ -202,7 +202,7 @@ def train_whole(module: nn.Module) -> None:
     module.weight = nn.Parameter(module.weight.detach().float())
 
 
-def keep_base_in(model: nn.Module, dtype: torch.dtype) -> None:
+def cast_base(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast the frozen matrices to the compute dtype, as each use would; norms stay float32."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.ndim >= 2 and parameter.is_floating_point():

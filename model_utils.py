@@ -107,7 +107,7 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
     return model
 
 
-def transformer_of(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
+def model_from_tensors(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
                    dtype: torch.dtype = torch.float32) -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
@@ -241,7 +241,7 @@ def is_vocabulary(name: str) -> bool:
     return name.startswith(hf_format.VOCABULARY)
 
 
-def cut_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def trim_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
     """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
     rows = padded(model.vocab_size)
     return {name: tensor[:model.vocab_size] if is_vocabulary(name) and tensor.shape[:1] == (rows,) else tensor
@@ -249,13 +249,13 @@ def cut_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Ten
 
 
 def restore_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
-    """Invert `cut_padding`. Padded ids get no gradient, so their state is zero."""
+    """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
     padding = (0, 0, 0, padded(model.vocab_size) - model.vocab_size)
     return {name: nn.functional.pad(tensor, padding) if is_vocabulary(name) and tensor.ndim == 2 else tensor
             for name, tensor in tensors.items()}
 
 
-def model_config_of(folder: Path) -> ModelConfig:
+def read_model_config(folder: Path) -> ModelConfig:
     """Return the model settings of the Llama in a folder.
 
     Raises:
@@ -268,7 +268,7 @@ def model_config_of(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
+def load_model(folder: Path) -> tuple[Transformer, Any]:
     """Return the folder's model, on the GPU with bf16 matmuls or on the CPU with fp32, and its tokenizer.
 
     Raises:
@@ -278,7 +278,7 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
     refuse_adapters(folder)
     if os.path.exists(folder / store.MANIFEST):
         store.verify(folder)
-    config = model_config_of(folder)
+    config = read_model_config(folder)
     tensors = hf_format.load_model_weights(folder)
     vocab_size = hf_format.vocabulary_rows(tensors)
     tokenizer = load_tokenizer(str(folder))
@@ -286,7 +286,7 @@ def load_model_folder(folder: Path) -> tuple[Transformer, Any]:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
     on_gpu = torch.cuda.is_available()
-    model = transformer_of(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
+    model = model_from_tensors(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
     return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
 
 
@@ -297,7 +297,7 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
         CheckpointError: the model has another shape, or the folder holds only adapters or none.
     """
     refuse_adapters(folder)
-    saved = model_config_of(folder)
+    saved = read_model_config(folder)
 
     def differing(*names: str) -> dict[str, Any]:
         return {name.upper(): getattr(saved, name) for name in names

@@ -28,7 +28,7 @@ from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from fused.matmul import linear
 from model import Transformer
-from model_utils import compile_where_possible, transformer_of
+from model_utils import compile_where_possible, model_from_tensors
 from tokenizer import load_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -216,7 +216,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int,
         return _load_with_transformers(folder, described, config, vocab_size, device)
     tensors = load_model_weights(folder)
     dtype = _dtype(config, next(iter(tensors.values())).dtype, device)
-    model = transformer_of(tensors, ModelConfig(**settings), described["vocab_size"], dtype).to(device, dtype)
+    model = model_from_tensors(tensors, ModelConfig(**settings), described["vocab_size"], dtype).to(device, dtype)
     compile_where_possible(model, config, device.type)
     return LlamaTeacher(model, vocab_size)
 

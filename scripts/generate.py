@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.errors import run_script
 from common.text import show
 from data_pipeline.chat_templates import load_chat_format
-from model_utils import load_model_folder
+from model_utils import load_model
 from training.generate import Sampling, generate
 
 
 def continuations(folder: Path, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> list[str]:
     """Return what the folder's model generates after each prompt."""
-    model, tokenizer = load_model_folder(folder)
+    model, tokenizer = load_model(folder)
     prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
     stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
     return [tokenizer.decode(ids) for ids in generate(model, prompt_ids, max_new_tokens, sampling, stop_ids)]
@@ -32,7 +32,7 @@ def answers(folder: Path, turns: list[str], max_new_tokens: int, sampling: Sampl
     Raises:
         DataError: its tokenizer has no chat template, or the template refuses the chat.
     """
-    model, tokenizer = load_model_folder(folder)
+    model, tokenizer = load_model(folder)
     chat_format = load_chat_format(tokenizer)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for turn in turns:

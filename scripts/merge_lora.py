@@ -32,7 +32,7 @@ from common.text import show
 from config import ModelConfig
 from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import padded
-from model_utils import transformer_of
+from model_utils import model_from_tensors
 from tokenizer import load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -84,7 +84,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None,
                               "the base's own tokenizer")
 
     # Their logits, and the merged weights
-    model = transformer_of(tensors, config, rows).eval()
+    model = model_from_tensors(tensors, config, rows).eval()
     add_adapters(model, adapter.config, torch.Generator(), adapter.token_ids)
     load_adapter_state_dict(model, adapter.state)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -96,7 +96,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None,
     def write(folder: Path) -> None:
         save_model_folder(folder, state, config, tokenizer, content.get("max_position_embeddings", 2048))
         with torch.no_grad():
-            merged = transformer_of(load_model_weights(folder), config, tokenizer.vocab_size).eval()
+            merged = model_from_tensors(load_model_weights(folder), config, tokenizer.vocab_size).eval()
             differences.append(float((merged.logits(tokens_BT) - expected_BTV).abs().max()))
         allowed = TOLERANCE * max(1.0, float(expected_BTV.abs().max()))
         if dtype == torch.float32 and not differences[0] <= allowed:

@@ -31,7 +31,7 @@ from common.errors import PaddockError, SettingsError, requires_package, run_scr
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
-from model_utils import load_model_folder  # noqa: E402
+from model_utils import load_model  # noqa: E402
 from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
 from training.generate import generate  # noqa: E402
 
@@ -94,7 +94,7 @@ def curve(name: str, metric: str) -> list[tuple[int, float]]:
 @torch.no_grad()
 def exact_answers(folder: Path) -> tuple[float, float]:
     """The shares of held-out questions with exactly the right greedy answer, and with an answer that ends."""
-    model, tokenizer = load_model_folder(folder)
+    model, tokenizer = load_model(folder)
     chat_format = load_chat_format(tokenizer)
     lines = (SAMPLE / "questions-held-out.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
@@ -112,7 +112,7 @@ def exact_answers(folder: Path) -> tuple[float, float]:
 @torch.no_grad()
 def preference_accuracy(folder: Path) -> float:
     """The share of held-out pairs whose chosen answer has a higher probability than the rejected one."""
-    model, tokenizer = load_model_folder(folder)
+    model, tokenizer = load_model(folder)
     pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerFacts(tokenizer.vocab_size))
     rows, right, count = ExampleRows(pairs, 512), 0, 0
     for start in range(0, len(rows), 16):

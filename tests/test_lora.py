@@ -110,7 +110,7 @@ def test_the_base_in_bf16_changes_nothing_that_is_computed_in_bf16():
     model = adapted(shape(), ROWS, torch.bfloat16)
     with torch.no_grad():
         before = model.logits(tokens())
-        lora.keep_base_in(model, torch.bfloat16)
+        lora.cast_base(model, torch.bfloat16)
         assert torch.equal(model.logits(tokens()), before)
     kept = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert kept["layers.0.attention.wq.weight"] == kept["tok_embeddings.weight"] == torch.bfloat16
@@ -539,7 +539,7 @@ few_bits = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, 
 def test_a_quantised_base_is_near_and_its_adapters_learn(kind, smallest, error, dtype):
     changes = dict(lora_target_modules="wq,w2", lora_base_quantization=kind)
     model, plain = adapted(shape(), changes, dtype), adapted(shape(), dict(lora_target_modules="wq,w2"), dtype)
-    lora.keep_base_in(model, dtype)
+    lora.cast_base(model, dtype)
     for name in ("attention.wq", "attention.wo", "feed_forward.w2"):
         layer, whole = (each.layers[1].get_submodule(name) for each in (model, plain))
         assert layer.weight.nbytes == smallest * whole.weight.numel() and not layer.weight.requires_grad

@@ -20,7 +20,7 @@ from objectives.base import NextToken
 from objectives.preference import DPO
 from parallel.collectives import start_ranks, stop_ranks
 from training import diagnostics
-from training.optim import Optimizer, orthogonalised
+from training.optim import Optimizer, newton_schulz
 
 # ------------------------------------------------------------------------- waiting for the device
 
@@ -100,7 +100,7 @@ def test_a_loss_scaler_is_read_only_where_something_overflowed(scale, read, log)
 def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: float, momentum: float = 0.95) -> None:
     for parameter, gradient, buffer in zip(parameters, gradients, buffers):
         buffer.lerp_(gradient, 1 - momentum)
-        update = orthogonalised(gradient.lerp(buffer, momentum)[None])[0]
+        update = newton_schulz(gradient.lerp(buffer, momentum)[None])[0]
         parameter.mul_(1 - rate * decay).add_(update, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
 
 

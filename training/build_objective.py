@@ -129,7 +129,7 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
         folder = base.find(once.context)
         reference = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         ranks.raise_on_all(lambda: load_weights(folder, reference))
-        lora.keep_base_in(reference.requires_grad_(False), dtype)
+        lora.cast_base(reference.requires_grad_(False), dtype)
         compile_where_possible(reference, config, ranks.device.type)
         return reference.eval()
 

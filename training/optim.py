@@ -35,7 +35,7 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     return lr
 
 
-def orthogonalised(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
+def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
     """Return P matrices of R rows and C columns with singular values near 1, by Newton-Schulz iteration.
 
     Source: Jordan et al. 2024, with their coefficients.
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
                 updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
                 if updates.device.type == "cuda":
                     updates = updates.bfloat16()
-                updates = orthogonalised(updates).to(parameters[0].dtype).unbind()
+                updates = newton_schulz(updates).to(parameters[0].dtype).unbind()
                 decay, lr = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
                 self._assign(parameters, ((parameter * decay).sub_(update, alpha=lr)
                                           for parameter, update in zip(parameters, updates)))

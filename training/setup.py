@@ -120,7 +120,7 @@ def place_weights(config: Config, start: Start, model: Transformer, inputs: Inpu
         adapter = start.own and peft_format.load_adapter_folder(start.folder, config, rows)
         token_ids = adapter.token_ids if adapter else token_ids_to_train(config, inputs, model, used_ids)
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed), token_ids)
-        lora.keep_base_in(model, choose_dtype(config, ranks.device.type))
+        lora.cast_base(model, choose_dtype(config, ranks.device.type))
         if adapter:
             adapter.check_base(start.base_sha256, start.base)
             lora.load_adapter_state_dict(model, adapter.state)

@@ -23,7 +23,7 @@ from config import Config, is_plain_name
 from data_pipeline.row_order import RowOrder
 from dataloaders import Rows, StepLoader, validation_batches
 from model import Transformer
-from model_utils import cut_padding
+from model_utils import trim_padding
 from objectives.base import Objective
 from parallel.collectives import Ranks, RunContext
 from training import diagnostics, run_folder
@@ -296,7 +296,7 @@ def write_checkpoint(run: Run) -> None:
 
     checkpoints_dir = run.folder / "checkpoints"
     contents = store.Contents(progress.step, write_model, state,
-                              cut_padding(run.optimizer.state_tensors(), run.model), trained_bytes(run.model))
+                              trim_padding(run.optimizer.state_tensors(), run.model), trained_bytes(run.model))
     run.saved = store.save(checkpoints_dir, contents, run.ranks, run.log.warn)
     protected = [run.started_from] if run.started_from else []
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,

@@ -41,7 +41,7 @@ ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWA
 # Where faults are injected: module, function, number of the call; and the last step finished by then.
 MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
-           "save": (state, "cut_padding", 1, 3)}
+           "save": (state, "trim_padding", 1, 3)}
 OF_RANK_0 = {"write": (hf_format, "save_model_folder", 1, 3)}
 
 
