@@ -295,8 +295,8 @@ def write_checkpoint(run: Run) -> None:
                                     config.max_seq_len)
 
     checkpoints_dir = run.folder / "checkpoints"
-    contents = store.Contents(progress.step, write_model, state,
-                              trim_padding(run.optimizer.state_tensors(), run.model), trained_bytes(run.model))
+    optimizer_state = trim_padding(run.optimizer.state_tensors(), run.model)
+    contents = store.Contents(progress.step, write_model, state, optimizer_state, trained_bytes(run.model))
     run.saved = store.save(checkpoints_dir, contents, run.ranks, run.log.warn)
     protected = [run.started_from] if run.started_from else []
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,
