@@ -44,6 +44,7 @@ OBJECTIVES, DISTILLATION = "tests/objectives/test_objectives.py", "tests/objecti
 RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_identical"
 ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
 EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/settings/test_load.py"
+PROPERTIES = "tests/data_pipeline/test_properties.py"
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
 
 FAULTS = [
@@ -85,7 +86,7 @@ FAULTS = [
 
     # Data
     fault("rows: every rank reads the first part", "data_pipeline/row_order.py", "[self.rank]", "[0]",
-          LOADERS),
+          f"{PROPERTIES}::test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step"),
     fault("rows: last one of an epoch is left out", "data_pipeline/row_order.py",
           "np.divmod(positions, n_rows)", "np.divmod(positions, max(1, n_rows - 1))", LOADERS),
     fault("rows: same order for every seed", "data_pipeline/row_order.py", "SeedSequence([seed, epoch])",
