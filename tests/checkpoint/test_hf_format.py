@@ -236,7 +236,7 @@ def test_metas_weights_need_no_change(tied, tmp_path):
     assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
     with pytest.raises(CheckpointError, match="wk.weight"):
         hf_format.from_meta(meta, {**params, "n_kv_heads": 4})
-    with pytest.raises(CheckpointError, match="no output.weight"):
+    with pytest.raises(CheckpointError, match="lack output.weight"):
         hf_format.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
 
 

@@ -346,7 +346,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(copied):
     (copied.checkpoint(4) / "model.safetensors").write_bytes(b"")
     text = replayed(copied, 6)
     check_same(text)
-    assert "skipping a checkpoint" in text and "step-00000002, and steps 3 to 5 again" in text
+    assert "skipping a checkpoint" in text and "step-00000002, then steps 3 to 5 replayed" in text
 
 
 def test_without_a_verified_checkpoint_it_is_refused(copied):

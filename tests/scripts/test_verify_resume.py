@@ -228,7 +228,7 @@ def test_it_starts_from_the_checkpoint_that_the_settings_name(settings, first, v
 
 @pytest.mark.parametrize(("flags", "settings", "words"), [
     (["--layouts", "1x3,1x1"], {}, "must be a multiple of MICRO_BATCH_SIZE"), (["--layouts", "1x4"], {}, "expected two or more"),
-    (["--nproc-per-node", "3"], {}, "world size"), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
+    (["--nproc-per-node", "3"], {}, "WORLD_SIZE = "), ([], {"MAX_STEP": 3}, "did you mean --max-steps")])
 def test_invalid_settings_are_refused_before_anything_is_started(flags, settings, words, verify, capsys, prepared, tmp_path,
                                                                    monkeypatch, script):
     monkeypatch.setattr(sys, "argv", ["verify_resume.py", *flags, *TinyRun(prepared, tmp_path / "runs", **settings).argv()])

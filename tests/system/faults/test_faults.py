@@ -201,7 +201,7 @@ def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, caps
         bad_gradient_in_step(3, value)
         assert run.train() == 4
     assert run.steps_saved() == [2] and run.column("val_loss")[2] == store.read_state(run.checkpoint(2))["val_loss"]
-    assert "feed_forward.w2.weight (32, 96): 1 not finite" in capsys.readouterr().out
+    assert "feed_forward.w2.weight (32, 96): 1 non-finite" in capsys.readouterr().out
 
 
 def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatch, capsys):
