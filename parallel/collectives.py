@@ -331,12 +331,6 @@ class Interrupted(Exception):
     """A stop signal arrived during a long phase; all ranks raise it together."""
 
 
-def leave_if_stopped(ranks: Ranks, signals: StopSignals) -> None:
-    """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""
-    if not ranks.all_agree(signals.received is None):
-        raise Interrupted
-
-
 @dataclass(frozen=True)
 class RunContext:
     """What every part of a run shares."""
@@ -347,4 +341,5 @@ class RunContext:
 
     def leave_if_stopped(self) -> None:
         """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""
-        leave_if_stopped(self.ranks, self.signals)
+        if not self.ranks.all_agree(self.signals.received is None):
+            raise Interrupted
