@@ -59,7 +59,7 @@ class RunConfig(Section):
         "auto", "of matmuls, over fp32 master weights; auto = bf16 on hardware that is fast at it, else fp32")
     tf32: bool = curve(True, "let fp32 matmuls on CUDA use TensorFloat-32")
     deterministic: bool = safe(False, "use deterministic CUDA kernels, so that resuming is exact; slower")
-    compile: bool = safe(True, "use torch.compile; without a compiler the run warns and goes on eagerly")
+    compile: bool = safe(True, "use torch.compile; without a compiler, warn and run eagerly")
     debug: bool = safe(False, "detailed checks: names the first module whose output is not finite (slow)")
     distributed_timeout: float = safe(600, "seconds without progress after which a job exits as hung", gt=0)
     drift_check_every: int = safe(
