@@ -236,6 +236,11 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     model.load_state_dict(hf_format.from_huggingface(tensors, model.config, rows, finite=finite))
 
 
+def save_model(folder: Path, model: Transformer, tokenizer, max_seq_len: int) -> None:
+    """Save a model and its tokenizer into a folder, as Hugging Face opens it. Raises OSError."""
+    hf_format.save_model_folder(folder, model.state_dict(), model.config, tokenizer, max_seq_len)
+
+
 def is_vocabulary(name: str) -> bool:
     """Return whether a parameter, or the optimizer's state of it, has a row for each id."""
     return name.startswith(hf_format.VOCABULARY)

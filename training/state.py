@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import lora
-from checkpoint import hf_format, peft_format, store
+from checkpoint import peft_format, store
 from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
 from common.errors import CheckpointError
@@ -23,7 +23,7 @@ from config import Config, is_plain_name
 from data_pipeline.row_order import RowOrder
 from dataloaders import Rows, StepLoader, validation_batches
 from model import Transformer
-from model_utils import trim_padding
+from model_utils import save_model, trim_padding
 from objectives.base import Objective
 from parallel.collectives import Ranks, RunContext
 from training import diagnostics, run_folder
@@ -290,9 +290,8 @@ def write_checkpoint(run: Run) -> None:
             adapter = peft_format.Adapter(lora.adapter_state_dict(run.model), config, progress.base,
                                           progress.base_sha256, lora.trained_token_ids(run.model))
             peft_format.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
-            return
-        hf_format.save_model_folder(folder, run.model.state_dict(), config, run.inputs.tokenizer,
-                                    config.max_seq_len)
+        else:
+            save_model(folder, run.model, run.inputs.tokenizer, config.max_seq_len)
 
     checkpoints_dir = run.folder / "checkpoints"
     optimizer_state = trim_padding(run.optimizer.state_tensors(), run.model)

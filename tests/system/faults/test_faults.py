@@ -19,10 +19,10 @@ from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step
 from safetensors.torch import load_file
 
 import train
-from checkpoint import store
+from checkpoint import hf_format, store
 from model_utils import build_model
 from objectives import base
-from training import evaluation, run_log, setup, state
+from training import evaluation, run_log, setup
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
@@ -35,7 +35,7 @@ WORLD = 2
 MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (evaluation, "validation_loss", 3, 4),
            "HellaSwag": (evaluation, "evaluate_batches", 2, 3), "samples": (evaluation, "generate", 1, 6),
-           "save": (state.hf_format, "save_model_folder", 1, 3)}
+           "save": (hf_format, "save_model_folder", 1, 3)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -243,7 +243,7 @@ def die_in_evaluation_of_rank_1() -> None:
 
 def die_in_the_save_of_rank_0() -> None:
     if is_rank(0):
-        during(state.hf_format, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+        during(hf_format, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
 
 
 @pytest.mark.parametrize(("plant", "codes", "saved"), [
