@@ -107,7 +107,7 @@ FORWARD = "forward and backward (step 3)"
 
 @pytest.mark.parametrize(("plant", "culprit", "told", "stacks_of"), [
     pytest.param(stop_rank_1_in_a_step, 1, f"rank 1 is in {STEP} and does not respond, rank 0 waits in {FORWARD}, and no rank "
-                                           "moved", {0: "all_reduce"}, marks=pytest.mark.slow),
+                                           "made progress", {0: "all_reduce"}, marks=pytest.mark.slow),
     (stop_rank_0_in_hellaswag, 0, f"rank 0 is in {HELLASWAG} and does not respond, rank 1 waits in {HELLASWAG} as far as is known "
                                   "(the status store in rank 0 does not respond)", {1: "all_reduce"}),
     (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and no rank made progress",
