@@ -380,8 +380,9 @@ def stop_in_step_5() -> None:
 
 def over_gloo() -> None:
     """Two ranks on one GPU, with gloo, because nccl refuses that. The watchdog starts as with nccl."""
-    join = collectives.join
-    collectives.join = lambda joining, seconds: join(dataclasses.replace(joining, device=torch.device("cpu")), seconds)
+    join = collectives._init_process_group
+    collectives._init_process_group = lambda ranks, seconds: join(
+        dataclasses.replace(ranks, device=torch.device("cpu")), seconds)
 
 
 def drifting() -> None:
@@ -451,7 +452,7 @@ def alone_in_a_group(device_type: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=0, world_size=1)
     group = Ranks(0, 0, 2, device)
-    assert group.sum([1.5, 2]) == [1.5, 2.0] and group.all_agree(True) and group.broadcast({"a": [1, "b"]}) == {"a": [1, "b"]}
+    assert group.all_reduce_floats([1.5, 2]) == [1.5, 2.0] and group.all_agree(True) and group.broadcast({"a": [1, "b"]}) == {"a": [1, "b"]}
     assert float(group.all_reduce_sum(torch.ones(3)).sum()) == 3
     batch = batch_on(device, documents())
     plain, wrapped = model_on(device), model_on(device)
