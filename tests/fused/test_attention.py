@@ -275,7 +275,7 @@ def traced_only(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("math", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("default")
 def test_adapters_and_preferences_of_twelve_shapes_compile_without_an_error(backend, traced_only):
     """Trained, and with the adapters off: more graphs than the compiler allows by itself."""

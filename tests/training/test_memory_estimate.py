@@ -77,7 +77,8 @@ def kept_by_the_compiler(config: Config, budget: float) -> float:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("shape", [{"dim": 768, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048},
-                                   {"dim": 512, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 1536}])
+                                   pytest.param({"dim": 512, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 1536},
+                                                marks=pytest.mark.slow)])
 def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape):
     config = Config(**shape, activation_checkpointing="selective")
 
