@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
 from common.text import show
 from config import Config
@@ -65,33 +66,40 @@ def prepare_examples(kind: str, source: str | Source | Mix, output_dir: str | Pa
     return prepare(examples, source, tokenizer, output_dir, options)
 
 
-class FlagParser(argparse.ArgumentParser):
+class FlagParser(CommandParser):
     """A parser of a script's own flags, whose errors are SettingsErrors; the other flags are settings."""
 
-    def __init__(self, **options):
-        super().__init__(**options, allow_abbrev=False, add_help=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str, **options):
+        super().__init__(description, **options, allow_abbrev=False, add_help=False)
         self.add_argument("--help", action="help", help="show this help")
 
     def error(self, message: str):
         """Raise SettingsError."""
         raise SettingsError(f"command line: {message}; --help lists every flag")
 
-    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-        """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
-
-        An underscore in a flag counts as a hyphen. The keys of libraries in `.env` are exported.
+    def split(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the script's own flags, and the others. An underscore in a flag counts as a hyphen.
 
         Raises:
-            SettingsError: a flag or setting is unknown or invalid.
+            SettingsError: the value of a flag is missing or invalid.
         """
         def normalized(argument: str) -> str:
             flag, equals, value = argument.partition("=")
             return flag.lower().replace("_", "-") + equals + value if flag.startswith("--") else argument
 
         # Not argparse's -h, which would take secrets such as -hf-token for a group of short flags.
-        argv = ["--help" if argument == "-h" else normalized(argument) for argument in argv]
-        own, others = self.parse_known_args(argv)
+        return self.parse_known_args(["--help" if argument == "-h" else normalized(argument)
+                                      for argument in argv])
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+        """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
+
+        The keys of libraries in `.env` are exported.
+
+        Raises:
+            SettingsError: a flag or setting is unknown or invalid.
+        """
+        own, others = self.split(argv)
         loaded = load_config(others, extra_flags=tuple(vars(own)), complete=False)
         export(loaded)
         return own, loaded.config
@@ -116,17 +124,17 @@ def flag_parser(kind: str, records: str) -> FlagParser:
     is_text = kind == "documents"
     items = "documents" if is_text else "examples"
     parser = FlagParser(
-        prog=f"python {KINDS[kind][1]}", description=records,
-        usage="%(prog)s [--source SOURCE | --mix FILE] [--any-setting VALUE]",
+        records, prog=f"python {KINDS[kind][1]}",
+        usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings that count here, from .env, the environment or as flags:
-  TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION PREPARATION_WORKERS
-  {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
+  TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION
+  PREPARATION_WORKERS {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
 A preparation that was stopped continues where it was.""")
 
     def add(flag: str, metavar: str, meaning: str, **options) -> None:
-        parser.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
+        group.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
 
-    # Where the records are.
+    group = parser.add_argument_group("where the records are")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
         f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
         f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
@@ -143,7 +151,7 @@ A preparation that was stopped continues where it was.""")
             "blank (separated by blank lines), wikitext (each begins at a line like ' = Title = '), or a "
             "separator line of your own, such as '<|endoftext|>' [whole]")
 
-    # What is done with them.
+    group = parser.add_argument_group("what is done with them")
     add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
         default="fail")

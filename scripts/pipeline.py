@@ -1,13 +1,12 @@
 """Train every stage on the embedded sample, and measure on held-out data what each stage improves.
 
-    python scripts/pipeline.py            (or bash scripts/run_pipeline.sh, which sets up first)
+    python scripts/pipeline.py    (or bash scripts/run_pipeline.sh, which sets up)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
 All flags are passed to every training run. A second call resumes where the first was stopped. The figures are
 written to runs/pipeline/summary.json, and the table with its plots to runs/pipeline/pipeline.md.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ import torch  # noqa: E402
 from checkpoint.hf_format import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
 from checkpoint.tensor_files import read_tensors  # noqa: E402
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
@@ -247,8 +247,7 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [settings as for train.py]",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
     _, flags = parser.parse_known_args()
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
