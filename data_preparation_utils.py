@@ -8,17 +8,20 @@ chat_records and chat_templates (chats), tokenize_chats (labels), prepare
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
-from common.text import show
+from common.remote import HUB_NAME
+from common.text import is_url, show
 from config import Config
 from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
-from data_pipeline.shard_reader import KINDS
-from data_pipeline.sources import SHORTCUTS, Mix, Source, mix_of, read_mix, source_of
+from data_pipeline.shard_reader import KINDS, MANIFEST
+from data_pipeline.sources import SHORTCUTS, Mix, Source, kind_of, mix_of, read_mix, source_of
 from data_pipeline.tokenize_chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.tokenize_chats import kind_of_examples
 from settings.load import export, load_config
@@ -194,6 +197,22 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     if kind == "documents":
         return prepare_pretrain(source, local_path(flags.output), options)
     return prepare_examples(kind, source, local_path(flags.output), options)
+
+
+def is_source(kind: str, path: str) -> bool:
+    """Whether a data setting names something to prepare, and no prepared set, token files or missing path."""
+    if is_url(path) or path in NAMES[kind] and not os.path.exists(path):
+        return True
+    if os.path.isdir(path):
+        inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
+        if any(name.endswith((MANIFEST, ".bin", ".npy")) for name in inside):
+            return False
+        names = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
+    else:
+        names = [path] if os.path.exists(path) else glob(path, recursive=True)
+    owner, _, name = path.partition("/")
+    is_on_hub = not names and name and HUB_NAME.fullmatch(path) and not os.path.exists(owner)
+    return bool(is_on_hub) or any(kind_of(name)[0] for name in names)
 
 
 def run_preparation(kind: str, records: str = "", legend: str = "") -> None:

@@ -138,6 +138,7 @@ def number_of(rank: int) -> int:
 
     Otherwise, and on several machines, where such a number is not unique, it is the rank.
     """
-    names, local_rank = os.environ.get(VISIBLE, "").split(","), os.environ.get("LOCAL_RANK", "0")
-    name = names[int(local_rank)].strip() if int(local_rank) < len(names) else ""
-    return int(name) if name.isdecimal() and local_rank == str(rank) else rank
+    names = os.environ.get(VISIBLE, "").split(",")
+    name = names[rank].strip() if rank < len(names) else ""
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(name) if name.isdecimal() and on_one_machine else rank

@@ -33,6 +33,7 @@ from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E40
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
 from model_utils import load_model  # noqa: E402
 from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from settings.load import read_flags  # noqa: E402
 from training.generate import generate  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
@@ -249,6 +250,8 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 def main() -> None:
     parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
     _, flags = parser.parse_known_args()
+    if problems := read_flags(flags).layer.problems:
+        raise SettingsError(*problems)
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
     if ranks > 1:  # they share the cores

@@ -303,11 +303,11 @@ def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) ->
     return layers
 
 
-def peek(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the presets, and the environment with `.env`'s exports, for run.sh; nothing is validated."""
+def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings that are given, and the environment with `.env`'s exports; nothing is validated."""
     layers = read_layers(read_flags(argv), os.environ, read_environment(os.environ)[0])
-    preset = next((layer.values["preset"][0] for layer in reversed(layers) if "preset" in layer.values), "")
-    return str(preset), {**exported(layers), **os.environ}
+    values = {name: str(value) for layer in layers for name, (value, _) in layer.values.items()}
+    return values, {**exported(layers), **os.environ}
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
