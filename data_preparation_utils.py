@@ -8,16 +8,20 @@ chat_records and chat_templates (chats), tokenize_chats (labels), prepare
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 
+from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
-from common.text import show
+from common.remote import HUB_NAME
+from common.text import is_url, show
 from config import Config
 from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
-from data_pipeline.shard_reader import KINDS
-from data_pipeline.sources import SHORTCUTS, Mix, Source, mix_of, read_mix, source_of
+from data_pipeline.shard_reader import KINDS, MANIFEST
+from data_pipeline.sources import SHORTCUTS, Mix, Source, kind_of, mix_of, read_mix, source_of
 from data_pipeline.tokenize_chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.tokenize_chats import kind_of_examples
 from settings.load import export, load_config
@@ -65,33 +69,40 @@ def prepare_examples(kind: str, source: str | Source | Mix, output_dir: str | Pa
     return prepare(examples, source, tokenizer, output_dir, options)
 
 
-class FlagParser(argparse.ArgumentParser):
+class FlagParser(CommandParser):
     """A parser of a script's own flags, whose errors are SettingsErrors; the other flags are settings."""
 
-    def __init__(self, **options):
-        super().__init__(**options, allow_abbrev=False, add_help=False,
-                         formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str, **options):
+        super().__init__(description, **options, allow_abbrev=False, add_help=False)
         self.add_argument("--help", action="help", help="show this help")
 
     def error(self, message: str):
         """Raise SettingsError."""
         raise SettingsError(f"command line: {message}; --help lists every flag")
 
-    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-        """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
-
-        An underscore in a flag counts as a hyphen. The keys of libraries in `.env` are exported.
+    def split(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the script's own flags, and the others. An underscore in a flag counts as a hyphen.
 
         Raises:
-            SettingsError: a flag or setting is unknown or invalid.
+            SettingsError: the value of a flag is missing or invalid.
         """
         def normalized(argument: str) -> str:
             flag, equals, value = argument.partition("=")
             return flag.lower().replace("_", "-") + equals + value if flag.startswith("--") else argument
 
         # Not argparse's -h, which would take secrets such as -hf-token for a group of short flags.
-        argv = ["--help" if argument == "-h" else normalized(argument) for argument in argv]
-        own, others = self.parse_known_args(argv)
+        return self.parse_known_args(["--help" if argument == "-h" else normalized(argument)
+                                      for argument in argv])
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+        """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
+
+        The keys of libraries in `.env` are exported.
+
+        Raises:
+            SettingsError: a flag or setting is unknown or invalid.
+        """
+        own, others = self.split(argv)
         loaded = load_config(others, extra_flags=tuple(vars(own)), complete=False)
         export(loaded)
         return own, loaded.config
@@ -116,17 +127,17 @@ def flag_parser(kind: str, records: str) -> FlagParser:
     is_text = kind == "documents"
     items = "documents" if is_text else "examples"
     parser = FlagParser(
-        prog=f"python {KINDS[kind][1]}", description=records,
-        usage="%(prog)s [--source SOURCE | --mix FILE] [--any-setting VALUE]",
+        records, prog=f"python {KINDS[kind][1]}",
+        usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
         epilog=f"""settings that count here, from .env, the environment or as flags:
-  TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION PREPARATION_WORKERS
-  {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
+  TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION
+  PREPARATION_WORKERS {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
 A preparation that was stopped continues where it was.""")
 
     def add(flag: str, metavar: str, meaning: str, **options) -> None:
-        parser.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
+        group.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
 
-    # Where the records are.
+    group = parser.add_argument_group("where the records are")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
         f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
         f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
@@ -143,7 +154,7 @@ A preparation that was stopped continues where it was.""")
             "blank (separated by blank lines), wikitext (each begins at a line like ' = Title = '), or a "
             "separator line of your own, such as '<|endoftext|>' [whole]")
 
-    # What is done with them.
+    group = parser.add_argument_group("what is done with them")
     add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
         default="fail")
@@ -186,6 +197,22 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     if kind == "documents":
         return prepare_pretrain(source, local_path(flags.output), options)
     return prepare_examples(kind, source, local_path(flags.output), options)
+
+
+def is_source(kind: str, path: str) -> bool:
+    """Whether a data setting names something to prepare, and no prepared set, token files or missing path."""
+    if is_url(path) or path in NAMES[kind] and not os.path.exists(path):
+        return True
+    if os.path.isdir(path):
+        inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
+        if any(name.endswith((MANIFEST, ".bin", ".npy")) for name in inside):
+            return False
+        names = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
+    else:
+        names = [path] if os.path.exists(path) else glob(path, recursive=True)
+    owner, _, name = path.partition("/")
+    is_on_hub = not names and name and HUB_NAME.fullmatch(path) and not os.path.exists(owner)
+    return bool(is_on_hub) or any(kind_of(name)[0] for name in names)
 
 
 def run_preparation(kind: str, records: str = "", legend: str = "") -> None:

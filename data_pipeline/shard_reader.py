@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import resource
+import shlex
 import threading
 from bisect import bisect_right
 from collections import ChainMap
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT
+from common.remote import HUB_NAME
 from common.verified_files import Cache, WatchedFile, file_stamp, load_verified, save_verified
 from data_pipeline.manifest import MANIFEST, Manifest, read_manifest
 
@@ -211,7 +213,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
             shards = [_foreign_shard(file, tokenizer.vocab_size) for file in files]
             fingerprint, document_start_id = _sampled_fingerprint(shards), tokenizer.document_start_id
         else:
-            raise DataError(f"{path}: holds no {MANIFEST} of {kind}; prepare them with {KINDS[kind][1]}")
+            raise _unprepared(Path(path), f"holds no {MANIFEST} of {kind}", kind)
         token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
         _allow_open_files(len(shards), token_set.folder)
         if token_set.tokens < minimum_tokens:
@@ -317,9 +319,7 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
         files = [path] if path.is_file() else sorted(
             file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
     if not files:
-        what = f"holds neither {MANIFEST} nor token files (.bin, .npy)"
-        raise DataError(f"{path}: {what if in_folder else 'no such file or folder'}; prepare data with "
-                        f"{KINDS['documents'][1]}")
+        raise _unprepared(path, f"holds neither {MANIFEST} nor token files (.bin, .npy)")
     # A file that the user names is training data unless its name says otherwise; in a folder it may not be.
     default = None if in_folder else "train"
     of_split = [file for file in files if (_split_in_name(file) or default) == split]
@@ -332,6 +332,17 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
         raise DataError(f"{path}: the {split} files are of several kinds ({', '.join(sorted(suffixes))}), "
                         "perhaps the same tokens twice; name one kind with a glob such as '*.bin'")
     return of_split
+
+
+def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
+    """Return the error for what is no prepared set, with the command that makes one of it."""
+    script = KINDS[kind][1]
+    command = f"prepare it with {script} --source {shlex.quote(str(path))}"
+    if os.path.exists(path) or glob.glob(str(path), recursive=True):
+        return DataError(f"{path}: {what}; {command}, or start with bash scripts/run.sh, which does so")
+    on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
+    advice = f"if it is a dataset on the hub, {command}" if on_hub else f"prepare data with {script}"
+    return DataError(f"{path}: no such file or folder; {advice}")
 
 
 def _split_in_name(file: Path) -> str | None:
@@ -429,9 +440,8 @@ def _llmc_shard(path: Path, status: os.stat_result, head: bytes, sha256: str | N
 
 def _wrong_magic(path: Path, head: bytes) -> DataError:
     if b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
-        name = "" if path.suffix else "call it .txt or .jsonl, and "
-        return DataError(f"{path}: holds text or records, not tokens; {name}prepare it with "
-                         f"{KINDS['documents'][1]} --source {path}")
+        name = "" if path.suffix else "; call it .txt or .jsonl"
+        return _unprepared(path, f"holds text or records, not tokens{name}")
     known = " or ".join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())
     return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
                      f"({known}) or .npy; files without a header are called train.bin or val.bin")

@@ -1,14 +1,14 @@
 """Compare the speed of Paddock's training step with its peers': same weights, rows, optimizer and clipping.
 
-    python scripts/benchmark.py --model cpu-4k                       # on a CPU, about 8 minutes
-    python scripts/benchmark.py --model 174m --blocks 2              # on a GPU
-    python scripts/benchmark.py --model 1b --contenders paddock-causal,hf-compile --json out.json
+    python scripts/benchmark.py --model cpu-4k            # on a CPU, about 8 minutes
+    python scripts/benchmark.py --model 174m --blocks 2   # on a GPU
+    python scripts/benchmark.py --model 1b --contenders paddock-causal,hf-compile
 
 Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at it):
-    paddock          as train.py runs it: compiled, and the documents in a row do not attend to each other
+    paddock          as train.py runs it: compiled, documents apart in a row
     paddock-causal   the same without documents, as the peers
-    paddock-budget   with ACTIVATION_CHECKPOINTING=selective and ACTIVATION_MEMORY_BUDGET=0.9
-    paddock-eager    not compiled; the words can be combined, as in paddock-causal-eager
+    paddock-budget   with ACTIVATION_CHECKPOINTING=selective
+    paddock-eager    not compiled; can be combined: paddock-causal-eager
     hf, hf-compile   transformers' Llama under autocast
     hf-liger         the same, compiled, with Liger's kernels
     litgpt           litgpt's GPT, compiled
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
 
@@ -382,8 +383,7 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="cpu-4k")
     parser.add_argument("--contenders", default="paddock,paddock-causal,paddock-eager,hf,hf-compile",
                         help="the first is ours")

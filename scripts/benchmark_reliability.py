@@ -1,6 +1,6 @@
 """Measure the share of a run's time that goes into checksums, fsync and the comparison of replicas.
 
-    python scripts/benchmark_reliability.py --preset sample [settings as for train.py]
+    python scripts/benchmark_reliability.py --preset sample
 
 Takes a few steps, with a save and a comparison after each, in a temporary folder in OUTPUT_DIR, and relates
 the medians to the intervals that the settings name (SAVE_EVERY, DRIFT_CHECK_EVERY).

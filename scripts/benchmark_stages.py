@@ -1,7 +1,7 @@
 """Compare the speed of every stage of Paddock with itself, TRL and PEFT: same weights, data and optimizer.
 
-    python scripts/benchmark_stages.py                               # on a CPU, one thread, about 10 minutes
-    python scripts/benchmark_stages.py --groups sft,dpo --blocks 4 --json out.json
+    python scripts/benchmark_stages.py                     # on a CPU, 10 minutes
+    python scripts/benchmark_stages.py --groups sft,dpo --json out.json
 
 All contenders of a group share one process and take turns, one training step each, in the order A B B A. The
 result is the median ratio of neighbours with its bootstrap interval of 95 %, in CPU time per token of the
@@ -17,7 +17,6 @@ import os
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
 
 # ruff: noqa: E402
-import argparse
 import json
 import statistics
 import sys
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark import bootstrap, huggingface_model
 
+from common.command_line import CommandParser
 from common.errors import run_script
 from common.files import write_json
 from common.verified_files import Cache
@@ -449,8 +449,7 @@ def report(group: Group, seconds: dict[str, list[float]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--groups", default=",".join(GROUPS), help="groups to run, separated by commas")
     parser.add_argument("--blocks", type=int, default=6, choices=range(1, STORED_STEPS), metavar="N",
                         help="steps of each contender")

@@ -1,7 +1,7 @@
 """Continue texts, or chat, with a checkpoint or with any Llama in a Hugging Face folder.
 
-    python scripts/generate.py runs/first/checkpoints/step-00000200 --prompt "Once upon a time" "The museum"
-    python scripts/generate.py runs/sft/checkpoints/step-00000900 --chat --prompt "Who are you?" "And I?"
+    python scripts/generate.py FOLDER --prompt "Once upon a time" "The museum"
+    python scripts/generate.py FOLDER --chat --prompt "Who are you?" "And I?"
 """
 
 import argparse
@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
 from data_pipeline.chat_templates import load_chat_format
@@ -44,7 +45,7 @@ def answers(folder: Path, turns: list[str], max_new_tokens: int, sampling: Sampl
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("folder", type=Path, help="a checkpoint, or a Llama in Hugging Face's format")
     parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT",
                         help="texts to continue (default: one empty text)")

@@ -1,8 +1,8 @@
 """Test Paddock on a device part by part: whether it computes correctly, and how fast. Needs no network.
 
-    bash scripts/gpu_suite.sh --device cuda --parts correctness       less than ten minutes on one H200
-    bash scripts/gpu_suite.sh --device cuda --parts speed             less than ten minutes on one H200
-    bash scripts/gpu_suite.sh --device cpu --tiny                     the code of every part, at toy size
+    bash scripts/gpu_suite.sh --device cuda --parts correctness   ten minutes
+    bash scripts/gpu_suite.sh --device cuda --parts speed         ten minutes
+    bash scripts/gpu_suite.sh --device cpu --tiny                 at toy size
 
 Each part is a process of its own with a time limit (scripts/gpu_suite_parts.py). It adds one line to
 results.jsonl in --output and prints to PART.txt beside it. A part that fails does not stop the others.
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, Optional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
 
@@ -264,8 +265,7 @@ def select_parts(text: str) -> list[Part]:
 
 def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace, list[Part]]:
     """The options, and the parts to run."""
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", default="all", metavar="NAME,...",
                         help="all, correctness, speed, or names of parts, separated by commas (default: all)")

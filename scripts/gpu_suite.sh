@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Test everything on this device: bash scripts/gpu_suite.sh --device cuda --parts correctness, then --parts speed.
+# Test everything on this device; --help lists the flags.
 # Installs nothing from a network. Uses the active environment if it has torch, else .venv, else python3.
-# --help lists the flags.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 has_torch='import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'

@@ -3,7 +3,6 @@
 Each result is written to PART.notes.jsonl at once, so that none is lost if the part is killed at its limit.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
 
@@ -367,7 +367,7 @@ PARTS: dict[str, Callable[[Task], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true")

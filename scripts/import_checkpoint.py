@@ -1,12 +1,11 @@
 """Import a Llama, from a Hugging Face folder or Meta's download, as a checkpoint that Paddock can start from.
 
     python scripts/import_checkpoint.py models/Llama-3.2-1B models/start
-    python scripts/import_checkpoint.py ~/.llama/checkpoints/Llama3.2-1B models/start
+    python scripts/import_checkpoint.py ~/.llama/Llama3.2-1B models/start
 
 A Hugging Face folder must have safetensors. Meta's consolidated.00.pth is read without running code from it.
 """
 
-import argparse
 import os
 import pickle
 import sys
@@ -30,6 +29,7 @@ from checkpoint.hf_format import (
     vocabulary_rows,
 )
 from checkpoint.store import MANIFEST, publish, verify
+from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import show
 from config import ModelConfig
@@ -102,7 +102,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("source", type=Path, help="a Hugging Face folder, or Meta's folder or .pth file")
     parser.add_argument("output", type=local_path, help="the new checkpoint's folder")
     parser.add_argument("--tokenizer", metavar="PATH",

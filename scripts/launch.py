@@ -1,9 +1,10 @@
-"""Train on all GPUs of one or several machines, with a rank for each. All other flags are train.py's.
+"""Train on the GPUs of one or several machines, with a rank for each. All other flags are train.py's.
 
     python scripts/launch.py --preset 1.3b
-    python scripts/launch.py --nproc-per-node 2 --max-steps 100
-    python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 -- --preset
-    1.3b
+    python scripts/launch.py --nproc-per-node 2 train.py --max-steps 100
+    python scripts/launch.py --gpus idle:2 --preset 1.3b
+    python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
+        --master-port 29500 --preset 1.3b
 
 It runs torch's elastic launcher, prints a mistake in the settings once and at once, and passes signals to the
 ranks, which save. The last line names the rank that failed first and why. Exit codes: 0 done, 1 crash, 2
@@ -31,12 +32,14 @@ from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.command_line import CommandParser, wrapped
 from common.errors import CheckpointError, SettingsError, run_script
 from common.text import print_safely, silence_unread_streams
 from config import Config
-from parallel import exit_report
+from parallel import exit_report, gpus
+from parallel.gpus import Wanted
 from parallel.network import LOOPBACK, listen_at
-from settings.load import exit_with, export, load_config
+from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 KEPT_FOLDERS = 10  # of earlier launches
@@ -46,29 +49,58 @@ HINTS = {"SIGKILL": " (out of memory? see dmesg)",
          "SIGBUS": " (data that was truncated while it was read? else a full disk or /dev/shm)"}
 
 
+def make_parser() -> CommandParser:
+    """Return the parser of the launcher's own flags."""
+    parser = CommandParser(__doc__, "python train.py --help lists the settings.", allow_abbrev=False,
+                           usage="%(prog)s [flags below] [train.py] [settings]")
+    group = parser.add_argument_group("on this machine")
+    group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
+                       help="ranks (default: the GPUs, or 1)")
+    group.add_argument("--gpus", type=Wanted.parse, metavar="WHICH",
+                       help="numbers of nvidia-smi, such as 3,5, or idle:2 for two that nobody uses; of "
+                            "those in CUDA_VISIBLE_DEVICES, if it is set (default: all)")
+    group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
+                       help="seconds that ranks have to save after a signal (default: %(default)s)")
+    group = parser.add_argument_group(
+        "several machines", wrapped("Beside --nnodes, MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
+                                    "environment stand for the other three."))
+    group.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
+    group.add_argument("--node-rank", "--node_rank", type=int, metavar="R",
+                       help="the number of this machine, from 0")
+    group.add_argument("--master-addr", "--master_addr", metavar="HOST",
+                       help="the first machine's address, where it listens (default: loopback)")
+    group.add_argument("--master-port", "--master_port", type=int, metavar="P",
+                       help="a free port there (default on one machine: any)")
+    return parser
+
+
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
-                        help="ranks on this machine (default: its GPUs, or 1)")
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
-    parser.add_argument("--node-rank", "--node_rank", type=int, default=0, metavar="R",
-                        help="the number of this machine, from 0")
-    parser.add_argument("--master-addr", "--master_addr", metavar="HOST",
-                        help="the first machine's address, where it listens (default: loopback)")
-    parser.add_argument("--master-port", "--master_port", type=int, default=0, metavar="P",
-                        help="a free port there (default on one machine: any)")
-    parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
-                        help="seconds that ranks have to save after a signal (default: %(default)s)")
+    """Return the launcher's own flags, and train.py's."""
+    parser = make_parser()
     args, flags = parser.parse_known_args()
+    if flags and not flags[0].startswith("-"):  # the script, as torchrun's first word
+        if Path(flags[0]).name != TRAIN.name or os.path.exists(flags[0]) and not TRAIN.samefile(flags[0]):
+            parser.error(f"{flags[0]} is not Paddock's train.py, and no other script can be started here; "
+                         "use torchrun")
+        del flags[0]
+    elif flags[:1] == ["--"]:
+        del flags[0]
+    # On one machine these do not count: nothing listens beyond loopback unless a flag says so.
+    environ = peek(flags)[1] if args.nnodes > 1 else {}
+    for name in ("node_rank", "master_addr", "master_port"):
+        if getattr(args, name) is None and environ.get(name.upper()):
+            parser.parse_args([f"--{name}={environ[name.upper()]}"], args)
+    args.node_rank, args.master_port = args.node_rank or 0, args.master_port or 0
     if args.nnodes > 1 and not (args.master_addr and args.master_port):
         parser.error("--nnodes needs --master-addr, --master-port (the same everywhere) and --node-rank")
+    if args.gpus and args.nproc_per_node is None:
+        args.nproc_per_node = args.gpus.count
     counts = [args.nnodes, 1 if args.nproc_per_node is None else args.nproc_per_node]
     if min(counts) < 1 or args.shutdown_timeout < 0 or not 0 <= args.node_rank < args.nnodes:
         parser.error("--nproc-per-node and --nnodes must be 1 or more, and --node-rank below --nnodes")
     if not 0 <= args.master_port < 2**16:
         parser.error("--master-port must be from 1 to 65535")
-    return args, flags[1:] if flags[:1] == ["--"] else flags
+    return args, flags
 
 
 def check_settings(flags: list[str], world_size: int) -> Config:
@@ -277,6 +309,10 @@ def main() -> None:
     config = check_settings(flags, args.nnodes * (args.nproc_per_node or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported in our words
     logging.disable(logging.CRITICAL)  # so are the messages of torch's launcher
+    if args.gpus:
+        if config.device == "cpu":
+            raise SettingsError("--gpus and DEVICE=cpu contradict each other; leave one of them out")
+        gpus.take(args.gpus)
 
     import torch  # only now: it takes seconds, and mistakes in the settings are reported at once
 

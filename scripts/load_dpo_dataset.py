@@ -1,4 +1,8 @@
-"""Prepare preference pairs: read, tokenize, and write them as token shards."""
+"""Prepare preference pairs: read, tokenize, and write them as token shards.
+
+A record has the columns chosen and rejected, texts or lists of messages, and may have a column prompt (text
+or messages); without it the prompt is the beginning that both have. A column system is put in front.
+"""
 
 import sys
 from pathlib import Path
@@ -7,9 +11,5 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data_preparation_utils import run_preparation
 
-RECORDS = """\
-A record has the columns chosen and rejected, texts or lists of messages, and may have a column prompt (text
-or messages); without it the prompt is the beginning that both have. A column system is put in front."""
-
 if __name__ == "__main__":
-    run_preparation("pairs", RECORDS, "The prompt, then between ⟦ and ⟧ the chosen and the rejected answer. ")
+    run_preparation("pairs", __doc__, "The prompt, then between ⟦ and ⟧ the chosen and the rejected answer. ")

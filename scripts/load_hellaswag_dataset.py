@@ -17,7 +17,7 @@ from hellaswag_utils import parse_item
 
 
 def main(argv: list[str]) -> None:
-    parser = FlagParser(prog="python scripts/load_hellaswag_dataset.py", description=__doc__,
+    parser = FlagParser(__doc__, prog="python scripts/load_hellaswag_dataset.py",
                         epilog="Of the settings only HF_TOKEN counts here.")
     for flag, metavar, meaning, default in (
             ("--source", "SOURCE", "a dataset on the hub, or a .jsonl or .parquet file, local or on any "

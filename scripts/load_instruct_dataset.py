@@ -1,4 +1,8 @@
-"""Prepare chats for supervised fine-tuning: read, tokenize, and write them as token shards."""
+"""Prepare chats for supervised fine-tuning: read, tokenize, and write them as token shards.
+
+The columns of a record tell its format: messages [{role, content}], conversations [{from, value}] (ShareGPT),
+instruction, input and output (Alpaca), or prompt and completion. A column system is put in front.
+"""
 
 import sys
 from pathlib import Path
@@ -7,9 +11,5 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from data_preparation_utils import run_preparation
 
-RECORDS = """\
-The columns of a record tell its format: messages [{role, content}], conversations [{from, value}] (ShareGPT),
-instruction, input and output (Alpaca), or prompt and completion. A column system is put in front."""
-
 if __name__ == "__main__":
-    run_preparation("chats", RECORDS, "The tokens between ⟦ and ⟧ are the targets. ")
+    run_preparation("chats", __doc__, "The tokens between ⟦ and ⟧ are the targets. ")

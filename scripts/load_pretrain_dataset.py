@@ -1,4 +1,7 @@
-"""Prepare text for pretraining: read, tokenize, and write it as token shards."""
+"""Prepare text for pretraining: read, tokenize, and write it as token shards.
+
+A record is one document: a row's text, or a file of plain text.
+"""
 
 import sys
 from pathlib import Path
@@ -8,4 +11,4 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data_preparation_utils import run_preparation
 
 if __name__ == "__main__":
-    run_preparation("documents", "A record is one document: a row's text, or a file of plain text.")
+    run_preparation("documents", __doc__)

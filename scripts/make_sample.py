@@ -5,7 +5,6 @@ It needs no network and less than a minute; a second call returns at once. --sto
 smaller one elsewhere.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import show  # noqa: E402
 
@@ -69,8 +69,7 @@ def make(folder: Path, stories: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--stories", type=int, default=STORIES,
                         help="number of training texts; the other numbers follow (default: %(default)s)")
     parser.add_argument("--folder", type=Path, default=ROOT / FOLDER, help=f"to write to (default: {FOLDER})")

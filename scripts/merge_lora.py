@@ -1,12 +1,11 @@
 """Merge LoRA adapters into their base: writes a Hugging Face model folder that gives the same logits.
 
-    python scripts/merge_lora.py runs/my-run/checkpoints/step-00001000 --output models/merged
-    python scripts/merge_lora.py ADAPTER --base models/start --output models/merged --dtype bf16
+    python scripts/merge_lora.py ADAPTER --output models/merged
+    python scripts/merge_lora.py ADAPTER --base models/start --output models/merged
 
 The adapters may be Paddock's or PEFT's. The merged weights are loaded and compared before the folder appears.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from checkpoint.hf_format import (
     weights_sha256,
 )
 from checkpoint.store import MANIFEST, publish, read_state, verify
+from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import show
 from config import ModelConfig
@@ -109,7 +109,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[Path] = None,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("adapter", type=Path, help="a checkpoint of a LoRA run, or PEFT's folder")
     parser.add_argument("--base", type=Path, metavar="FOLDER",
                         help="the base model's folder (default: the one that the adapters name)")

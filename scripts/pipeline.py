@@ -1,13 +1,12 @@
 """Train every stage on the embedded sample, and measure on held-out data what each stage improves.
 
-    python scripts/pipeline.py            (or bash scripts/run_pipeline.sh, which sets up first)
+    python scripts/pipeline.py    (or bash scripts/run_pipeline.sh, which sets up)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
 All flags are passed to every training run. A second call resumes where the first was stopped. The figures are
 written to runs/pipeline/summary.json, and the table with its plots to runs/pipeline/pipeline.md.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -27,12 +26,14 @@ import torch  # noqa: E402
 from checkpoint.hf_format import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
 from checkpoint.tensor_files import read_tensors  # noqa: E402
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
 from model_utils import load_model  # noqa: E402
 from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from settings.load import read_flags  # noqa: E402
 from training.generate import generate  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
@@ -247,9 +248,10 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [settings as for train.py]",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
     _, flags = parser.parse_known_args()
+    if problems := read_flags(flags).layer.problems:
+        raise SettingsError(*problems)
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
     if ranks > 1:  # they share the cores

@@ -1,12 +1,15 @@
-"""Plot a run's metrics.jsonl, with matplotlib: python scripts/plot_run.py runs/NAME [-o FILE.png]"""
+"""Plot a run's metrics.jsonl, with matplotlib.
 
-import argparse
+    python scripts/plot_run.py runs/NAME -o FILE.png
+"""
+
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint.schema import read_entries  # noqa: E402
+from common.command_line import CommandParser
 from common.errors import PaddockError, requires_package, run_script
 from common.text import show  # noqa: E402
 
@@ -56,7 +59,7 @@ def draw(run: Path, output: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(__doc__)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("-o", "--output", type=Path,
                         help="the picture (default: curves.png in the run's folder)")

@@ -1,24 +1,23 @@
 """Replay a step of a run and examine it: its loss beside the ledger's, and which rows are not finite or hard.
 
     python scripts/replay_step.py runs/first --step 512
-    python scripts/replay_step.py runs/first --step 512 --at-checkpoint --rows 10 --compile false
+    python scripts/replay_step.py runs/first --step 512 --rows 10 --compile false
 
 The run's folder is not changed, and the run may continue meanwhile. Further flags change the run's settings.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="counted as on the console")
     parser.add_argument("--rows", type=int, default=3, metavar="N",

@@ -1,5 +1,11 @@
 #!/usr/bin/env bash
-# Train every stage on the embedded sample, each measured before and after; NPROC=2 for two ranks.
+# Set up, and train every stage on the embedded sample, each measured before
+# and after: a quarter of an hour on two CPU cores.
+#
+#   bash scripts/run_pipeline.sh
+#   NPROC=2 bash scripts/run_pipeline.sh    on two ranks
+#
+# All flags are settings, and go to every training run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

@@ -1,5 +1,6 @@
-# Sourced by run.sh and test.sh: puts a Python with the packages of the given requirements files on the PATH.
-# It uses an active environment that has torch, and keeps that torch; otherwise it creates .venv here.
+# Sourced by the other scripts: set_up puts a Python with the packages of the
+# given requirements files on the PATH. It uses an active environment that has
+# torch, and keeps that torch; otherwise it creates .venv here.
 
 set_up() {
     [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_torch || enter_environment .venv
@@ -17,6 +18,14 @@ set_up() {
         touch "$stamp"
     fi
 }
+
+# --help prints the comment at the head of the script that sources this, --version the version.
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) sed -n '/^#!/d; /^[^#]/q; s/^# \{0,1\}//p' "scripts/${0##*/}"; exit ;;
+        --version) sed -n 's/^__version__ = "\(.*\)"/Paddock \1/p' common/__init__.py; exit ;;
+    esac
+done
 
 has_torch() {
     python -c 'import torch' 2>/dev/null

@@ -1,14 +1,16 @@
 """Kill, truncate and corrupt tiny runs for minutes, and check that each ends as an undisturbed run does.
 
-    python scripts/soak.py --kills 20 --flips 20 --seed 1               # about two minutes on two cores
+    python scripts/soak.py --kills 20 --flips 20 --seed 1     # about two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
 
-* Kills: `kill -9` at random times, every second one aimed at a save, of one process, or of one or both of
-  two ranks. The run is resumed, perhaps killed again, and its end must be identical: SHA-256 of the weights
-  and the optimizer state, metrics, ledger and samples.
-* Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of saving and pruning.
-* Bit flips, truncations and deletions of each file of the newest checkpoint, and of each shard. The run must
-  warn, resume from the checkpoint before and end identically; a damaged shard must be refused by name.
+Kills: `kill -9` at random times, every second one aimed at a save, of one process, or of one or both of two
+ranks. The run is resumed, perhaps killed again, and its end must be identical: SHA-256 of the weights and
+the optimizer state, metrics, ledger and samples.
+
+Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of saving and pruning.
+
+Bit flips, truncations and deletions of each file of the newest checkpoint, and of each shard. The run must
+warn, resume from the checkpoint before and end identically; a damaged shard must be refused by name.
 
 Needs no network. The data is made in a temporary folder, which is removed. Exits 0 only if everything held.
 """
@@ -48,6 +50,7 @@ from factories import PATIENCE, UNMEASURED, Job, Prepared, TinyRun, prepare, wit
 from tqdm import tqdm
 
 from checkpoint import store
+from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import duration
 
@@ -326,7 +329,7 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
 
 def main(argv: Optional[list[str]] = None) -> int:
     """Run all trials; 0 only if everything held."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("--kills", type=int, default=20, help="number of kill -9s (default: 20)")
     parser.add_argument("--points", default="all", help="crash points: all, or how many (default: all)")
     parser.add_argument("--flips", type=int, default=20, help="number of flipped bits (default: 20)")

@@ -1,6 +1,13 @@
 #!/usr/bin/env bash
-# Set up and run the tests. Arguments go to pytest: -m slow, -m gpu, -m soak, a file, -k name.
-# A first argument --torch VERSION (2.15.0, or 2.12) runs them with that torch, in a separate environment.
+# Set up and run the tests.
+#
+#   bash scripts/test.sh                            those that are not marked
+#   bash scripts/test.sh -m slow                    or -m gpu, or -m soak
+#   bash scripts/test.sh tests/test_model.py -x
+#   bash scripts/test.sh --torch 2.12               with another torch
+#
+# --torch VERSION (2.15.0, or 2.12 for its newest) comes first, and makes an
+# environment of its own. All other flags are those of pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

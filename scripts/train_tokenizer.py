@@ -1,6 +1,7 @@
 """Train a byte-level BPE tokenizer on your own text and write it in tiktoken's format, for TOKENIZER_PATH.
 
-    python scripts/train_tokenizer.py --vocab-size 32000 --output data/tokenizer.model books/ "news/*.jsonl"
+    python scripts/train_tokenizer.py books/ "news/*.jsonl" --vocab-size 32000 \\
+        --output data/tokenizer.model
 """
 
 import argparse
@@ -9,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import print_safely, show
 from data_pipeline.sources import READABLE, Reading, read_texts, source_of
@@ -17,7 +19,7 @@ from tokenizer import SPECIALS
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(__doc__)
     parser.add_argument("sources", nargs="+", metavar="SOURCE",
                         help=f"files ({READABLE}), folders, globs, URLs, or the name of a dataset on the hub")
     parser.add_argument("--vocab-size", type=int, required=True,

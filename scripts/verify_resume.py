@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from checkpoint.schema import read_entries, read_state_file  # noqa: E402
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import last_line, show  # noqa: E402
 from config import Config  # noqa: E402
@@ -368,8 +369,7 @@ def check_layouts(check: Verification, layouts: list[tuple[int, int]]) -> Iterat
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     """The flags of this script, and the flags for train.py."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=8, metavar="N",
                         help="steps to train; 0 = only --layouts (default: %(default)s)")
     parser.add_argument("--layouts", metavar="RxM,...",

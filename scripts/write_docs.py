@@ -4,7 +4,6 @@
     python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from gpu_suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402, I001
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, run_script  # noqa: E402
 from settings.load import describe_settings  # noqa: E402
 
@@ -172,8 +172,7 @@ def written(value: Any) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(__doc__)
     parser.add_argument("--gpu-results", type=Path, metavar="FILE",
                         help="results.jsonl of scripts/gpu_suite.sh")
     results = parser.parse_args().gpu_results

@@ -13,6 +13,7 @@ import sys
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
 
@@ -20,6 +21,7 @@ from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 from pydantic import ValidationError
 
+from common.command_line import VERSION, filled
 from common.errors import SettingsError
 from common.files import read_text
 from common.text import exit_if_unread, print_safely, printable, show, without_passwords
@@ -301,11 +303,11 @@ def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) ->
     return layers
 
 
-def peek(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """Return the presets, and the environment with `.env`'s exports, for run.sh; nothing is validated."""
+def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings that are given, and the environment with `.env`'s exports; nothing is validated."""
     layers = read_layers(read_flags(argv), os.environ, read_environment(os.environ)[0])
-    preset = next((layer.values["preset"][0] for layer in reversed(layers) if "preset" in layer.values), "")
-    return str(preset), {**exported(layers), **os.environ}
+    values = {name: str(value) for layer in layers for name, (value, _) in layer.values.items()}
+    return values, {**exported(layers), **os.environ}
 
 
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
@@ -441,31 +443,34 @@ def describe_settings() -> Iterator[SettingLine]:
 
 def help_text(usage: str) -> str:
     """Return what --help prints: every setting with its default and meaning."""
-    lines = [usage, "",
-             "Order: defaults < .env < preset < JSON < environment < flags; one named in .env lies below it.",
-             "MAX_STEPS in .env is --max-steps as a flag.", "",
-             "  --preset NAME        one of "
-             f"{', '.join(sorted(file.stem for file in PRESETS_DIR.glob('*.env')))}",
-             "  --config FILE.json   settings from a JSON file, flat or in sections",
-             "  --env-file FILE      settings from this file instead of .env",
-             "  --check              report everything that can be known before the run, and exit"]
-    section = None
-    for line in describe_settings():
-        if line.section != section:
-            section = line.section
-            lines += ["", section]
-        is_secret = line.name.lower() in SECRETS
-        flag = f"{line.name} in .env" if is_secret else f"--{line.name.lower().replace('_', '-')}"
-        lines.append(f"  {flag:<30} [{line.default or 'none'}] {line.meaning}")
+    lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
+             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset that .env names "
+                     "lies below .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
+
+    def add(flag: str, meaning: str) -> None:
+        lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
+
+    presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
+    add("--config FILE.json", "settings from a JSON file, flat or in sections")
+    add("--env-file FILE", "settings from this file instead of .env")
+    add("--check", "report everything that can be known before the run, and exit")
+    add("--version", "show the version and exit")
+    for section, settings in groupby(describe_settings(), key=lambda line: line.section):
+        lines += ["", section]
+        for _, name, default, meaning, _ in settings:
+            is_secret = name.lower() in SECRETS
+            flag = f"{name} in .env" if is_secret else f"--{name.lower().replace('_', '-')}"
+            known = f": {presets}" if name == "PRESET" else ""
+            add(flag, f"{meaning}{known} [{default or 'none'}]")
     return "\n".join(lines)
 
 
 def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
-    """Return the configuration with `.env`'s exports exported; exits after --help or with all mistakes."""
-    if "--help" in argv or "-h" in argv:
+    """Return the configuration with `.env`'s exports exported; exits after --help, --version or mistakes."""
+    if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():
             if first:
-                show(*help_text(usage).split("\n"))
+                show(*(VERSION if "--version" in argv else help_text(usage)).split("\n"))
         raise SystemExit(0)
     try:
         loaded = load_config(argv)

@@ -18,6 +18,7 @@ from common.errors import CheckpointError, requires_package
 from common.files import NotAFileError, plain
 from common.text import duration, print_safely, print_traceback, printable
 from config import Config
+from parallel.gpus import number_of
 
 LOGS = ("metrics", "samples", "ledger")  # the JSON-lines files of a run
 FINISH_SECONDS = 60  # for a tracker at the end of a run
@@ -222,7 +223,7 @@ class RunLog:
 
     def __init__(self, config: Config, rank: int, device_type: str):
         self.config, self.rank = config, rank
-        self.prefix = f"[{'GPU' if device_type == 'cuda' else 'CPU'}{rank}]"
+        self.prefix = f"[{f'GPU{number_of(rank)}' if device_type == 'cuda' else f'CPU{rank}'}]"
         self.on_console = rank == 0 or config.log_all_ranks
         self.early: list[str] = []  # lines that wait for `open`
         self.file: Optional[LineFile] = None

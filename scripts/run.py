@@ -1,0 +1,132 @@
+"""Prepare the data that the settings name, and train: on all GPUs, or on the CPU if there is none.
+
+    python scripts/run.py --preset llama3.2-1b        (bash scripts/run.sh sets up first)
+    python scripts/run.py --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
+    python scripts/run.py --source corpus/ --documents blank
+
+Where PRETRAIN_DATA_PATH (SFT_DATA_PATH, DPO_DATA_PATH) names no prepared set but text or records (a file,
+folder, glob or URL, or a dataset of the hub such as fineweb-edu), these are prepared first. Later runs find
+the set, and continue a preparation that was interrupted. --source names them too. Without .env and any data
+it trains the embedded sample.
+
+The flags are those of train.py, of scripts/launch.py, and of the script that prepares: load_pretrain_dataset,
+load_instruct_dataset or load_dpo_dataset. NPROC=N in the environment starts N ranks. With --check it
+prepares, and checks the run instead of training.
+"""
+
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launch import make_parser  # noqa: E402, I001
+
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import SettingsError, run_script  # noqa: E402
+from common.text import show  # noqa: E402
+from data_pipeline.prepare import describe_prepared  # noqa: E402
+from data_pipeline.shard_reader import KINDS  # noqa: E402
+from data_preparation_utils import OUTPUTS, flag_parser, is_source, prepare_from_flags  # noqa: E402
+from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
+
+KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
+SAMPLE_TEXT = """\
+Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from random
+weights. It takes four to five minutes on two CPU cores, less on a GPU. During training it is asked which of
+four endings fits a story that it has not seen; guessing gives 25 %. At the end it writes stories of its own
+and saves a model folder, from which training can continue."""
+
+
+def with_sample(argv: list[str], names_source: bool) -> list[str]:
+    """Return the flags with the preset of the sample, if they, .env and the environment name no data."""
+    flags, presets = read_flags(argv), peek(argv)[0].get("preset", "").split(",")
+    data = [name for name, _ in KINDS.values() if name.lower() in flags.layer.values or os.environ.get(name)]
+    if not ("sample" in presets or names_source or data or flags.config_files or flags.env_file
+            or os.path.exists(".env")):
+        presets = ["sample", *filter(None, presets)]
+        argv = [*argv, "--preset", ",".join(presets)]
+    if "sample" in presets:
+        show(*SAMPLE_TEXT.splitlines())
+        if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
+            raise SystemExit(code)
+    return argv
+
+
+def flag(name: str) -> str:
+    """Return a setting's flag."""
+    return f"--{name.lower().replace('_', '-')}"
+
+
+def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
+    """Return the number of ranks to start on this machine."""
+    if launching.nproc_per_node or launching.gpus:
+        return launching.nproc_per_node or launching.gpus.count
+    if asked := os.environ.get("NPROC"):
+        if not asked.isdecimal() or not int(asked):
+            raise SettingsError(f"NPROC={asked} must be a number of ranks, 1 or more")
+        return int(asked)
+    if values.get("device") == "cpu":
+        return 1
+    import torch  # which sees the GPUs that the environment variables of .env leave
+
+    return torch.cuda.device_count() or 1
+
+
+def prepared(kind: str, argv: Sequence[str], output: str) -> Path:
+    """Prepare the source that the flags name; return the set's folder."""
+    known = {*Path(output).glob("*")}
+    folder = prepare_from_flags(kind, argv)
+    show(*(["Prepared before:"] if folder in known else describe_prepared(folder).splitlines()),
+         f"{KINDS[kind][0]}={folder}")
+    return folder
+
+
+def main() -> None:
+    CommandParser(__doc__, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
+    os.chdir(ROOT)
+    argv = sys.argv[1:]
+    kind = KIND_OF_STAGE.get(peek(argv)[0].get("training_stage", ""), "documents")
+    setting, parser = KINDS[kind][0], flag_parser(kind, "")
+    how, flags = parser.split(argv)
+    flags = with_sample(flags, bool(how.source or how.mix))
+    launching, settings = make_parser().parse_known_args(flags)
+    values, environ = peek(settings)
+    os.environ.update(environ)
+    ranks = count_ranks(launching, values)
+    world_size = launching.nnodes * ranks
+
+    # Prepare; but all that can be wrong in the settings is found before, as it may take hours.
+    path = os.path.expanduser(values.get(setting.lower(), ""))
+    if how.source or how.mix or path and is_source(kind, path):
+        try:
+            load_config([*settings, flag(setting), OUTPUTS[kind]],
+                        {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
+        except SettingsError as error:
+            exit_with(error)
+        source = [] if how.source or how.mix else ["--source", path]
+        how_flags = [f"{flag(name)}={value}" for name, value in vars(how).items() if value is not None]
+        folder = prepared(kind, [*settings, *how_flags, *source], how.output)
+        flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
+    elif given := [name for name, value in vars(how).items() if value != parser.get_default(name)]:
+        raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, and none is "
+                            "named; give --source too, or leave it out")
+
+    # Train.
+    if read_flags(settings).check:
+        os.environ.setdefault("WORLD_SIZE", str(world_size))
+        command = ["train.py", *settings]
+    elif ranks > 1 or launching != make_parser().parse_args([]):
+        command = ["scripts/launch.py", *([] if launching.gpus else ["--nproc-per-node", str(ranks)]), *flags]
+    else:
+        command = ["train.py", *settings]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+if __name__ == "__main__":
+    run_script(main, "Stopped. The same command continues.")
