@@ -95,6 +95,9 @@ class PreparationConfig(Section):
 class ModelConfig(Section):
     """The shape of the model, and its kernels."""
 
+    depth: Optional[int] = safe(
+        None, "one dial: sets width, heads, batch, steps and rates for so many layers; other settings win",
+        ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
     n_layers: int = fixed(12, "transformer blocks", ge=1, le=65_536)
     n_heads: int = fixed(12, "query heads", ge=1, le=65_536)
@@ -133,6 +136,12 @@ class ModelConfig(Section):
         if self.ffn_dim_multiplier is not None:
             width = int(self.ffn_dim_multiplier * width)
         return max(1, -(-width // self.multiple_of)) * self.multiple_of
+
+    @property
+    def matrix_count(self) -> int:
+        """Number of weights in the matrices of all blocks."""
+        attention = 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
+        return self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
 
 
 class OptimConfig(Section):

@@ -1,4 +1,4 @@
-"""Reading settings: defaults < `.env` < preset < JSON file < environment < flags.
+"""Reading settings: defaults < DEPTH < `.env` < preset < JSON file < environment < flags.
 
 A preset that `.env` itself names lies below `.env`. All mistakes in all layers are reported at once, each
 with its file and line. Nothing is read at import.
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +27,7 @@ from common.files import read_text
 from common.text import exit_if_unread, print_safely, printable, show, without_passwords
 from config import SECRETS, SECTIONS, Config, on_resume, rules
 from parallel.exit_report import first_on_machine
+from settings.depth import settings_of_depth
 
 PRESETS_DIR = Path(__file__).parent / "presets"
 
@@ -336,6 +337,11 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         merged.update(layer.values)
     problems = [problem for layer in layers for problem in layer.problems]
     config, invalid = validate(merged)
+    told = []
+    if config.depth is not None:
+        lowest, told = layer_of_depth(config, merged)
+        merged = lowest | merged
+        config, invalid = validate(merged)
     if config.micro_batch_size == 0:
         rows = max(1, config.rows_per_step // config.world_size)
         config = config.model_copy(update={"micro_batch_size": rows})
@@ -349,8 +355,18 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     if problems:
         raise SettingsError(*problems)
     sources = {name: where for name, (_, where) in merged.items()}
-    return Loaded(config, sources, [*notes(layers, merged, environ)], warnings, flags.check, flags.rest,
-                  exported(layers))
+    told += notes(layers, merged, environ)
+    return Loaded(config, sources, told, warnings, flags.check, flags.rest, exported(layers))
+
+
+def layer_of_depth(config: Config, given: Container[str]) -> tuple[dict[str, tuple[Any, str]], list[str]]:
+    """Return what DEPTH sets, as a layer below all others, and the sentence that tells it."""
+    where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, given)
+    values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
+    kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
+    others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
+    told = f"{where} sets {values or 'nothing'}{others}"
+    return {name: (value, where) for name, value in chosen.items()}, [told]
 
 
 def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],

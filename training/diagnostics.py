@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from checkpoint.tensor_files import write_tensors
 from config import ModelConfig
-from training.memory_estimate import matrix_count
 
 # Dense bf16 TFLOP/s from the vendors' data sheets.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "B200": 2250,
@@ -31,7 +30,7 @@ def flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int:
 
     Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311): 6 N + 12 L H Q T.
     """
-    in_matmuls = matrix_count(config) + vocab_size * config.dim  # with the head; the embedding is a look-up
+    in_matmuls = config.matrix_count + vocab_size * config.dim  # with the head; the embedding is a look-up
     return 6 * in_matmuls + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
 

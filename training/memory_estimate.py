@@ -22,16 +22,10 @@ class MemoryEstimate(NamedTuple):
         return sum(self)
 
 
-def matrix_count(config: ModelConfig) -> int:
-    """Return the number of weights in the matrices of all blocks."""
-    attention = 2 * config.dim * (config.n_heads + config.n_kv_heads) * config.head_dim
-    return config.n_layers * (attention + 3 * config.dim * config.hidden_dim)
-
-
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     """Return the number of weights, without the padding of the vocabulary."""
     norms = (2 * config.n_layers + 1) * config.dim
-    return matrix_count(config) + norms + (1 if config.tie_embeddings else 2) * vocab_size * config.dim
+    return config.matrix_count + norms + (1 if config.tie_embeddings else 2) * vocab_size * config.dim
 
 
 def adapter_count(config: Config) -> int:

@@ -1,0 +1,155 @@
+import math
+from pathlib import Path
+
+import pytest
+from factories import UNMEASURED, TinyRun
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import SettingsError
+from config import Config
+from scripts.measure_depth import above_best
+from settings.depth import settings_of_depth
+from settings.load import PRESETS_DIR, load_config
+
+DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
+DEPTHS = range(1, 65)
+USUAL_WORLDS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    """No test reads the user's own `.env`."""
+    monkeypatch.chdir(tmp_path)
+
+
+def load(*flags, **environ):
+    return load_config(flags, DATA | environ)
+
+
+def sized(depth: int, *flags, **environ) -> Config:
+    return load("--depth", str(depth), *flags, **environ).config
+
+
+@pytest.mark.parametrize("world", USUAL_WORLDS)
+def test_every_depth_is_valid_on_all_usual_numbers_of_ranks_which_read_the_same_rows(world):
+    for depth in DEPTHS:
+        alone, config = sized(depth), sized(depth, "--check", "--world-size", str(world))
+        assert config.accumulation_steps * config.micro_batch_size * world == config.rows_per_step
+        safe = {"micro_batch_size": alone.micro_batch_size, "world_size": 1}
+        assert config.model_copy(update=safe) == alone
+
+
+def test_the_shape_has_the_proportions_of_llama_3():
+    for depth in DEPTHS:
+        config = sized(depth)
+        assert (config.n_layers, config.dim, config.head_dim) == (depth, 64 * depth, 64)
+        assert config.n_heads % config.n_kv_heads == 0 and config.n_heads <= 4 * config.n_kv_heads
+        assert config.hidden_dim % 64 == 0 and 0 <= config.hidden_dim - 8 / 3 * config.dim < 64
+    assert [sized(depth).n_kv_heads for depth in (1, 2, 4, 6, 7, 12, 16, 32)] == [1, 1, 1, 2, 7, 3, 4, 8]
+
+
+def test_a_larger_depth_is_more_of_everything_and_slower():
+    rising = [(c.matrix_count, c.total_batch_size, c.max_seq_len, c.max_steps * c.total_batch_size, -c.learning_rate, -c.init_std)
+              for c in map(sized, DEPTHS)]
+    # An odd depth may have few heads that can share keys, and more parameters than the next one.
+    for even in zip(*rising[1::2]):
+        assert list(even) == sorted(even)
+    for column in zip(*rising[:22]):
+        assert list(column) == sorted(column)
+    for depth in DEPTHS:
+        config = sized(depth)
+        tokens = config.max_steps * config.total_batch_size
+        assert 0 <= tokens - 20 * config.matrix_count < config.total_batch_size  # Hoffmann et al. 2022
+        assert config.warmup_steps <= 2000 and config.warmup_steps <= config.max_steps / 10
+
+
+def test_the_presets_lie_near_the_depth_of_their_width():
+    """A factor of two, in what somebody else chose: GPT-3's and Llama's rates, and batches of half a million tokens."""
+    for preset in ("1.3b", "3b"):
+        theirs = load("--preset", preset).config
+        ours = sized(theirs.dim // 64)
+        assert 0.5 < ours.learning_rate / theirs.learning_rate < 2
+        assert 0.5 < ours.total_batch_size / theirs.total_batch_size < 3
+
+
+def test_a_run_of_yesterday_resumes():
+    """Every formula is part of a run: if this fails, runs that were begun with DEPTH are refused."""
+    assert settings_of_depth(Config(depth=12), ()) == {
+        "n_layers": 12, "dim": 768, "n_heads": 12, "multiple_of": 64, "ffn_dim": 2048, "n_kv_heads": 3, "init_std": 0.02,
+        "max_seq_len": 1024, "total_batch_size": 98304, "micro_batch_size": 24, "max_steps": 15120, "warmup_steps": 1512,
+        "learning_rate": 0.0012}
+
+
+def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
+    Path(".env").write_text("DEPTH=4\nMAX_SEQ_LEN=100\nMULTIPLE_OF=32\n")
+    Path("run.json").write_text('{"max_steps": 500}')
+    loaded = load("--config", "run.json", "--learning-rate", "0.5", INIT_STD="0.1")
+    config = loaded.config
+    assert (config.dim, config.max_seq_len, config.init_std, config.learning_rate) == (256, 100, 0.1, 0.5)
+    assert (config.max_steps, config.warmup_steps, config.ffn_dim) == (500, 50, 704)
+    assert config.total_batch_size % 4800 == 0
+    assert loaded.sources["dim"] == "DEPTH=4" and loaded.sources["max_seq_len"] == ".env:2"
+    assert loaded.notes[0] == (
+        "DEPTH=4 sets N_LAYERS=4, DIM=256, N_HEADS=4, FFN_DIM=704, N_KV_HEADS=1, TOTAL_BATCH_SIZE=14400, MICRO_BATCH_SIZE=144, "
+        "WARMUP_STEPS=50; not MULTIPLE_OF, INIT_STD, MAX_SEQ_LEN, MAX_STEPS, LEARNING_RATE, which are set elsewhere")
+    assert sized(4, "--dim", "512").n_heads == 8
+    theirs = load("--preset", "1.3b").config
+    assert {name: getattr(sized(4, "--preset", "1.3b"), name) for name in ("dim", "hidden_dim", "learning_rate")} == {
+        name: getattr(theirs, name) for name in ("dim", "hidden_dim", "learning_rate")}
+
+
+def test_without_depth_nothing_is_different():
+    assert load("--depth", "none").config == load().config and load("--depth", "none").notes == load().notes
+    assert not any("DEPTH" in preset.read_text() for preset in PRESETS_DIR.glob("*.env"))
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_a_later_stage_gets_the_shape_alone(stage):
+    config = sized(8, TRAINING_STAGE=stage, PRETRAIN_CHECKPOINT="model", **{f"{stage.upper()}_DATA_PATH": "set"})
+    assert (config.n_layers, config.dim, config.max_seq_len) == (8, 512, 1024)
+    assert (config.learning_rate, config.max_steps, config.total_batch_size) == (
+        Config().learning_rate, Config().max_steps, Config().total_batch_size)
+
+
+@pytest.mark.parametrize("depth", ["0", "65", "-1", "2.5", "x", "1e3"])
+def test_a_wrong_depth_is_named(depth):
+    with pytest.raises(SettingsError, match=f"^command line: DEPTH={depth}: input should be"):
+        load("--depth", depth)
+
+
+@given(st.integers(1, 64), st.dictionaries(st.sampled_from(sorted(settings_of_depth(Config(depth=2), ()))),
+                                           st.one_of(st.integers(0, 99), st.integers(0, 2**53)), max_size=4))
+def test_any_other_settings_beside_it_load_or_are_a_settings_error(depth, others):
+    try:
+        config = sized(depth, **{name.upper(): str(value) for name, value in others.items()})
+    except SettingsError:
+        return
+    assert all(getattr(config, name) == value for name, value in others.items() if name != "micro_batch_size" or value)
+
+
+def test_ranks_that_cannot_share_the_rows_are_told_a_size_that_they_can():
+    with pytest.raises(SettingsError, match="try (?P<size>[0-9]+) or") as told:
+        sized(12, "--check", "--world-size", "7")
+    size = str(told.value).rpartition("try ")[2].split()[0]
+    assert sized(12, "--check", "--world-size", "7", "--total-batch-size", size).accumulation_steps > 0
+
+
+def test_a_depth_trains_and_resumes(prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path, DEPTH=2, TOTAL_BATCH_SIZE=768, MAX_STEPS=3, VALIDATE_EVERY=3, SAVE_EVERY=0)
+    for name in ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF", "MICRO_BATCH_SIZE", "LEARNING_RATE", "WARMUP_STEPS"):
+        del run.settings[name]
+    run.settings |= UNMEASURED | {"VALIDATE_EVERY": 3}
+    assert run.train() == 0
+    losses = run.column("val_loss")
+    assert losses[3] < losses[0] - 1 and run.steps_saved() == [3]
+    assert "DEPTH=2 sets N_LAYERS=2, DIM=128, " in capsys.readouterr().out
+    assert run.train(MAX_STEPS=4) == 0 and run.steps_saved() == [3, 4]
+    assert run.train(DEPTH=3, MAX_STEPS=5) == 5 and "DIM was 128, is 192" in capsys.readouterr().err
+
+
+def test_the_measurement_interpolates_between_measured_rates():
+    losses = {1e-3: 4.0, 2e-3: 3.0, 4e-3: 3.5, 8e-3: math.inf}
+    assert [above_best(losses, rate) for rate in (1e-3, 2e-3, 4e-3, math.sqrt(8) * 1e-3, 8e-3)] == [
+        "+1.000", "+0.000", "+0.500", "+0.250", "+inf"]
+    assert above_best(losses, 9e-4) == above_best(losses, 9e-3) == "not measured"
