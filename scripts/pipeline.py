@@ -1,6 +1,6 @@
 """Train every stage on the embedded sample, and measure on held-out data what each stage improves.
 
-    python scripts/pipeline.py    (or bash scripts/run_pipeline.sh, which sets up)
+    python scripts/pipeline.py            (bash scripts/run_pipeline.sh sets up)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
 All flags are passed to every training run. A second call resumes where the first was stopped. The figures are

@@ -1,6 +1,6 @@
 """Prepare the data that the settings name, and train: on all GPUs, or on the CPU if there is none.
 
-    python scripts/run.py --preset llama3.2-1b        (bash scripts/run.sh sets up first)
+    python scripts/run.py --preset llama3.2-1b     (bash scripts/run.sh sets up)
     python scripts/run.py --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
     python scripts/run.py --source corpus/ --documents blank
 
