@@ -181,6 +181,7 @@ def test_gpus_and_a_cpu_are_refused(launcher, monkeypatch, tiny_run):
     monkeypatch.setattr(sys, "argv", ["launch.py", "--gpus=0", *tiny_run().argv(DEVICE="cpu")])
     monkeypatch.setattr(launcher.exit_report, "exit_at_signals", lambda: None)
     monkeypatch.setattr(launcher.logging, "disable", lambda level: None)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as it sets it, but not for good
     with pytest.raises(SettingsError, match="--gpus and DEVICE=cpu contradict each other"):
         launcher.main()
 
