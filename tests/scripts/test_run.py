@@ -75,7 +75,9 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
     assert not project.made, "a user's own data is not the sample"
 
 
-def test_flags_of_the_preparation_are_those_of_its_script(project, tmp_path):
+def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
+    monkeypatch.setattr(project.script.gpus, "choose", lambda *args: None)
+    monkeypatch.setattr(project.script.gpus, "read_gpus", lambda: [])
     Path("t.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 30)
     *command, folder = project.command("--source", "t.txt", "--documents", "blank", "--gpus", "idle:2", "--max_documents=50",
                                        "--max-steps", "2")
@@ -93,17 +95,26 @@ def test_chats_are_prepared_for_their_stage(project):
 @pytest.mark.parametrize(("flags", "reason"), [
     (["--lerning-rate", "1"], "did you mean --learning-rate"), (["--total-batch-size", "7"], "must be a multiple"),
     (["--nproc-per-node", "3"], "must be a multiple"), (["--training-stage", "pre"], "TRAINING_STAGE=pre")])
-def test_mistakes_are_told_before_hours_of_preparation(flags, reason, project, capsys):
+@pytest.mark.parametrize("data", [["--pretrain-data-path", "corpus/*.jsonl"], ["--preset", "sample"]])
+def test_mistakes_are_told_before_hours_of_preparation(flags, reason, data, project, capsys):
     with pytest.raises(SystemExit, match="2"):
-        project.command("--pretrain-data-path", "corpus/*.jsonl", *flags)
-    assert reason in capsys.readouterr().err and not Path("data").exists()
+        project.command(*data, *flags)
+    assert reason in capsys.readouterr().err and not Path("data").exists() and not project.made
+
+
+def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
+    monkeypatch.setattr(project.script.gpus, "read_gpus", lambda: [])
+    with pytest.raises(PaddockError, match="of 0 GPUs 0 are idle"):
+        project.command("--source", "corpus", "--gpus", "idle:2")
+    assert not Path("data").exists()
 
 
 @pytest.mark.parametrize(("flags", "reason"), [
     (["--column", "body"], "--column describes a source to prepare, and none is named"),
     (["--source", "corpus", "--column", "body"], r"text.jsonl:1: .*it has 'text' \(--column\)"),
     (["--source", "corpus", "--mix", "m.json"], "--mix describes its sources itself")])
-def test_what_cannot_be_prepared_is_refused(flags, reason, project):
+def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):
+    os.environ["PRETRAIN_DATA_PATH"] = str(prepared.shards)
     with pytest.raises(PaddockError, match=reason):
         project.command(*flags)
 
@@ -115,13 +126,19 @@ def test_one_rank_is_train_and_several_are_launched(project, prepared, monkeypat
     assert project.command(*data) == ["scripts/launch.py", "--nproc-per-node", "2", *data]
     assert project.command("--nproc-per-node=4", *data)[:4] == ["scripts/launch.py", "--nproc-per-node", "4", "--nproc-per-node=4"]
     assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "2"
+    os.environ["WORLD_SIZE"] = "4"  # to plan for
+    assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "4"
+    os.environ["WORLD_SIZE"] = "3"
+    with pytest.raises(SystemExit, match="2"):
+        project.command(*data, "--check")
+    del os.environ["WORLD_SIZE"]
     os.environ["NPROC"] = "two"
     with pytest.raises(PaddockError, match="NPROC=two must be a number"):
         project.command(*data)
     del os.environ["NPROC"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert project.command(*data) == ["train.py", *data], "DEVICE=cpu"
-    assert project.command(*data, "--device", "auto")[:3] == ["scripts/launch.py", "--nproc-per-node", "8"]
+    assert project.command(*data, "--device", "auto")[:3] == ["scripts/launch.py", "--nproc-per-node", "4"]
 
 
 def test_without_any_data_it_is_the_sample(project, prepared, capsys):
@@ -129,7 +146,7 @@ def test_without_any_data_it_is_the_sample(project, prepared, capsys):
     assert project.command("--device", "cpu") == ["train.py", "--device", "cpu", "--preset", "sample"]
     assert project.made == ["scripts/make_sample.py"] and "made-up world" in capsys.readouterr().out
     assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"]
-    os.environ["PRETRAIN_DATA_PATH"] = str(prepared.shards)
+    os.environ |= {"PRETRAIN_DATA_PATH": str(prepared.shards), "TOKENIZER_PATH": str(prepared.tokenizer)}
     assert project.command("--device", "cpu") == ["train.py", "--device", "cpu"]
 
 
