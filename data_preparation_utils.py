@@ -16,7 +16,6 @@ from pathlib import Path
 
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
-from common.remote import HUB_NAME
 from common.text import is_url, show
 from config import Config
 from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
@@ -201,18 +200,17 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
 
 def is_source(kind: str, path: str) -> bool:
     """Whether a data setting names something to prepare, and no prepared set, token files or missing path."""
-    if is_url(path) or path in NAMES[kind] and not os.path.exists(path):
-        return True
     if os.path.isdir(path):
         inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
         if any(name.endswith((MANIFEST, ".bin", ".npy")) for name in inside):
             return False
-        names = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
+        found = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
     else:
-        names = [path] if os.path.exists(path) else glob(path, recursive=True)
-    owner, _, name = path.partition("/")
-    is_on_hub = not names and name and HUB_NAME.fullmatch(path) and not os.path.exists(owner)
-    return bool(is_on_hub) or any(kind_of(name)[0] for name in names)
+        found = [path] if os.path.exists(path) else glob(path, recursive=True)
+    if not found and source_of(path, NAMES[kind]).name:  # or a missing path
+        owner, _, name = path.partition("/")
+        return path in NAMES[kind] or bool(name) and not os.path.exists(owner)
+    return is_url(path) or any(kind_of(name)[0] for name in found)
 
 
 def run_preparation(kind: str, records: str = "", legend: str = "") -> None:

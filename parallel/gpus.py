@@ -52,8 +52,8 @@ class Gpu(NamedTuple):
 
     def __str__(self) -> str:
         if self.is_partitioned:
-            return f"{self.number} is partitioned (MIG)"
-        return (f"{self.number} has {self.processes} processes, "
+            return f"GPU {self.number} is partitioned (MIG)"
+        return (f"GPU {self.number} has {self.processes} processes, "
                 f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use, is {self.percent} % busy")
 
 

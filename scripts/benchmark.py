@@ -1,8 +1,8 @@
 """Compare the speed of Paddock's training step with its peers': same weights, rows, optimizer and clipping.
 
-    python scripts/benchmark.py --model cpu-4k            # on a CPU, about 8 minutes
+    python scripts/benchmark.py --model cpu-4k            # on a CPU, 8 minutes
     python scripts/benchmark.py --model 174m --blocks 2   # on a GPU
-    python scripts/benchmark.py --model 1b --contenders paddock-causal,hf-compile
+    python scripts/benchmark.py --contenders paddock-causal,hf-compile
 
 Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at it):
     paddock          as train.py runs it: compiled, documents apart in a row
@@ -384,20 +384,25 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("--model", choices=MODELS, default="cpu-4k")
-    parser.add_argument("--contenders", default="paddock,paddock-causal,paddock-eager,hf,hf-compile",
-                        help="the first is ours")
-    parser.add_argument("--blocks", type=int, default=3, help="how often each contender runs")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--fast", action="store_true", help="half of the steps, enough for an unshared GPU")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = torch's default")
-    parser.add_argument("--profile", type=int, default=0, metavar="N",
-                        help="also the first N rows of the profiler for the first contender")
-    parser.add_argument("--seconds", type=float, help="stop after this time")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--probe", action="store_true", help="only measure matmul, copies, attention")
-    parser.add_argument("--run", help=argparse.SUPPRESS)  # one contender, in this process
+    group = parser.add_argument_group("what is compared")
+    group.add_argument("--model", choices=MODELS, default="cpu-4k", metavar="NAME",
+                       help=f"{', '.join(MODELS)} (default: %(default)s)")
+    group.add_argument("--contenders", default="paddock,paddock-causal,paddock-eager,hf,hf-compile",
+                       metavar="NAME,...", help="the first is ours (default: %(default)s)")
+    group.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    group.add_argument("--threads", type=int, default=0, metavar="N", help="on a CPU; 0 = torch's default")
+    group.add_argument("--eager", action="store_true", help="compile nothing")
+    group.add_argument("--run", help=argparse.SUPPRESS)  # one contender, in this process
+    group = parser.add_argument_group("how long")
+    group.add_argument("--blocks", type=int, default=3, metavar="N",
+                       help="how often each contender runs (default: %(default)s)")
+    group.add_argument("--fast", action="store_true", help="half of the steps, enough for an unshared GPU")
+    group.add_argument("--seconds", type=float, metavar="S", help="stop after this time")
+    group = parser.add_argument_group("what else is measured and written")
+    group.add_argument("--profile", type=int, default=0, metavar="N",
+                       help="also the first N rows of the profiler for the first contender")
+    group.add_argument("--probe", action="store_true", help="only measure matmul, copies, attention")
+    group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args()
     if args.probe:
         program = ROOT / "scripts" / "gpu_suite.py"

@@ -1,6 +1,6 @@
 """Compare the speed of every stage of Paddock with itself, TRL and PEFT: same weights, data and optimizer.
 
-    python scripts/benchmark_stages.py                     # on a CPU, 10 minutes
+    python scripts/benchmark_stages.py             # on a CPU, 10 minutes
     python scripts/benchmark_stages.py --groups sft,dpo --json out.json
 
 All contenders of a group share one process and take turns, one training step each, in the order A B B A. The

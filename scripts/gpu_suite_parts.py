@@ -368,7 +368,7 @@ PARTS: dict[str, Callable[[Task], None]] = {
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=PARTS, metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, required=True)

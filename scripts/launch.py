@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.command_line import CommandParser, wrapped
+from common.command_line import CommandParser
 from common.errors import CheckpointError, SettingsError, run_script
 from common.text import print_safely, silence_unread_streams
 from config import Config
@@ -62,8 +62,7 @@ def make_parser() -> CommandParser:
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
                        help="seconds that ranks have to save after a signal (default: %(default)s)")
     group = parser.add_argument_group(
-        "several machines", wrapped("Beside --nnodes, MASTER_ADDR, MASTER_PORT and NODE_RANK in the "
-                                    "environment stand for the other three."))
+        "several machines", "With --nnodes, the environment may give NODE_RANK, MASTER_ADDR, MASTER_PORT.")
     group.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
     group.add_argument("--node-rank", "--node_rank", type=int, metavar="R",
                        help="the number of this machine, from 0")

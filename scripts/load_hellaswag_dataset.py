@@ -13,7 +13,6 @@ from common.errors import DataError, local_path, run_script
 from common.text import show
 from data_pipeline.sources import Reading, read_records, source_of
 from data_preparation_utils import FlagParser, some_text
-from hellaswag_utils import parse_item
 
 
 def main(argv: list[str]) -> None:
@@ -48,6 +47,8 @@ def main(argv: list[str]) -> None:
 
 def write_items(records, path: Path) -> int:
     """Write records, checked as HellaSwag items, one per line; return their number."""
+    from hellaswag_utils import parse_item  # here, because torch's import takes seconds
+
     count = 0
     with open(path, "w", encoding="utf-8") as file:
         for where, record in records:

@@ -1,7 +1,7 @@
 """Merge LoRA adapters into their base: writes a Hugging Face model folder that gives the same logits.
 
     python scripts/merge_lora.py ADAPTER --output models/merged
-    python scripts/merge_lora.py ADAPTER --base models/start --output models/merged
+    python scripts/merge_lora.py ADAPTER --base models/start --output FOLDER
 
 The adapters may be Paddock's or PEFT's. The merged weights are loaded and compared before the folder appears.
 """

@@ -1,6 +1,6 @@
 """Train every stage on the embedded sample, and measure on held-out data what each stage improves.
 
-    python scripts/pipeline.py    (or bash scripts/run_pipeline.sh, which sets up)
+    python scripts/pipeline.py            (bash scripts/run_pipeline.sh sets up)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
 All flags are passed to every training run. A second call resumes where the first was stopped. The figures are
@@ -20,20 +20,34 @@ from statistics import mean, stdev
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
+from settings.load import read_flags  # noqa: E402
+
+
+def parse_args() -> list[str]:
+    """Return the settings for every training run. Raises SettingsError for an unknown one."""
+    parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
+    _, flags = parser.parse_known_args()
+    if problems := read_flags(flags).layer.problems:
+        raise SettingsError(*problems)
+    return flags
+
+
+if __name__ == "__main__":
+    run_script(parse_args)  # before torch, whose import takes seconds
+
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from checkpoint.hf_format import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
 from checkpoint.tensor_files import read_tensors  # noqa: E402
-from common.command_line import CommandParser  # noqa: E402
-from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
 from model_utils import load_model  # noqa: E402
 from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
-from settings.load import read_flags  # noqa: E402
 from training.generate import generate  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
@@ -248,10 +262,7 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 
 
 def main() -> None:
-    parser = CommandParser(__doc__, usage="%(prog)s [settings as for train.py]", allow_abbrev=False)
-    _, flags = parser.parse_known_args()
-    if problems := read_flags(flags).layer.problems:
-        raise SettingsError(*problems)
+    flags = parse_args()
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
     if ranks > 1:  # they share the cores

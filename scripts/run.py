@@ -1,6 +1,6 @@
 """Prepare the data that the settings name, and train: on all GPUs, or on the CPU if there is none.
 
-    python scripts/run.py --preset llama3.2-1b        (bash scripts/run.sh sets up first)
+    python scripts/run.py --preset llama3.2-1b     (bash scripts/run.sh sets up)
     python scripts/run.py --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
     python scripts/run.py --source corpus/ --documents blank
 
@@ -32,6 +32,7 @@ from common.text import show  # noqa: E402
 from data_pipeline.prepare import describe_prepared  # noqa: E402
 from data_pipeline.shard_reader import KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, flag_parser, is_source, prepare_from_flags  # noqa: E402
+from parallel import gpus  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
 
 KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
@@ -43,18 +44,13 @@ and saves a model folder, from which training can continue."""
 
 
 def with_sample(argv: list[str], names_source: bool) -> list[str]:
-    """Return the flags with the preset of the sample, if they, .env and the environment name no data."""
+    """Return the flags, with the preset of the sample if they, .env and the environment name no data."""
     flags, presets = read_flags(argv), peek(argv)[0].get("preset", "").split(",")
     data = [name for name, _ in KINDS.values() if name.lower() in flags.layer.values or os.environ.get(name)]
-    if not ("sample" in presets or names_source or data or flags.config_files or flags.env_file
-            or os.path.exists(".env")):
-        presets = ["sample", *filter(None, presets)]
-        argv = [*argv, "--preset", ",".join(presets)]
-    if "sample" in presets:
-        show(*SAMPLE_TEXT.splitlines())
-        if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
-            raise SystemExit(code)
-    return argv
+    has_own = data or names_source or flags.config_files or flags.env_file or os.path.exists(".env")
+    if has_own or "sample" in presets:
+        return argv
+    return [*argv, "--preset", ",".join(["sample", *filter(None, presets)])]
 
 
 def flag(name: str) -> str:
@@ -98,32 +94,42 @@ def main() -> None:
     values, environ = peek(settings)
     os.environ.update(environ)
     ranks = count_ranks(launching, values)
-    world_size = launching.nnodes * ranks
+    planned = {"RANK": "0", "WORLD_SIZE": str(launching.nnodes * ranks)}
+    if is_check := read_flags(settings).check:
+        planned = {"WORLD_SIZE": os.environ.get("WORLD_SIZE") or planned["WORLD_SIZE"]}
 
-    # Prepare; but all that can be wrong in the settings is found before, as it may take hours.
+    # All that can be wrong in the settings is found before the preparation, which may take hours.
     path = os.path.expanduser(values.get(setting.lower(), ""))
-    if how.source or how.mix or path and is_source(kind, path):
-        try:
-            load_config([*settings, flag(setting), OUTPUTS[kind]],
-                        {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
-        except SettingsError as error:
-            exit_with(error)
+    to_prepare = how.source or how.mix or path and is_source(kind, path)
+    try:
+        load_config([*settings, *([flag(setting), OUTPUTS[kind]] if to_prepare else [])],
+                    os.environ | (planned if is_check or planned["WORLD_SIZE"] != "1" else {}))
+    except SettingsError as error:
+        exit_with(error)
+    given = [name for name, value in vars(how).items() if value != parser.get_default(name)]
+    if given and not to_prepare:
+        raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, and none is "
+                            "named; give --source too, or leave it out")
+    if launching.gpus:
+        gpus.choose(launching.gpus, gpus.read_gpus(), os.environ.get(gpus.VISIBLE))
+
+    # Prepare.
+    if "sample" in values.get("preset", "").split(","):
+        show(*SAMPLE_TEXT.splitlines())
+        if code := subprocess.run([sys.executable, "scripts/make_sample.py"]).returncode:
+            raise SystemExit(code)
+    if to_prepare:
         source = [] if how.source or how.mix else ["--source", path]
         how_flags = [f"{flag(name)}={value}" for name, value in vars(how).items() if value is not None]
         folder = prepared(kind, [*settings, *how_flags, *source], how.output)
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
-    elif given := [name for name, value in vars(how).items() if value != parser.get_default(name)]:
-        raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, and none is "
-                            "named; give --source too, or leave it out")
 
     # Train.
-    if read_flags(settings).check:
-        os.environ.setdefault("WORLD_SIZE", str(world_size))
-        command = ["train.py", *settings]
+    command = ["train.py", *settings]
+    if is_check:
+        os.environ.update(planned)
     elif ranks > 1 or launching != make_parser().parse_args([]):
         command = ["scripts/launch.py", *([] if launching.gpus else ["--nproc-per-node", str(ranks)]), *flags]
-    else:
-        command = ["train.py", *settings]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *command])
 

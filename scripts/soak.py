@@ -1,6 +1,6 @@
 """Kill, truncate and corrupt tiny runs for minutes, and check that each ends as an undisturbed run does.
 
-    python scripts/soak.py --kills 20 --flips 20 --seed 1     # about two minutes
+    python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
 
 Kills: `kill -9` at random times, every second one aimed at a save, of one process, or of one or both of two

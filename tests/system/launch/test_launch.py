@@ -88,6 +88,15 @@ def told_seconds(run: TinyRun) -> float:
 # ------------------------------------------------------------------------------ how it is started
 
 
+@pytest.fixture(scope="module")
+def launcher():
+    """scripts/launch.py as a module."""
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "scripts" / "launch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_a_mistake_in_the_settings_is_told_once_and_at_once(tiny_run):
     run = tiny_run()
     with launch(run, LERNING_RATE=3) as command:
@@ -120,6 +129,61 @@ def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_p
 def test_its_own_flags_are_looked_at(flags):
     result = subprocess.run([sys.executable, "scripts/launch.py", *flags], cwd=ROOT, text=True, capture_output=True)
     assert result.returncode == 2 and "error: --n" in result.stderr
+
+
+def parsed(launcher, monkeypatch, *flags: str, **environ: str) -> tuple[Namespace, list[str]]:
+    monkeypatch.setattr(sys, "argv", ["launch.py", *flags])
+    for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    return launcher.parse_args()
+
+
+@pytest.mark.parametrize("flags", [["--nproc_per_node", "2", "train.py"], ["--nproc-per-node=2", str(ROOT / "train.py")],
+                                   ["--nproc-per-node", "2", "--"], ["--gpus", "3,5"], ["--gpus=idle:2", "train.py"]])
+def test_the_script_may_be_named_and_gpus_count_as_ranks(flags, launcher, monkeypatch, tmp_path):
+    args, rest = parsed(launcher, monkeypatch, *flags, "--max-steps", "3")
+    assert args.nproc_per_node == 2 and rest == ["--max-steps", "3"]
+    monkeypatch.chdir(tmp_path)
+    assert parsed(launcher, monkeypatch, *flags, "--debug") == (args, ["--debug"])
+
+
+@pytest.mark.parametrize("script", ["other.py", "train.py"])
+def test_another_script_is_refused(script, launcher, monkeypatch, tmp_path, capsys):
+    (tmp_path / script).write_text("print('mine')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        parsed(launcher, monkeypatch, script)
+    assert f"{script} is not Paddock's train.py" in capsys.readouterr().err
+
+
+def test_several_machines_may_be_named_in_the_environment(launcher, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    environ = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+    def place(*flags: str, **environ: str) -> tuple:
+        args, _ = parsed(launcher, monkeypatch, *flags, **environ)
+        return args.node_rank, args.master_addr, args.master_port
+
+    assert place("--nnodes=2", **environ) == (1, "10.0.0.1", 29500)
+    assert place("--nnodes=2", "--node-rank=0", "--master-port=7", **environ) == (0, "10.0.0.1", 7)
+    assert place(**environ) == (0, None, 0), "a single machine listens at loopback, whatever a cluster exports"
+    Path(".env").write_text("MASTER_ADDR=10.0.0.2\nMASTER_PORT=5\n")
+    assert place("--nnodes=2") == (0, "10.0.0.2", 5)
+    assert place("--nnodes=2", **environ) == (1, "10.0.0.1", 29500)
+    with pytest.raises(SystemExit, match="2"):
+        place("--nnodes=2", MASTER_PORT="here")
+    assert "--master-port/--master_port: invalid int value: 'here'" in capsys.readouterr().err
+
+
+def test_gpus_and_a_cpu_are_refused(launcher, monkeypatch, tiny_run):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--gpus=0", *tiny_run().argv(DEVICE="cpu")])
+    monkeypatch.setattr(launcher.exit_report, "exit_at_signals", lambda: None)
+    monkeypatch.setattr(launcher.logging, "disable", lambda level: None)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as it sets it, but not for good
+    with pytest.raises(SettingsError, match="--gpus and DEVICE=cpu contradict each other"):
+        launcher.main()
 
 
 def test_a_port_that_is_taken_is_told(tiny_run):
@@ -274,15 +338,6 @@ def test_a_launcher_that_died_before_it_was_looked_for_is_noticed(tiny_run):
 # ---------------------------------------------------------------------------- folders and endings
 
 
-@pytest.fixture(scope="module")
-def launcher():
-    """scripts/launch.py as a module."""
-    spec = importlib.util.spec_from_file_location("launch", ROOT / "scripts" / "launch.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "20261121-000000")
     with ExitStack() as held:
@@ -344,7 +399,7 @@ def test_a_signal_at_any_moment_is_a_save_and_143(what, moment, whole_on_two_ran
         assert not run.steps_saved(), "before the first step there is nothing to save"
     else:
         assert run.steps_saved()[-1] == MOMENTS[moment][3] and "steps are saved" in command.text()
-    with launch(run, "--") as command:
+    with launch(run, "train.py") as command:  # as torchrun is called
         assert command.wait() == 0, command.text()
     older_torch = "warning: this torch kills ranks"
     assert all(line.startswith(("[CPU0] ", older_torch)) for line in command.text().splitlines()), "a line that is no rank's"

@@ -1,0 +1,155 @@
+"""GPUs are chosen as asked, from those that are there, visible and not partitioned."""
+
+import inspect
+import os
+import sys
+from argparse import ArgumentTypeError
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from common.errors import SettingsError
+from parallel import gpus
+from parallel.gpus import Gpu, Wanted, choose
+
+GIB = 2**30
+
+
+class NVMLError(Exception):
+    """As pynvml's."""
+
+
+class NVMLError_NotSupported(NVMLError):  # noqa: N801
+    """As pynvml's."""
+
+
+# What nvidia-smi shows of a machine: processes, GiB in use, percent, partitioned.
+MACHINE = [(0, 1, 0, False), (2, 40, 98, False), (0, 1, 3, False), (0, 70, 0, False), (0, 1, 55, False), (0, 1, 0, True)]
+
+
+class Pynvml(ModuleType):
+    """NVML's functions that are used, with the signatures of nvidia-ml-py, for MACHINE."""
+
+    NVMLError, NVMLError_NotSupported = NVMLError, NVMLError_NotSupported
+
+    def __init__(self, fails: str = ""):
+        super().__init__("pynvml")
+        self.is_open, self.fails = False, fails
+
+    def nvmlInit(self):
+        if self.fails == "nvmlInit":
+            raise NVMLError("NVML Shared Library Not Found")
+        self.is_open = True
+
+    def nvmlShutdown(self):
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self):
+        assert self.is_open
+        return len(MACHINE)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return MACHINE[index]
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{MACHINE.index(handle)}0f3"
+
+    def nvmlDeviceGetMemoryInfo(self, handle, version=None):
+        return SimpleNamespace(total=80 * GIB, free=(80 - handle[1]) * GIB, used=handle[1] * GIB)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        if self.fails == "nvmlDeviceGetUtilizationRates":
+            raise NVMLError_NotSupported("Not Supported")
+        return SimpleNamespace(gpu=handle[2], memory=0)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):
+        return [SimpleNamespace(pid=1, usedGpuMemory=None)] * handle[0]
+
+    def nvmlDeviceGetMigMode(self, device):
+        return [int(device[3]), int(device[3])]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A function that puts a machine with NVML in place of this one."""
+    def install(fails: str = "") -> Pynvml:
+        module = Pynvml(fails)
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        return module
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    return install
+
+
+def test_the_stub_has_the_signatures_of_nvidia_ml_py():
+    real = pytest.importorskip("pynvml")
+    for name, function in vars(Pynvml).items():
+        if name.startswith("nvml"):
+            theirs = inspect.signature(getattr(real, name)).parameters
+            assert [*inspect.signature(function).parameters][1:] == [*theirs], name
+    assert issubclass(real.NVMLError_NotSupported, real.NVMLError)
+
+
+def test_every_gpu_is_read_as_it_is(nvml):
+    module = nvml()
+    found = gpus.read_gpus()
+    assert not module.is_open
+    assert found[1] == Gpu(1, "GPU-10f3", False, 2, 40 * GIB, 80 * GIB, 98)
+    assert [gpu.number for gpu in found if gpu.is_idle] == [0, 2]
+    nvml("nvmlDeviceGetUtilizationRates")  # as on some cards
+    assert [gpu.number for gpu in gpus.read_gpus() if gpu.is_idle] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(("asked", "visible", "taken"), [
+    ("idle:2", None, [0, 2]), ("idle:1", "2,1", [2]), ("idle:1", "GPU-20", [2]), ("3,1", None, [3, 1]), ("4", " 1, 4", [4])])
+def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeypatch):
+    nvml()
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpus.take(Wanted.parse(asked))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, taken))
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert len(taken) == Wanted.parse(asked).count
+    assert [gpus.number_of(rank) for rank in range(len(taken))] == taken
+
+
+@pytest.mark.parametrize(("asked", "visible", "reason"), [
+    ("idle:3", None, "idle:3: of 6 GPUs 2 are idle (GPU 1 has 2 processes, 40.0 of 80 GiB in use, is 98 % busy; GPU 3 has 0"),
+    ("idle:1", "1", "of 1 GPUs 0 are idle (GPU 1 has "), ("idle:1", "", "of 0 GPUs 0 are idle; wait"),
+    ("6", None, "there is no GPU 6 in this machine; choose from 0, 1, 2, 3, 4, 5"),
+    ("1,2", "0,2", "there is no GPU 1 in CUDA_VISIBLE_DEVICES=0,2; choose from 0, 2"),
+    ("5", None, "GPU 5 is partitioned (MIG); set CUDA_VISIBLE_DEVICES to the UUID"),
+    ("idle:1", "MIG-7,1", "CUDA_VISIBLE_DEVICES=MIG-7,1 names parts of them; leave --gpus out")])
+def test_what_cannot_be_taken_is_refused_with_the_reason(asked, visible, reason, nvml):
+    nvml()
+    with pytest.raises(SettingsError) as refused:
+        choose(Wanted.parse(asked), gpus.read_gpus(), visible)
+    assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "idle", "idle:0", "idle:-1", "idle:x", "3,", "3,3", "03,3", "a", "-1", "1.5", "all"])
+def test_what_means_nothing_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="such as 3,5, or idle:2"):
+        Wanted.parse(text)
+
+
+def test_without_nvml_it_is_told_what_to_do(nvml, monkeypatch):
+    nvml("nvmlInit")
+    with pytest.raises(SettingsError, match="NVML Shared Library Not Found.*check that nvidia-smi works"):
+        gpus.read_gpus()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(SettingsError, match="pip install nvidia-ml-py"):
+        gpus.read_gpus()
+
+
+@pytest.mark.parametrize(("environ", "numbers"), [
+    ({}, [0, 1]), ({"CUDA_VISIBLE_DEVICES": "3,5"}, [3, 5]), ({"CUDA_VISIBLE_DEVICES": "MIG-1,GPU-2"}, [0, 1]),
+    ({"CUDA_VISIBLE_DEVICES": "3,5", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, [3, 5]), ({"CUDA_VISIBLE_DEVICES": "3"}, [3, 1]),
+    ({"CUDA_VISIBLE_DEVICES": "3,5", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, [0, 1])])  # two machines may both have a 3
+def test_a_ranks_gpu_is_called_by_its_number_if_that_is_known(environ, numbers, monkeypatch):
+    for name in ("CUDA_VISIBLE_DEVICES", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert [gpus.number_of(rank) for rank in (0, 1)] == numbers

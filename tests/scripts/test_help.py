@@ -1,0 +1,109 @@
+"""Every command explains itself in 80 columns, says its version, and does nothing else then."""
+
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+from common import __version__
+from common.command_line import HELP_COLUMNS
+from parallel.exit_report import STOP_SIGNALS
+
+PYTHON = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "\nif __name__ ==" in path.read_text()]
+SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name != "setup.sh"]
+TRAIN = ROOT / "train.py"
+
+
+def files() -> set[tuple[str, int]]:
+    """Everything that a command might write into, with its time."""
+    return {(str(path), path.stat().st_mtime_ns) for folder in ROOT.glob("[!.]*") for path in (folder, *folder.glob("*"))
+            if "__pycache__" not in str(path)}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs a Python script in this process; returns its exit code and what it printed."""
+    environ, path = dict(os.environ), list(sys.path)
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.syspath_prepend(ROOT / "scripts")  # as python does with a script's folder
+
+    def run(script: Path, *flags: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [str(script), *flags])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        return ended.value.code, capsys.readouterr().out
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("script", [TRAIN, *PYTHON], ids=lambda path: path.name)
+def test_a_script_explains_itself_and_says_its_version(script, run):
+    before = files()
+    code, text = run(script, "--help")
+    assert code == 0 and "usage:" in text and "--version" in text and script.name in text
+    assert [line for line in text.splitlines() if len(line) > HELP_COLUMNS] == []
+    assert run(script, "--version") == (0, f"Paddock {__version__}\n")
+    assert files() == before
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A copy of the shell scripts, where calling a Python is noted."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("*.py", "sample", "__pycache__"))
+    (tmp_path / "common").mkdir()
+    shutil.copy(ROOT / "common" / "__init__.py", tmp_path / "common")
+    for name in ("python", "python3", "ip"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/called\n')
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def bash(project: Path, script: str, *flags: str) -> subprocess.CompletedProcess:
+    """Run a copied script from elsewhere."""
+    return subprocess.run(["bash", f"../scripts/{script}", *flags], cwd=project / "bin", text=True, capture_output=True,
+                          env={**os.environ, "PATH": f"{project / 'bin'}:{os.environ['PATH']}"})
+
+
+@pytest.mark.parametrize("script", [path.name for path in SHELL])
+def test_a_shell_script_explains_itself_without_doing_anything(script, project):
+    if script == "gpu_suite.sh":  # the help is that of gpu_suite.py, which needs no package
+        assert bash(project, script, "--help").returncode == 0
+        assert (project / "called").read_text().endswith("gpu_suite.py --help\n")
+        return
+    before = sorted(project.rglob("*"))
+    for flags in (("--help",), ("-h",), ("--max-steps", "3", "--help")):
+        done = bash(project, script, *flags)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert f"bash scripts/{script}" in done.stdout and max(map(len, done.stdout.splitlines())) <= HELP_COLUMNS
+        assert not re.search("^#|set -", done.stdout, re.MULTILINE)
+    assert bash(project, script, "--version").stdout == f"Paddock {__version__}\n"
+    assert sorted(project.rglob("*")) == before
+
+
+def test_a_script_without_flags_refuses_some(project):
+    done = bash(project, "two_nodes.sh", "--processes", "2")
+    assert done.returncode == 2 and "unknown flag --processes; --help" in done.stderr and not (project / "called").exists()
+
+
+def test_the_help_needs_no_torch():
+    code = "import runpy, sys\nsys.path.insert(0, 'scripts')\nsys.argv[1:] = ['--help']\nfor script in {}:\n    try:\n        runpy.run_path(script, run_name='__main__')" \
+           "\n    except SystemExit:\n        assert 'torch' not in sys.modules, script"
+    fast = [str(path) for path in (TRAIN, *PYTHON) if path.name in ("train.py", "run.py", "launch.py", "make_sample.py", "pipeline.py")
+            or path.name.startswith(("load_", "train_tok", "verify", "replay", "plot", "write", "gpu_suite", "benchmark.py"))]
+    assert len(fast) == 17
+    done = subprocess.run([sys.executable, "-c", code.format(fast)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,187 @@
+"""run.sh prepares what the settings name, once, and starts train.py or the launcher with it."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from commands import ROOT
+from factories import argv_of
+
+from common.errors import PaddockError
+from data_pipeline.shard_reader import MANIFEST
+from data_preparation_utils import is_source, prepare_from_flags
+from settings.load import load_config
+
+
+class Executed(Exception):
+    """The process became another command."""
+
+
+@pytest.fixture
+def project(prepared, tmp_path, monkeypatch):
+    """A user's folder with a text, and a function that gives the command that run.py becomes there."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    spec = importlib.util.spec_from_file_location("run", ROOT / "scripts" / "run.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    made = []
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script.subprocess, "run", lambda command: made.append(command[1]) or SimpleNamespace(returncode=0))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in ("NPROC", "WORLD_SIZE", "PRETRAIN_DATA_PATH"):
+        os.environ.pop(name, None)
+
+    def become(program: str, command: list[str]) -> None:
+        assert program == command[0] == sys.executable
+        raise Executed(*command[1:])
+
+    monkeypatch.setattr(os, "execv", become)
+
+    def command(*flags: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["run.py", *flags])
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        with pytest.raises(Executed) as executed:
+            script.main()
+        return list(executed.value.args)
+
+    monkeypatch.chdir(tmp_path)
+    settings = prepared.settings() | {"PREPARATION_WORKERS": 1, "VALIDATION_FRACTION": 0.1}
+    Path(".env").write_text("".join(f"{name}={value}\n" for name, value in settings.items() if name != "PRETRAIN_DATA_PATH"))
+    Path("corpus").mkdir()
+    Path("corpus/text.jsonl").write_bytes((prepared.shards.parents[1] / "text.jsonl").read_bytes())
+    return SimpleNamespace(command=command, script=script, made=made)
+
+
+def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepared, capsys):
+    with open(".env", "a") as env:
+        env.write("PRETRAIN_DATA_PATH=corpus\n")
+    command = project.command("--max-steps", "2")
+    assert command[:3] == ["train.py", "--max-steps", "2"]
+    config = load_config(command[1:]).config
+    folder = Path(config.pretrain_data_path)
+    assert folder.parent == Path("data/pretrain") and config.max_steps == 2
+    assert (folder / "train-00000.bin").read_bytes() == (prepared.shards / "train-00000.bin").read_bytes()
+    assert "Example 1: " in capsys.readouterr().out
+    assert project.command("--max-steps", "2") == command
+    assert capsys.readouterr().out == f"Prepared before:\nPRETRAIN_DATA_PATH={folder}\n"
+    assert project.command(f"--pretrain-data-path={folder}") == ["train.py", f"--pretrain-data-path={folder}"]
+    assert not project.made, "a user's own data is not the sample"
+
+
+def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
+    monkeypatch.setattr(project.script.gpus, "choose", lambda *args: None)
+    monkeypatch.setattr(project.script.gpus, "read_gpus", lambda: [])
+    Path("t.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 30)
+    *command, folder = project.command("--source", "t.txt", "--documents", "blank", "--gpus", "idle:2", "--max_documents=50",
+                                       "--max-steps", "2")
+    assert command == ["scripts/launch.py", "--gpus", "idle:2", "--max-steps", "2", "--pretrain-data-path"]
+    again = prepare_from_flags("documents", ["--source=t.txt", "--documents=blank", "--max-documents=50"])
+    assert Path(folder) == again
+
+
+def test_chats_are_prepared_for_their_stage(project):
+    Path("chats.jsonl").write_text('{"prompt": "cat?", "completion": "hen"}\n' * 9)
+    command = project.command("--training-stage", "sft", "--random-init", "--sft-data-path", "*.jsonl", "--validation-fraction=0")
+    assert command[-2] == "--sft-data-path" and (Path(command[-1]) / MANIFEST).is_file() and command[-1].startswith("data/sft/")
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    (["--lerning-rate", "1"], "did you mean --learning-rate"), (["--total-batch-size", "7"], "must be a multiple"),
+    (["--nproc-per-node", "3"], "must be a multiple"), (["--training-stage", "pre"], "TRAINING_STAGE=pre")])
+@pytest.mark.parametrize("data", [["--pretrain-data-path", "corpus/*.jsonl"], ["--preset", "sample"]])
+def test_mistakes_are_told_before_hours_of_preparation(flags, reason, data, project, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        project.command(*data, *flags)
+    assert reason in capsys.readouterr().err and not Path("data").exists() and not project.made
+
+
+def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
+    monkeypatch.setattr(project.script.gpus, "read_gpus", lambda: [])
+    with pytest.raises(PaddockError, match="of 0 GPUs 0 are idle"):
+        project.command("--source", "corpus", "--gpus", "idle:2")
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize(("flags", "reason"), [
+    (["--column", "body"], "--column describes a source to prepare, and none is named"),
+    (["--source", "corpus", "--column", "body"], r"text.jsonl:1: .*it has 'text' \(--column\)"),
+    (["--source", "corpus", "--mix", "m.json"], "--mix describes its sources itself")])
+def test_what_cannot_be_prepared_is_refused(flags, reason, project, prepared):
+    os.environ["PRETRAIN_DATA_PATH"] = str(prepared.shards)
+    with pytest.raises(PaddockError, match=reason):
+        project.command(*flags)
+
+
+def test_one_rank_is_train_and_several_are_launched(project, prepared, monkeypatch):
+    data = ["--pretrain-data-path", str(prepared.shards)]
+    assert project.command(*data) == ["train.py", *data]
+    os.environ["NPROC"] = "2"
+    assert project.command(*data) == ["scripts/launch.py", "--nproc-per-node", "2", *data]
+    assert project.command("--nproc-per-node=4", *data)[:4] == ["scripts/launch.py", "--nproc-per-node", "4", "--nproc-per-node=4"]
+    assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "2"
+    os.environ["WORLD_SIZE"] = "4"  # to plan for
+    assert project.command(*data, "--check") == ["train.py", *data, "--check"] and os.environ["WORLD_SIZE"] == "4"
+    os.environ["WORLD_SIZE"] = "3"
+    with pytest.raises(SystemExit, match="2"):
+        project.command(*data, "--check")
+    del os.environ["WORLD_SIZE"]
+    os.environ["NPROC"] = "two"
+    with pytest.raises(PaddockError, match="NPROC=two must be a number"):
+        project.command(*data)
+    del os.environ["NPROC"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert project.command(*data) == ["train.py", *data], "DEVICE=cpu"
+    assert project.command(*data, "--device", "auto")[:3] == ["scripts/launch.py", "--nproc-per-node", "4"]
+
+
+def test_without_any_data_it_is_the_sample(project, prepared, capsys):
+    Path(".env").unlink()
+    assert project.command("--device", "cpu") == ["train.py", "--device", "cpu", "--preset", "sample"]
+    assert project.made == ["scripts/make_sample.py"] and "made-up world" in capsys.readouterr().out
+    assert project.command("--preset", "debug", "--device=cpu")[-2:] == ["--preset", "sample,debug"]
+    os.environ |= {"PRETRAIN_DATA_PATH": str(prepared.shards), "TOKENIZER_PATH": str(prepared.tokenizer)}
+    assert project.command("--device", "cpu") == ["train.py", "--device", "cpu"]
+
+
+NOT = {"a prepared set": "set", "a folder of them": "sets", "token files": "tokens", "nanoGPT's folder": "nano", "a file of tokens":
+       "tokens/train.bin", "a glob of them": "tokens/*.bin", "a missing path": "corpos/x.txt", "a missing set": "sets/typo",
+       "a word": "corpos", "an empty folder": "empty", "nothing": "*.jsonl", "no records": "set/train-00000.bin"}
+IS = {"a folder": "text", "a file": "text/deep/a.txt", "packed": "z.jsonl.gz", "a glob": "text/*/*.txt", "a shortcut": "c4",
+      "of the hub": "HuggingFaceFW/fineweb-edu", "a URL": "s3://bucket/x.parquet"}
+
+
+@pytest.mark.parametrize(("name", "expected"), [*((name, False) for name in NOT), *((name, True) for name in IS)])
+def test_what_is_to_be_prepared_is_told_from_what_is(name, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file in ("set/manifest.json", "set/train-00000.bin", "sets/0123/manifest.json", "sets/4567/manifest.json", "tokens/train.bin",
+                 "nano/input.txt", "nano/train.bin", "text/deep/a.txt", "z.jsonl.gz", "empty/.known-files.json", "text/.env"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).touch()
+    assert is_source("documents", {**NOT, **IS}[name]) is expected
+
+
+@pytest.mark.slow
+def test_the_command_itself_resumes_an_interrupted_preparation(prepared, tmp_path):
+    """Ctrl-C while it prepares; the same command then prepares the rest and trains."""
+    line = '{"text": "The hen fed the fox, and the cow saw the cat."}\n'
+    (tmp_path / "text.jsonl").write_text("".join(line.replace("hen", f"hen{number}") for number in range(150_000)))
+    settings = {**prepared.settings(), "PRETRAIN_DATA_PATH": tmp_path / "text.jsonl", "OUTPUT_DIR": tmp_path, "MAX_STEPS": 1,
+                "PREPARATION_WORKERS": 1}
+    command = [sys.executable, ROOT / "scripts" / "run.py", "--output", tmp_path / "sets", *argv_of(settings)]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    while process.poll() is None and not [*tmp_path.glob("sets/tmp-*/train-*.bin")]:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 130 and said.endswith("Stopped. The same command continues.\n") and "Traceback" not in said, said
+    assert [*tmp_path.glob("sets/tmp-*")], "it was not finished"
+    finished = subprocess.run(command, text=True, capture_output=True)
+    assert finished.returncode == 0 and "Finished 1 steps" in finished.stdout, finished
