@@ -61,6 +61,7 @@ def test_a_larger_depth_is_more_of_everything_and_slower():
         config = sized(depth)
         tokens = config.max_steps * config.total_batch_size
         assert 0 <= tokens - 20 * config.matrix_count < config.total_batch_size  # Hoffmann et al. 2022
+        assert depth < 6 or 0.9 < config.learning_rate * config.max_steps * config.weight_decay < 2.1
         assert config.warmup_steps <= 2000 and config.warmup_steps <= config.max_steps / 10
 
 
@@ -78,7 +79,7 @@ def test_a_run_of_yesterday_resumes():
     assert settings_of_depth(Config(depth=12), ()) == {
         "n_layers": 12, "dim": 768, "n_heads": 12, "multiple_of": 64, "ffn_dim": 2048, "n_kv_heads": 3, "init_std": 0.02,
         "max_seq_len": 1024, "total_batch_size": 98304, "micro_batch_size": 24, "max_steps": 15120, "warmup_steps": 1512,
-        "learning_rate": 0.0012}
+        "learning_rate": 0.00083}
 
 
 def test_what_is_set_anywhere_else_wins_and_the_rest_fits_it():
