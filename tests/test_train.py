@@ -327,7 +327,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
     """Give the n-th validation the n-th loss; returns a list that grows by the rows of each validation."""
     seen: list[list] = []
 
-    def validation_loss(model, objective, batches, context):
+    def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
         return losses[len(seen) - 1], {}
 
