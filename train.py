@@ -82,7 +82,10 @@ def train(loaded: Loaded) -> int:
         with open_run(loaded) as run:
             preflight.print_overview(run)
             begin(run)
-            return train_loop(run)
+            HEARTBEAT.enter("data", run.progress.step + 1)
+            code = train_loop(run)
+            HEARTBEAT.enter("the end")
+            return code
     except Interrupted:  # before the first step
         return EXIT_PREEMPTED
 
@@ -165,6 +168,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
         for part in run.optimizer.parts:
             scaler.unscale_(part)
     norm = gradient_norm(run.model)
+    HEARTBEAT.enter("update")
 
     # Sums over all ranks. The norm is the same on all, but one that is NaN on one rank must count on all.
     stops = torch.full_like(norm, run.context.signals.received is not None)
