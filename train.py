@@ -108,7 +108,7 @@ def train_loop(run: Run) -> int:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             latest = {} if progress.pending_metrics is None else finish_step(run)
-            baseline, first = latest if progress.step == 0 else {}, progress.step
+            first = progress.step
             while not run.finished:
                 throughput.skip_pause()
                 HEARTBEAT.enter("data", progress.step + 1)
@@ -144,7 +144,7 @@ def train_loop(run: Run) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    preflight.print_summary(run, time.perf_counter() - started, baseline, latest)
+    preflight.print_summary(run, time.perf_counter() - started, first, latest)
     return 0
 
 

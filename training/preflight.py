@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 import numpy as np
 import torch
 
+from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config
@@ -103,28 +105,51 @@ def print_overview(run: Run) -> None:
     if config.lora_enabled:
         info(f"LoRA: {describe_adapters(run.model, run.inputs.tokenizer)}")
     info(f"Data: {describe_data(config, run.inputs)}")
+    if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
+        info("Validation: no bits per byte, because the tokenizer is not byte-level")
     info(f"Batch: {describe_batch(config)}")
     info("Hardware: "
          f"{describe_hardware(config, run.ranks.device, choose_dtype(config, run.ranks.device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
 
 
-def print_summary(run: Run, seconds: float, baseline: dict, latest: dict) -> None:
+def first_metrics(run: Run) -> dict[str, float]:
+    """What the run's first evaluations measured, before its last step; an earlier process may have done so."""
+    found: dict[str, float] = {}
+    for name in ("val_loss", "hellaswag_acc"):
+        with suppress(CheckpointError):
+            entries = read_entries(run.folder / "metrics.jsonl")
+            found |= next(({name: entry[name]} for entry in entries
+                           if entry.get(name) is not None and entry["step"] < run.progress.step), {})
+    return found
+
+
+def print_summary(run: Run, seconds: float, first_step: int, latest: dict) -> None:
     """Print the results of a finished run, where they are, and what to do next.
 
+    Collective: every rank must call it.
+
     Args:
-        baseline, latest: the metrics before the first step, and after the last.
+        seconds: since this process began with the step after `first_step`.
+        latest: the metrics after the last step.
     """
     config, progress, info = run.config, run.progress, run.log.info
-    info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens) in {duration(seconds)}.")
+    took = f" in {duration(seconds)}"
+    if first_step:
+        took = f"; this start took {progress.step - first_step:,} of them{took}"
+    info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
+    before = run.ranks.broadcast(first_metrics(run) if run.ranks.is_rank0 else None)
     if "val_loss" in latest:
-        best = ""
+        since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""
+        others = "".join(f", {name} {latest[key]:.4f}" for name, key in
+                         (("perplexity", "val_perplexity"), ("bits per byte", "val_bits_per_byte"))
+                         if key in latest)
         if progress.best_val_loss is not None:
-            best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}"
-        info(f"Validation loss {latest['val_loss']:.4f}{best}.")
+            others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
+        info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
     if "hellaswag_acc" in latest:
-        before = f"from {100 * baseline['hellaswag_acc']:.1f} % " if "hellaswag_acc" in baseline else ""
-        info(f"Accuracy on {config.hellaswag_name}: {before}to {100 * latest['hellaswag_acc']:.1f} % "
+        since = f"from {100 * before['hellaswag_acc']:.1f} % to " if "hellaswag_acc" in before else ""
+        info(f"Accuracy on {config.hellaswag_name}: {since}{100 * latest['hellaswag_acc']:.1f} % "
              f"(+- {100 * latest['hellaswag_stderr']:.1f}; by length "
              f"{100 * latest['hellaswag_acc_norm']:.1f} %; n = {latest['hellaswag_n']}; chance is 25 %).")
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
@@ -237,7 +262,8 @@ def check_hardware(config: Config) -> tuple[tuple[torch.device, torch.dtype], st
 def check_tokenizer(config: Config) -> tuple[Any, str]:
     """The tokenizer. Raises DataError."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
-    return tokenizer, f"{tokenizer.vocab_size:,} ids from {config.tokenizer_path}"
+    note = "; not byte-level, so no bits per byte are measured" if tokenizer.byte_lengths is None else ""
+    return tokenizer, f"{tokenizer.vocab_size:,} ids from {config.tokenizer_path}{note}"
 
 
 def check_data(config: Config) -> tuple[Inputs, str]:
