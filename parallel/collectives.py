@@ -303,8 +303,8 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
 class StopSignals:
     """Remembers TERM, INT, USR1 or HUP, so that the loop saves and exits; a later second one exits at once.
 
-    The first one is answered at once on stderr, on one rank of each machine. Leaving the `with` block restores
-    the handlers.
+    One rank of each machine says at once what follows, on stderr. Leaving the `with` block restores the
+    handlers.
     """
 
     def __init__(self) -> None:

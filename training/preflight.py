@@ -114,7 +114,7 @@ def print_overview(run: Run) -> None:
 
 
 def first_metrics(run: Run) -> dict[str, float]:
-    """What the run's first evaluations measured, before its last step; an earlier process may have done so."""
+    """What the run's first evaluations found, before its last step; perhaps in an earlier process."""
     found: dict[str, float] = {}
     for name in ("val_loss", "hellaswag_acc"):
         with suppress(CheckpointError):

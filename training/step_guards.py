@@ -95,7 +95,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
         NonFiniteError: always.
     """
     folder, reports = dump_step(run, batches, result, first_bad, is_own_finite)
-    run.log.info("\n" + diagnostics.banner(reports))
+    for line in diagnostics.banner(reports).split("\n"):
+        run.log.info(line)
     ranks = diagnostics.bad_ranks(reports)
     if ranks:
         where = f"was not finite on rank {', '.join(map(str, ranks))}"
@@ -106,9 +107,9 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
                  "likely of the hardware or the network")
         advice = "resume with the same command; if it happens again, find the machine that causes it"
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, "
-                         f"{what_is_saved(run, reports)}. {folder} has its rows (rank-*.json), and its tokens "
-                         "and non-finite gradients (rank-*.safetensors). Examine it "
-                         f"with {replay_command(run)}, or {advice}")
+                         f"{what_is_saved(run, reports)}. {folder} has its rows (rank-*.json), and its "
+                         "tokens and non-finite gradients (rank-*.safetensors). Examine it with "
+                         f"{replay_command(run)}, or {advice}")
 
 
 def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:
