@@ -27,14 +27,17 @@ from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
 from settings.load import Loaded
 from tokenizer import load_tokenizer
+from training.diagnostics import flops_per_token
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.run_folder import has_run
 from training.setup import find_start, prepare_device, read_inputs
+from training.speed_probe import free_memory, matmul_flops, seconds_per_step
 from training.state import Inputs, Run
 
 T = TypeVar("T")
 
 GIB = 2**30
+TOO_LONG_SECONDS = 30  # of a micro-batch in --check
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -230,6 +233,7 @@ def check(loaded: Loaded) -> int:
     inputs = None
     if tokenizer:
         report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
+        report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
         inputs = report.run("data", lambda: check_data(config))
     if inputs:
         report.line("ok", "first row", repr(first_row(config, inputs)))
@@ -244,6 +248,8 @@ def check(loaded: Loaded) -> int:
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, report)
         report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
+    if inputs and hardware and not report.exit_codes:
+        report_speed(config, inputs, *hardware, report)
     failures = len(report.exit_codes)
     if failures:
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
@@ -325,6 +331,52 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
     step = start.state["progress"]["step"] if start.own or config.start_step is None else config.start_step
     left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
     return start.folder, f"from {start.folder}, {left}"
+
+
+def describe_length(config: Config, vocab_size: int) -> str:
+    """The tokens and FLOPs of the whole run.
+
+    Source: Hoffmann et al. 2022 (arXiv:2203.15556) for the tokens per parameter.
+    """
+    tokens = config.max_steps * config.total_batch_size
+    ratio = ""
+    if config.training_stage == "pretrain" and not config.lora_enabled:
+        ratio = (f", {tokens / parameter_count(config, vocab_size):.2g} per parameter (about 20 is "
+                 "compute-optimal by Chinchilla)")
+    flops = tokens * flops_per_token(config, vocab_size, config.max_seq_len)
+    return f"{tokens:,} tokens in all{ratio}; {flops:.2e} FLOPs"
+
+
+def report_speed(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype,
+                 report: Report) -> None:
+    """Measure the speed, and print how long the run takes, if this machine can say so within seconds."""
+    def how_long(step_seconds: float) -> str:
+        minutes = config.max_steps * step_seconds / 60
+        return f"about {minutes / 60:.1f} hours" if minutes >= 60 else f"about {minutes:.1f} minutes"
+
+    vocab_size = inputs.tokenizer.vocab_size
+    forecast = estimate_memory(config, vocab_size, dtype.itemsize, device.type).total
+    if forecast > (free := free_memory(device)):
+        report.line("warn", "speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model needs "
+                                     f"about {forecast / GIB:.1f}")
+        return
+    one_rank = config.total_batch_size // config.world_size
+    flops = flops_per_token(config, vocab_size, config.max_seq_len)
+    at_best = one_rank * flops / matmul_flops(device, dtype)
+    if at_best / config.accumulation_steps > TOO_LONG_SECONDS:
+        report.line("warn", "speed", "not measured: a micro-batch takes about "
+                                     f"{at_best / config.accumulation_steps:.0f} s here; the whole run at "
+                                     f"least {how_long(at_best)}")
+        return
+
+    def measure() -> tuple[float, str]:
+        seconds = seconds_per_step(config, inputs, device, dtype)
+        ranks = f", if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
+        teacher = ", and without the teacher" if config.distillation_enabled else ""
+        return seconds, (f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: {how_long(seconds)} for "
+                         f"{config.max_steps:,} steps, without evaluating and saving{teacher}")
+
+    report.run("speed", measure)
 
 
 def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype,
