@@ -82,7 +82,10 @@ def train(loaded: Loaded) -> int:
         with open_run(loaded) as run:
             preflight.print_overview(run)
             begin(run)
-            return train_loop(run)
+            HEARTBEAT.enter("data", run.progress.step + 1)
+            code = train_loop(run)
+            HEARTBEAT.enter("the end")
+            return code
     except Interrupted:  # before the first step
         return EXIT_PREEMPTED
 
@@ -105,7 +108,7 @@ def train_loop(run: Run) -> int:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             latest = {} if progress.pending_metrics is None else finish_step(run)
-            baseline, first = latest if progress.step == 0 else {}, progress.step
+            first = progress.step
             while not run.finished:
                 throughput.skip_pause()
                 HEARTBEAT.enter("data", progress.step + 1)
@@ -141,7 +144,7 @@ def train_loop(run: Run) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    preflight.print_summary(run, time.perf_counter() - started, baseline, latest)
+    preflight.print_summary(run, time.perf_counter() - started, first, latest)
     return 0
 
 
@@ -165,6 +168,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
         for part in run.optimizer.parts:
             scaler.unscale_(part)
     norm = gradient_norm(run.model)
+    HEARTBEAT.enter("update")
 
     # Sums over all ranks. The norm is the same on all, but one that is NaN on one rank must count on all.
     stops = torch.full_like(norm, run.context.signals.received is not None)

@@ -8,7 +8,7 @@ pair has three: the prompt, which is stored once, and the two answers.
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,8 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
         DataError: the tokenizer has no chat format.
     """
     sha256 = load_chat_format(tokenizer).sha256
-    return Kind(kind, READERS[kind], count_characters, partial(tokenize_examples, sha256), decode_examples,
+    return Kind(kind, READERS[kind], count_characters, partial(tokenize_examples, sha256),
+                partial(decode_examples, kind),
                 {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
                  "examples_version": EXAMPLES_VERSION})
 
@@ -161,8 +162,11 @@ def flatten(examples: Sequence[Segments], dtype: str) -> Tokens:
     return Tokens(np.array(ids, dtype), len(examples), np.array(flags, "uint32"), targets)
 
 
-def decode_examples(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
-    """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around their targets."""
+def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
+    """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around their targets.
+
+    The two targets of a pair begin new lines, named chosen and rejected.
+    """
     def first_ids(shards: list[dict], dtype: str, count: int) -> list[int]:
         path = folder / shards[0]["file"]
         return np.fromfile(path, np.dtype(dtype).newbyteorder("<"), count, offset=HEADER_BYTES).tolist()
@@ -170,14 +174,15 @@ def decode_examples(folder: Path, splits: dict, tokenizer, dtype: str) -> list[s
     train = splits["train"]
     flags = first_ids(train["segments"]["shards"], "uint32", SHOWN_SEGMENTS)
     ids = first_ids(train["shards"], dtype, sum(flag >> 2 for flag in flags))
-    texts, text, start = [], "", 0
+    answers = ("\nchosen: ", "\nrejected: ") if kind == "pairs" else ("", "")
+    texts, text, start, names = [], "", 0, cycle(answers)
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
         words = tokenizer.decode(segment)
         if (hidden := len(segment) - 2 * SHOWN_TOKENS) > 0:
             ends = [tokenizer.decode(part) for part in (segment[:SHOWN_TOKENS], segment[-SHOWN_TOKENS:])]
             words = f" [... {hidden:,} tokens ...] ".join(ends)
-        text += f"⟦{words}⟧" if flag & 1 else words
+        text += f"{next(names)}⟦{words}⟧" if flag & 1 else words
         if flag & 2:
             texts.append(text)
             text = ""

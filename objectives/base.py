@@ -27,6 +27,10 @@ class Objective(Protocol):
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
         """Return the loss summed over these units."""
 
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return the (B, T) targets by whose text a model is compared with others, and from the result of
+        `loss_sum` their summed cross-entropy in nats."""
+
 
 class NextToken:
     """Cross-entropy of the next token in nats; in SFT, the targets are the assistant's tokens only."""
@@ -39,3 +43,7 @@ class NextToken:
         """Return the cross-entropy summed over the targets."""
         return LossSum(-model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
                               target_index_M=batch.target_index_M, reduction="sum"), {})
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return all targets and the loss."""
+        return batch.targets_BT, summed.total

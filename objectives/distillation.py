@@ -174,6 +174,10 @@ class Distillation:
                       reduction=loss)
         return LossSum(total, sums)
 
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return all targets and the cross-entropy."""
+        return batch.targets_BT, summed.metrics["cross_entropy"]
+
     def _teacher_outputs(self, batch) -> Callable[[slice], tuple[Tensor, ...]]:
         """Return a function from a slice of the target positions to the `teacher` of `mixed_loss` there."""
         if self.teacher is not None:

@@ -100,8 +100,14 @@ class PairwiseObjective:
         logprob_BP2 = torch.where(is_pair_BP[..., None], pair_logprobs(model, batch), -1)
         reference_BP2 = self.reference(batch)[:, :logprob_BP2.shape[1]] if self.needs_reference else None
         loss_BP, metrics_BP = self.pair_loss(logprob_BP2, length_BP2.clamp(min=1), reference_BP2)
+        metrics_BP |= {"logprob_chosen": logprob_BP2[..., 0], "logprob_rejected": logprob_BP2[..., 1]}
         return LossSum(torch.where(is_pair_BP, loss_BP, 0).sum(), {
             name: torch.where(is_pair_BP, value.detach(), 0).sum() for name, value in metrics_BP.items()})
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return the targets of the chosen answers, and their cross-entropy."""
+        is_chosen_BT = (batch.document_ids_BT % 2 == 1).to(batch.targets_BT.device)
+        return batch.targets_BT.where(is_chosen_BT, IGNORE_INDEX), -summed.metrics["logprob_chosen"]
 
 
 def reward_metrics(reward_BP2: Tensor, margin_BP: Tensor) -> dict[str, Tensor]:
@@ -136,8 +142,7 @@ class DPO(PairwiseObjective):
             loss_BP = -(1 - smoothing) * F.logsigmoid(scaled_BP) - smoothing * F.logsigmoid(-scaled_BP)
         if c.dpo_sft_weight:
             loss_BP = loss_BP - c.dpo_sft_weight * logprob_BP2[..., 0] / length_BP2[..., 0]
-        return loss_BP, {**reward_metrics(c.dpo_beta * ratio_BP2, margin_BP),
-                         "logprob_chosen": logprob_BP2[..., 0], "logprob_rejected": logprob_BP2[..., 1]}
+        return loss_BP, reward_metrics(c.dpo_beta * ratio_BP2, margin_BP)
 
 
 class ORPO(PairwiseObjective):

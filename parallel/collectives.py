@@ -9,9 +9,10 @@ import re
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Optional, TypeVar
@@ -302,29 +303,61 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
 class StopSignals:
     """Remembers TERM, INT, USR1 or HUP, so that the loop saves and exits; a later second one exits at once.
 
-    Leaving the `with` block restores the handlers.
+    One rank of each machine says at once what follows, on stderr. Leaving the `with` block restores the
+    handlers.
     """
 
     def __init__(self) -> None:
         self.received: Optional[int] = None
-        self.received_at = 0.0
 
     def __enter__(self) -> "StopSignals":
         self.handlers = {number: signal.signal(number, self._handle) for number in exit_report.stop_signals()}
+        # Python calls a handler when the main thread leaves C++, which computes or waits for seconds. This
+        # pipe gets the number of a signal at once.
+        readable, self.writable = os.pipe()
+        os.set_blocking(self.writable, False)
+        self.earlier = signal.set_wakeup_fd(self.writable, warn_on_full_buffer=False)
+        threading.Thread(target=self._answer, args=(readable,), name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.earlier)
+        os.close(self.writable)
 
     def _handle(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if self.received is None:
-            self.received, self.received_at = number, now
-        elif now - self.received_at > exit_report.SECOND_SIGNAL_SECONDS:
-            rank, name = os.environ.get("RANK", 0), signal.Signals(number).name
-            exit_report.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
-            os._exit(128 + number)
+        self.received = self.received or number
+
+    def _answer(self, readable: int) -> None:
+        first_at = None
+        while number := int.from_bytes(os.read(readable, 1), "little"):
+            now, rank = time.monotonic(), os.environ.get("RANK", 0)
+            if number not in self.handlers:
+                continue
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            if first_at is None:
+                first_at = now
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    # Not by print: the main thread may be printing. After "^C" on a terminal, a new line.
+                    line_end = "\n" if os.isatty(2) else ""
+                    with suppress(OSError):
+                        os.write(2, f"{line_end}{name}: {what_follows_a_signal()}\n".encode())
+            elif now - first_at > exit_report.SECOND_SIGNAL_SECONDS:
+                exit_report.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
+                os._exit(128 + number)
+        os.close(readable)
+
+
+def what_follows_a_signal() -> str:
+    """What this process does after a first stop signal that arrives now."""
+    if HEARTBEAT.phase in ("start-up", "reference", "teacher"):
+        return "stopping before the first step; again to leave at once"
+    if HEARTBEAT.phase in ("data", "forward and backward"):  # before the ranks ask each other for signals
+        return f"finishing step {HEARTBEAT.step}, then saving; again to leave without saving"
+    if HEARTBEAT.phase == "the end":
+        return "everything is saved, and the logs are being closed; again to leave at once"
+    return "saving, after one more step at most; again to leave without saving"
 
 
 class Interrupted(Exception):

@@ -10,10 +10,10 @@ import json
 import os
 import re
 import sys
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
 
@@ -43,18 +43,35 @@ class Layer(NamedTuple):
 # What other trainers call these settings.
 FOREIGN_NAMES = {foreign: name for name, names in {
     "learning_rate": "max_lr lr max_learning_rate peak_lr", "min_learning_rate": "min_lr",
-    "micro_batch_size": "batch_size max_batch_size per_device_train_batch_size",
+    "micro_batch_size": "batch_size max_batch_size train_batch_size local_batch_size per_device_batch_size "
+                        "per_device_train_batch_size per_device_eval_batch_size device_batch_size",
     "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
-    "max_seq_len": "block_size context_length seq_len seq_length max_length",
-    "max_steps": "max_iters num_iterations epochs num_epochs num_train_epochs",
-    "warmup_steps": "warmup_iters",
-    "lr_schedule": "lr_scheduler lr_scheduler_type", "max_grad_norm": "grad_clip clip_grad",
-    "precision": "dtype bf16 fp16", "validate_every": "eval_interval eval_every eval_steps",
-    "save_every": "save_interval save_steps", "log_every": "log_interval logging_steps",
-    "output_dir": "out_dir", "pretrain_data_path": "data_path data_dir", "resume": "resume_from",
-    "n_layers": "n_layer num_layers num_hidden_layers", "n_heads": "n_head num_attention_heads",
-    "n_kv_heads": "num_key_value_heads", "dim": "n_embd d_model hidden_size",
-    "ffn_dim": "intermediate_size hidden_dim", "tokenizer_path": "vocab_size",
+    "max_seq_len": "block_size context_length context_size seq_len seq_length sequence_length max_length "
+                   "max_seq_length max_position_embeddings n_ctx n_positions",
+    "max_steps": "max_iters num_iterations num_steps train_steps total_steps steps iters iterations epochs "
+                 "num_epochs num_train_epochs max_epochs",
+    "warmup_steps": "warmup warmup_iters warmup_ratio", "decay_fraction": "lr_decay_iters decay_ratio",
+    "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr",
+    "max_grad_norm": "grad_clip clip_grad gradient_clipping max_norm", "weight_decay": "wd",
+    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_eps": "eps adam_epsilon",
+    "precision": "dtype bf16 fp16 mixed_precision",
+    "validate_every": "eval_interval eval_every eval_steps eval_freq val_every val_steps val_interval "
+                      "validation_every validation_steps", "validation_rows": "eval_iters",
+    "save_every": "save_interval save_steps save_freq checkpoint_every checkpoint_interval checkpoint_steps",
+    "keep_last": "save_total_limit",
+    "log_every": "log_interval log_steps log_freq logging_steps print_every print_freq",
+    "sample_every": "sample_interval sample_steps",
+    "output_dir": "out_dir save_dir checkpoint_dir", "run_name": "name exp_name experiment_name",
+    "pretrain_data_path": "data data_path data_dir dataset dataset_path train_data train_file train_files",
+    "resume": "resume_from resume_from_checkpoint",
+    "pretrain_checkpoint": "init_from model_name_or_path pretrained_model base_model checkpoint",
+    "preset": "model_size model model_flavor flavor size",
+    "n_layers": "n_layer num_layers num_hidden_layers",
+    "n_heads": "n_head num_heads num_attention_heads",
+    "n_kv_heads": "num_kv_heads num_key_value_heads n_kv_head",
+    "dim": "n_embd d_model hidden_size model_dim embedding_dim width",
+    "ffn_dim": "intermediate_size hidden_dim d_ff", "tokenizer_path": "vocab_size tokenizer tokenizer_name",
+    "lora_rank": "lora_r", "lora_enabled": "use_lora", "dpo_beta": "beta", "teacher_model": "teacher",
     "activation_checkpointing": "gradient_checkpointing", "wandb_enabled": "use_wandb",
 }.items() for foreign in names.split()}
 # Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
@@ -71,10 +88,22 @@ LOADER_FLAGS = ("env_file", "config", "check")
 
 def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
     """Return the known name that a misspelt one most likely means, or None."""
-    name = name.lower().replace("-", "_")
-    if name in FOREIGN_NAMES:
+    name, known = name.lower().replace("-", "_")[:60], [*known]
+    if FOREIGN_NAMES.get(name) in known:
         return FOREIGN_NAMES[name]
-    return next(iter(difflib.get_close_matches(name[:60], known, n=1, cutoff=0.6)), None)
+
+    def words(name: str) -> set[str]:
+        return {word.removesuffix("s") for word in name.split("_")}
+
+    # A whole word says more than letters, and the more the fewer settings have it: `log` more than `steps`.
+    frequency = Counter(chain.from_iterable(map(words, known)))
+    scores = {}
+    for candidate in known:
+        letters = difflib.SequenceMatcher(None, candidate, name).ratio()
+        shared = sum(1 / frequency[word] for word in words(name) & words(candidate))
+        if letters >= 0.6 or shared and letters >= 0.5:
+            scores[candidate] = letters + min(shared, 1) / 2
+    return max(scores, key=scores.__getitem__, default=None)
 
 
 def unknown(where: str, name: str) -> str:
@@ -101,7 +130,7 @@ def misspelt(key: str) -> Optional[str]:
         return name if name in Config.model_fields and "_" in name else None
     if name in Config.model_fields or len(name) < 6:
         return None
-    if name in FOREIGN_NAMES:
+    if name in FOREIGN_NAMES and "_" in name:
         return FOREIGN_NAMES[name]
     match = next(iter(difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)), None)
     return None if match is None or ("_" not in match and name.startswith(match)) else match

@@ -57,6 +57,15 @@ def with_hard_texts(test):
 
 @with_hard_texts
 @given(any_text)
+def test_the_byte_lengths_of_ids_add_up_to_the_text(ours, theirs, text):
+    assert theirs.byte_lengths == ours.byte_lengths
+    size = len(tokenizer_module.without_surrogates(text).encode())
+    assert sum(ours.byte_lengths[token] for token in ours.encode(text)) == size
+    assert not sum(ours.byte_lengths[token] for token in ours.special_ids.values())
+
+
+@with_hard_texts
+@given(any_text)
 def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transformers_tokenizer, text):
     ids = ours.encode(text)
     assert theirs.encode(text) == ids

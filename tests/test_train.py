@@ -125,13 +125,19 @@ def test_runs_with_other_seeds_are_not_the_same(whole, tiny_run):
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
-def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run):
+def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, capsys):
     run = tiny_run()
     with stop_at(step):
         assert run.train() == train.EXIT_PREEMPTED
     assert run.steps_saved()[-1] == step and [line["step"] for line in run.metrics()] == list(range(step + 1))
+    capsys.readouterr()
     assert run.train() == 0
     assert_same_run(run, whole, 6)
+    printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
+    assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in 0:" in printed
+    assert (f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.4f}, "
+            f"bits per byte {last['val_bits_per_byte']:.4f}; best loss") in printed
+    assert f"Accuracy on HellaSwag: from {100 * first['hellaswag_acc']:.1f} % to {100 * last['hellaswag_acc']:.1f} % (" in printed
 
 
 def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
@@ -327,7 +333,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
     """Give the n-th validation the n-th loss; returns a list that grows by the rows of each validation."""
     seen: list[list] = []
 
-    def validation_loss(model, objective, batches, context):
+    def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
         return losses[len(seen) - 1], {}
 

@@ -21,6 +21,7 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800":
                "GB200": 2250, "A100": 312, "A800": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70,
                "A10": 125, "RTX 4090": 165, "RTX 3090": 71, "RTX 5090": 210, "V100": 125}
 CHUNK_WORDS = 2**22  # of a tensor, that a checksum multiplies at a time
+KEPT_BYTES = 2**30  # of gradients in a dump
 
 # ------------------------------------------------------------------------------- speed and memory
 
@@ -149,6 +150,23 @@ def describe_tensors(model: nn.Module) -> list[dict]:
     return report
 
 
+def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
+    """Return CPU copies of the gradients with NaN or infinity, by `<kind>.<parameter>`.
+
+    They take at most KEPT_BYTES. The first are those with the smallest share of such elements, which say most
+    about the cause.
+    """
+    shares = {name: count_bad(parameter.grad) / parameter.grad.numel()
+              for name, parameter in model.named_parameters() if parameter.grad is not None}
+    kept, room = {}, KEPT_BYTES
+    for name in sorted(filter(shares.get, shares), key=shares.__getitem__):
+        gradient = model.get_parameter(name).grad
+        if gradient.nbytes <= room:
+            room -= gradient.nbytes
+            kept[f"{kind}.{name}"] = gradient.to("cpu", copy=True)
+    return kept
+
+
 class FirstBadModule:
     """Watches every module's output; `found` is the name of the first whose output is not finite (DEBUG)."""
 
@@ -168,7 +186,7 @@ class FirstBadModule:
 
 
 def write_dump(folder: Path, report: dict, tensors: dict[str, Tensor]) -> None:
-    """Write one rank's report of a failed step: `rank-N.json`, and `rank-N.safetensors` with its batch."""
+    """Write one rank's report of a failed step: `rank-N.json`, and `rank-N.safetensors` with its tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"rank-{report['rank']}.json").write_text(json.dumps(report, indent=2) + "\n")
     write_tensors(folder / f"rank-{report['rank']}.safetensors", tensors)

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Optional
 
 import torch
 
@@ -10,6 +11,7 @@ from common.heartbeat import HEARTBEAT
 from common.text import duration
 from config import Config
 from data_pipeline.chat_templates import load_chat_format
+from fused.chunked_head import IGNORE_INDEX
 from hellaswag_utils import Counts, evaluate_batches
 from model import Transformer
 from objectives.base import Objective
@@ -21,23 +23,38 @@ PROGRESS_SECONDS = 30  # between progress lines of a long evaluation
 
 
 @torch.no_grad()
-def validation_loss(model: Transformer, objective: Objective, batches: Iterable,
-                    context: RunContext) -> tuple[float, dict[str, float]]:
-    """The mean loss over the fixed validation rows, and the objective's other metrics.
+def validation_loss(model: Transformer, objective: Objective, batches: Iterable, context: RunContext,
+                    byte_lengths: Optional[Sequence[int]] = None) -> tuple[float, dict[str, float]]:
+    """The mean loss over the fixed validation rows; perplexity, bits per byte and the objective's metrics.
 
+    Bits per byte compares models of different tokenizers: the cross-entropy of all targets in bits, divided
+    by the UTF-8 bytes of their text. A control token counts no bytes, but its cross-entropy counts.
     Collective: every rank must call it, with equally many batches.
+
+    Args:
+        byte_lengths: of each token id (`Tokenizer.byte_lengths`); None: no bits per byte.
+    Source: Gao et al. 2020 (arXiv:2101.00027), section 3.1, as in lm-evaluation-harness.
     """
     model.eval()
-    sums: dict[str, torch.Tensor] = {}
+    sums, names = 0, []
+    lengths_V = None if byte_lengths is None else torch.tensor(byte_lengths, device=context.ranks.device)
     for batch in batches:
         context.leave_if_stopped()
-        total, metrics = objective.loss_sum(model, batch)
-        for name, value in {"count": objective.count(batch), "loss": total, **metrics}.items():
-            sums[name] = sums.get(name, 0) + value.double()
+        summed = objective.loss_sum(model, batch)
+        targets_BT, nats = objective.text_loss(batch, summed)
+        is_target_BT, n_bytes = targets_BT != IGNORE_INDEX, torch.zeros_like(nats)
+        if lengths_V is not None:
+            n_bytes = (lengths_V[targets_BT.clamp(min=0)] * is_target_BT).sum()
+        names = [*summed.metrics]
+        values = (objective.count(batch), summed.total, nats, is_target_BT.sum(), n_bytes,
+                  *summed.metrics.values())
+        sums += torch.stack([value.double() for value in values])
     model.train()
-    count, *totals = context.ranks.all_reduce_floats(torch.stack([*sums.values()]).tolist())
-    loss, *others = (total / count for total in totals)
-    return loss, dict(zip([*sums][2:], others))
+    count, loss, nats, targets, n_bytes, *others = context.ranks.all_reduce_floats(sums.tolist())
+    text = {"perplexity": torch.tensor(nats / targets, dtype=torch.float64).exp().item()}
+    if n_bytes:
+        text["bits_per_byte"] = nats / math.log(2) / n_bytes
+    return loss / count, text | {name: total / count for name, total in zip(names, others)}
 
 
 def hellaswag(run: Run) -> dict[str, float]:
@@ -93,7 +110,8 @@ def evaluate(run: Run) -> None:
     if due(config.validate_every, progress.step, run.finished) and "val_loss" not in metrics:
         HEARTBEAT.enter("validation", progress.step)
         batches = run.inputs.validation_batches(config, run.ranks)
-        loss, others = validation_loss(run.model, run.objective, batches, run.context)
+        loss, others = validation_loss(run.model, run.objective, batches, run.context,
+                                       run.inputs.tokenizer.byte_lengths)
         metrics |= {"val_loss": loss, **{f"val_{name}": value for name, value in others.items()}}
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
         shown = "".join(f" | {name.replace('_', ' ').capitalize()}: {value:.4f}"

@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 import numpy as np
 import torch
 
+from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config
@@ -25,14 +27,17 @@ from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
 from settings.load import Loaded
 from tokenizer import load_tokenizer
+from training.diagnostics import flops_per_token
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.run_folder import has_run
 from training.setup import find_start, prepare_device, read_inputs
+from training.speed_probe import free_memory, matmul_flops, seconds_per_step
 from training.state import Inputs, Run
 
 T = TypeVar("T")
 
 GIB = 2**30
+TOO_LONG_SECONDS = 30  # of a micro-batch in --check
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -103,28 +108,51 @@ def print_overview(run: Run) -> None:
     if config.lora_enabled:
         info(f"LoRA: {describe_adapters(run.model, run.inputs.tokenizer)}")
     info(f"Data: {describe_data(config, run.inputs)}")
+    if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
+        info("Validation: no bits per byte, because the tokenizer is not byte-level")
     info(f"Batch: {describe_batch(config)}")
     info("Hardware: "
          f"{describe_hardware(config, run.ranks.device, choose_dtype(config, run.ranks.device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
 
 
-def print_summary(run: Run, seconds: float, baseline: dict, latest: dict) -> None:
+def first_metrics(run: Run) -> dict[str, float]:
+    """What the run's first evaluations found, before its last step; perhaps in an earlier process."""
+    found: dict[str, float] = {}
+    for name in ("val_loss", "hellaswag_acc"):
+        with suppress(CheckpointError):
+            entries = read_entries(run.folder / "metrics.jsonl")
+            found |= next(({name: entry[name]} for entry in entries
+                           if entry.get(name) is not None and entry["step"] < run.progress.step), {})
+    return found
+
+
+def print_summary(run: Run, seconds: float, first_step: int, latest: dict) -> None:
     """Print the results of a finished run, where they are, and what to do next.
 
+    Collective: every rank must call it.
+
     Args:
-        baseline, latest: the metrics before the first step, and after the last.
+        seconds: since this process began with the step after `first_step`.
+        latest: the metrics after the last step.
     """
     config, progress, info = run.config, run.progress, run.log.info
-    info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens) in {duration(seconds)}.")
+    took = f" in {duration(seconds)}"
+    if first_step:
+        took = f"; this start took {progress.step - first_step:,} of them{took}"
+    info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
+    before = run.ranks.broadcast(first_metrics(run) if run.ranks.is_rank0 else None)
     if "val_loss" in latest:
-        best = ""
+        since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""
+        others = "".join(f", {name} {latest[key]:.4f}" for name, key in
+                         (("perplexity", "val_perplexity"), ("bits per byte", "val_bits_per_byte"))
+                         if key in latest)
         if progress.best_val_loss is not None:
-            best = f", best {progress.best_val_loss:.4f} at step {progress.best_step}"
-        info(f"Validation loss {latest['val_loss']:.4f}{best}.")
+            others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
+        info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
     if "hellaswag_acc" in latest:
-        before = f"from {100 * baseline['hellaswag_acc']:.1f} % " if "hellaswag_acc" in baseline else ""
-        info(f"Accuracy on {config.hellaswag_name}: {before}to {100 * latest['hellaswag_acc']:.1f} % "
+        since = f"from {100 * before['hellaswag_acc']:.1f} % to " if "hellaswag_acc" in before else ""
+        info(f"Accuracy on {config.hellaswag_name}: {since}{100 * latest['hellaswag_acc']:.1f} % "
              f"(+- {100 * latest['hellaswag_stderr']:.1f}; by length "
              f"{100 * latest['hellaswag_acc_norm']:.1f} %; n = {latest['hellaswag_n']}; chance is 25 %).")
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
@@ -205,6 +233,7 @@ def check(loaded: Loaded) -> int:
     inputs = None
     if tokenizer:
         report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
+        report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
         inputs = report.run("data", lambda: check_data(config))
     if inputs:
         report.line("ok", "first row", repr(first_row(config, inputs)))
@@ -219,6 +248,8 @@ def check(loaded: Loaded) -> int:
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, report)
         report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
+    if inputs and hardware and not report.exit_codes:
+        report_speed(config, inputs, *hardware, report)
     failures = len(report.exit_codes)
     if failures:
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
@@ -237,7 +268,8 @@ def check_hardware(config: Config) -> tuple[tuple[torch.device, torch.dtype], st
 def check_tokenizer(config: Config) -> tuple[Any, str]:
     """The tokenizer. Raises DataError."""
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
-    return tokenizer, f"{tokenizer.vocab_size:,} ids from {config.tokenizer_path}"
+    note = "; not byte-level, so no bits per byte are measured" if tokenizer.byte_lengths is None else ""
+    return tokenizer, f"{tokenizer.vocab_size:,} ids from {config.tokenizer_path}{note}"
 
 
 def check_data(config: Config) -> tuple[Inputs, str]:
@@ -299,6 +331,52 @@ def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tup
     step = start.state["progress"]["step"] if start.own or config.start_step is None else config.start_step
     left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
     return start.folder, f"from {start.folder}, {left}"
+
+
+def describe_length(config: Config, vocab_size: int) -> str:
+    """The tokens and FLOPs of the whole run.
+
+    Source: Hoffmann et al. 2022 (arXiv:2203.15556) for the tokens per parameter.
+    """
+    tokens = config.max_steps * config.total_batch_size
+    ratio = ""
+    if config.training_stage == "pretrain" and not config.lora_enabled:
+        ratio = (f", {tokens / parameter_count(config, vocab_size):.2g} per parameter (about 20 is "
+                 "compute-optimal by Chinchilla)")
+    flops = tokens * flops_per_token(config, vocab_size, config.max_seq_len)
+    return f"{tokens:,} tokens in all{ratio}; {flops:.2e} FLOPs"
+
+
+def report_speed(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype,
+                 report: Report) -> None:
+    """Measure the speed, and print how long the run takes, if this machine can say so within seconds."""
+    def how_long(step_seconds: float) -> str:
+        minutes = config.max_steps * step_seconds / 60
+        return f"about {minutes / 60:.1f} hours" if minutes >= 60 else f"about {minutes:.1f} minutes"
+
+    vocab_size = inputs.tokenizer.vocab_size
+    forecast = estimate_memory(config, vocab_size, dtype.itemsize, device.type).total
+    if forecast > (free := free_memory(device)):
+        report.line("warn", "speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model needs "
+                                     f"about {forecast / GIB:.1f}")
+        return
+    one_rank = config.total_batch_size // config.world_size
+    flops = flops_per_token(config, vocab_size, config.max_seq_len)
+    at_best = one_rank * flops / matmul_flops(device, dtype)
+    if at_best / config.accumulation_steps > TOO_LONG_SECONDS:
+        report.line("warn", "speed", "not measured: a micro-batch takes about "
+                                     f"{at_best / config.accumulation_steps:.0f} s here; the whole run at "
+                                     f"least {how_long(at_best)}")
+        return
+
+    def measure() -> tuple[float, str]:
+        seconds = seconds_per_step(config, inputs, device, dtype)
+        ranks = f", if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
+        teacher = ", and without the teacher" if config.distillation_enabled else ""
+        return seconds, (f"{config.total_batch_size / seconds:,.0f} tokens/s{ranks}: {how_long(seconds)} for "
+                         f"{config.max_steps:,} steps, without evaluating and saving{teacher}")
+
+    report.run("speed", measure)
 
 
 def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype,

@@ -303,7 +303,8 @@ class RunLog:
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
         self._write_json("samples", {"step": step, "prompt": prompt, "text": text})
-        self.info(f"Sample: {prompt}{text}")
+        between = "" if self.config.training_stage == "pretrain" else " -> "
+        self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (end of text at once)")
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""

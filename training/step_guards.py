@@ -30,6 +30,9 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
               is_own_finite: Callable[[], bool] = lambda: True) -> tuple[Path, list[dict]]:
     """Write what is known of a bad step into the debug folder, and save the state before it if that is good.
 
+    A rank's tensors are its micro-batches (`tokens_BT.0`, `targets_BT.0`, ...); those of rank 0 also the
+    non-finite gradients (`gradient.<parameter>`), averaged over the ranks; and of several ranks those that
+    are not finite by themselves have `own_gradient.<parameter>`, of their own rows.
     Collective: every rank must call it.
 
     Returns:
@@ -42,13 +45,17 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
               "rows": run.inputs.order(run.config, run.ranks).micro_batches(step - 1).tolist(),
               "first_bad_module": first_bad.found if first_bad else None,
               "tensors": diagnostics.describe_tensors(run.model)}
-    report["finite"] = is_own_finite()  # after the gradients are described, since it may compute them again
+    # Before the gradients are computed again. The exchange has made them equal on all ranks.
+    gradients = diagnostics.bad_gradients(run.model, "gradient") if run.ranks.is_rank0 else {}
+    report["finite"] = is_own_finite()
+    if run.ranks.world_size > 1 and not report["finite"]:
+        gradients |= diagnostics.bad_gradients(run.model, "own_gradient")
     reports = run.ranks.all_gather_json(report)
     folder = run.folder / "debug" / f"step-{step:08d}"
     inputs = {f"{name}.{number}": getattr(batch, name) for number, batch in enumerate(batches)
               for name in ("tokens_BT", "targets_BT")}
     try:
-        diagnostics.write_dump(folder, report, inputs)
+        diagnostics.write_dump(folder, report, inputs | gradients)
     except OSError as error:
         run.log.warn(f"{folder} cannot be written: {error}")
     try:
@@ -88,7 +95,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
         NonFiniteError: always.
     """
     folder, reports = dump_step(run, batches, result, first_bad, is_own_finite)
-    run.log.info("\n" + diagnostics.banner(reports))
+    for line in diagnostics.banner(reports).split("\n"):
+        run.log.info(line)
     ranks = diagnostics.bad_ranks(reports)
     if ranks:
         where = f"was not finite on rank {', '.join(map(str, ranks))}"
@@ -99,8 +107,9 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
                  "likely of the hardware or the network")
         advice = "resume with the same command; if it happens again, find the machine that causes it"
     raise NonFiniteError(f"step {run.progress.step + 1} {where}; nothing was updated, "
-                         f"{what_is_saved(run, reports)}, and {folder} has its rows and tensors. Examine it "
-                         f"with {replay_command(run)}, or {advice}")
+                         f"{what_is_saved(run, reports)}. {folder} has its rows (rank-*.json), and its "
+                         "tokens and non-finite gradients (rank-*.safetensors). Examine it with "
+                         f"{replay_command(run)}, or {advice}")
 
 
 def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> None:

@@ -332,7 +332,7 @@ def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenize
     pair = prepare("pairs", write_jsonl(tmp_path / "y.jsonl", pairs(1)), tokenizer_path, tmp_path / "dpo", validation_fraction=0)
     record, = pairs(1)
     assert files_of(pair)[MANIFEST]["examples"][0].endswith(
-        f"⟦{record['chosen'].strip()}<|eot_id|>⟧⟦{record['rejected'].strip()}<|eot_id|>⟧")
+        f"\n\n\nchosen: ⟦{record['chosen'].strip()}<|eot_id|>⟧\nrejected: ⟦{record['rejected'].strip()}<|eot_id|>⟧")
 
 
 def test_impossible_requests_are_refused(tmp_path, tokenizer_path, folder_path):

@@ -248,6 +248,16 @@ def test_dpo_equals_a_naive_loop(loss, normalised):
     assert float(found.metrics["reward_accuracy"]) == accuracy and int(objective.count(batch)) == pairs == 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("objective", [dpo(), ORPO(PreferenceConfig()), SimPO(PreferenceConfig())], ids=lambda it: type(it).__name__)
+def test_the_text_loss_of_preferences_is_that_of_the_chosen_answers(objective):
+    batch, model = pair_rows(8), model_of(0)
+    chosen = [answer for row in naive_logprobs(model, batch) for answer in row[::2]]
+    targets_BT, nats = objective.text_loss(batch, objective.loss_sum(model, batch))
+    assert float(nats) == pytest.approx(-sum(value for value, _ in chosen), rel=1e-5)
+    assert int((targets_BT != IGNORE_INDEX).sum()) == sum(length for _, length in chosen)
+
+
 def padded_pairs(batch: Batch):
     """Return the pairs as TRL expects them: chosen rows, then rejected rows, right-padded, and completion masks."""
     chosen, rejected = [], []

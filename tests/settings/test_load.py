@@ -380,6 +380,29 @@ def test_what_other_trainers_call_a_setting_leads_to_a_setting():
     assert not set(FOREIGN_NAMES) & set(Config.model_fields)
 
 
+@pytest.mark.parametrize("name, meant", [
+    # nanoGPT, Hugging Face's Trainer, torchtitan
+    ("batch_size", "micro_batch_size"), ("block_size", "max_seq_len"), ("n_layer", "n_layers"), ("n_embd", "dim"),
+    ("max_iters", "max_steps"), ("eval_interval", "validate_every"), ("eval_iters", "validation_rows"), ("out_dir", "output_dir"),
+    ("per_device_train_batch_size", "micro_batch_size"), ("gradient_accumulation_steps", "total_batch_size"),
+    ("num_train_epochs", "max_steps"), ("logging_steps", "log_every"), ("hidden_size", "dim"), ("lr", "learning_rate"),
+    ("epochs", "max_steps"), ("model_size", "preset"), ("log_steps", "log_every"), ("local_batch_size", "micro_batch_size"),
+    # in no table
+    ("log_stepz", "log_every"), ("logs_every", "log_every"), ("save_step", "save_every"), ("patience", "early_stopping_patience"),
+    ("kv_heads", "n_kv_heads"), ("top_p", "sample_top_p"), ("dop_beta", "dpo_beta"), ("max_stepz", "max_steps"),
+    ("bananas", None)])
+def test_a_whole_word_says_more_of_what_is_meant_than_letters(name, meant):
+    assert nearest(name) == meant
+
+
+@pytest.mark.parametrize("name", Config.model_fields)
+def test_a_typo_in_any_setting_leads_to_it(name):
+    middle = len(name) // 2
+    for typo in (name[:middle] + name[middle + 1:], name[:middle] + "x" + name[middle:]):
+        if len(name) > 4 and typo not in FOREIGN_NAMES:
+            assert nearest(typo) == name
+
+
 def test_an_unknown_preset_gets_its_nearest_neighbour():
     assert problems(env="PRESET=debgu\n")[0].startswith(".env:1: unknown preset debgu; did you mean debug? known: 1.3b, 3b")
     for outside in ("../presets/debug", "x" * 5000, "\0"):

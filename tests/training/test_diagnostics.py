@@ -12,6 +12,7 @@ from training import diagnostics
 from training.diagnostics import (
     FirstBadModule,
     Throughput,
+    bad_gradients,
     banner,
     count_bad,
     describe_tensors,
@@ -120,6 +121,25 @@ def test_bad_parameters_and_gradients_are_described():
         {"tensor": "norm.weight", "kind": "gradient", "shape": [64], "non_finite": 1,
          "first_values": [str(value) for value in model.norm.weight.grad[:4].tolist()]}]
     json.dumps(describe_tensors(model), allow_nan=False)
+
+
+def test_the_bad_gradients_are_kept_as_far_as_there_is_room_the_least_spoilt_first(monkeypatch):
+    model = make_model()
+    tokens = torch.randint(VOCAB, (1, 8))
+    (-model(tokens, tokens, reduction="sum")).backward()
+    assert bad_gradients(model, "gradient") == {}
+    spoilt = {"norm.weight": slice(None), "layers.1.attention.wq.weight": (slice(1), 5), "layers.0.attention.wo.weight": slice(9)}
+    for name, place in spoilt.items():
+        model.get_parameter(name).grad[place] = math.nan
+    kept = bad_gradients(model, "own")
+    assert [*kept] == ["own.layers.1.attention.wq.weight", "own.layers.0.attention.wo.weight", "own.norm.weight"]
+    for name in spoilt:
+        gradient = model.get_parameter(name).grad
+        assert kept[f"own.{name}"].data_ptr() != gradient.data_ptr()
+        torch.testing.assert_close(kept[f"own.{name}"], gradient, equal_nan=True)
+    matrix, vector = model.layers[0].attention.wo.weight.nbytes, model.norm.weight.nbytes
+    monkeypatch.setattr(diagnostics, "KEPT_BYTES", matrix + vector)
+    assert [*bad_gradients(model, "own")] == ["own.layers.1.attention.wq.weight", "own.norm.weight"]
 
 
 @pytest.mark.parametrize("planted, found", [

@@ -1,5 +1,7 @@
 """The memory forecast is what autograd, the compiler and the optimizer really keep."""
 
+import re
+
 import pytest
 import torch
 from functorch.compile import min_cut_rematerialization_partition
@@ -10,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from config import Config
 from fused import chunked_head
 from model import AttentionMeta, Transformer, TransformerBlock
+from settings.load import PRESETS_DIR, load_config
 from training import memory_estimate
 from training.memory_estimate import activation_bytes, estimate_memory, parameter_count
 from training.preflight import GIB, memory_advice
@@ -111,3 +114,14 @@ def test_the_forecast_of_weights_gradients_and_state_is_exact():
     forecast = estimate_memory(config, 256, 4)
     assert (forecast.parameters, forecast.gradients, forecast.optimizer) == (4 * count, 4 * count, 8 * count)
     assert estimate_memory(config, 256, 2).parameters == 6 * count
+
+
+@pytest.mark.parametrize("preset", [file for file in sorted(PRESETS_DIR.glob("*.env")) if " billion parameters" in file.read_text()],
+                         ids=lambda file: file.stem)
+def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
+    comment = preset.read_text().partition("\n")[0]
+    config = load_config(["--preset", preset.stem], {}, complete=False).config
+    assert f"bout {estimate_memory(config, 128_256, 2).total / GIB:.0f} GiB a GPU" in comment
+    billions = re.search(r"([\d.]+) billion", comment)[1]
+    digits = len(billions.partition(".")[2])
+    assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions

@@ -9,10 +9,12 @@ from factories import UNMEASURED, TinyRun, assert_same_run, contents, flip_bit, 
 
 from settings.load import load_config
 from tokenizer import load_tokenizer
-from training import preflight
+from training import preflight, speed_probe
 from training.memory_estimate import estimate_memory
+from training.setup import read_inputs
 
-NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "data", "first row", "evaluation", "start", "memory", "disk"]
+NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "first row", "evaluation", "start", "memory",
+         "disk", "speed"]
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,47 @@ def test_a_set_made_with_another_tokenizer_is_refused(prepared, tmp_path, capsys
     other = prepare(tmp_path / "other", seed=1, vocab_size=280)
     checked = Checked(TinyRun(prepared, tmp_path), capsys, TOKENIZER_PATH=other.tokenizer)
     assert checked.code == 3 and "another tokenizer" in checked.text("FAIL")
+
+
+# How long it takes
+
+
+def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path)
+    told = dict((name, text) for _, name, text in Checked(run, capsys).lines)
+    parameters = int(told["model"].split()[0].replace(",", ""))
+    matrices, tokens = parameters - 5 * 32, 6 * 256  # without five norms of 32; the head is the embedding's matrix
+    flops = tokens * (6 * matrices + 12 * 2 * 32 * 32)
+    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:.2g} per parameter (about 20 is compute-optimal by "
+                              f"Chinchilla); {flops:.2e} FLOPs")
+    config = load_config(run.argv(), {}).config.model_copy(update={"training_stage": "sft"})
+    assert preflight.describe_length(config, 512).startswith("1,536 tokens in all; "), "Chinchilla is about pretraining"
+
+
+def test_the_hours_follow_from_the_seconds_of_a_step(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(preflight, "seconds_per_step", lambda *_: 3000.0)
+    run = TinyRun(prepared, tmp_path)
+    assert "speed: 0 tokens/s: about 5.0 hours for 6 steps, without evaluating and saving\n" in Checked(run, capsys).out
+    monkeypatch.setattr(preflight, "seconds_per_step", lambda *_: 0.5)
+    assert "speed: 512 tokens/s, if 4 ranks scale linearly: about 0.1 minutes for 6 steps" in Checked(run, capsys, WORLD_SIZE=4).out
+
+
+def test_nothing_is_measured_where_it_would_not_fit_or_take_minutes(prepared, tmp_path, capsys, monkeypatch):
+    run = TinyRun(prepared, tmp_path)
+    monkeypatch.setattr(preflight, "seconds_per_step", pytest.fail)
+    monkeypatch.setattr(preflight, "matmul_flops", lambda *_: 1e4)
+    checked = Checked(run, capsys)
+    assert checked.code == 0 and "not measured: a micro-batch takes about " in checked.text("warn") and "at least about" in checked.text("warn")
+    monkeypatch.setattr(preflight, "free_memory", lambda _: 1000)
+    assert "not measured: 0.0 GiB are free here, and the model needs about" in Checked(run, capsys).text("warn")
+
+
+def test_the_speed_is_that_of_real_micro_batches_and_an_update(prepared, tmp_path, monkeypatch):
+    config = load_config(TinyRun(prepared, tmp_path).argv(), {}).config
+    inputs, work = read_inputs(config, verify=False), []
+    monkeypatch.setattr(speed_probe, "timed", lambda device, done: [done(), work.append(done.__name__)] and 0.25)
+    assert speed_probe.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32) == config.accumulation_steps * 0.25 + 0.25
+    assert work == ["micro_batch", "update", *["micro_batch"] * 8, "update"]
 
 
 # Where the run would start

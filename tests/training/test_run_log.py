@@ -85,6 +85,15 @@ def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tm
     assert capsys.readouterr() == ("\\x1b]0;owned\\x07a\n", "ValueError: \\x1b]0;owned\\x07a\n")
 
 
+@pytest.mark.parametrize(("stage", "text", "shown"), [
+    ("pretrain", "\nO me!", r"ROMEO:\nO me!"), ("pretrain", "", "ROMEO: (end of text at once)"), ("sft", "O me!", "ROMEO: -> O me!")])
+def test_a_sample_is_one_line_that_says_what_follows_the_prompt(stage, text, shown, tmp_path, capsys):
+    log = make_log(tmp_path, training_stage=stage)
+    log.sample(3, "ROMEO:", text)
+    log.close()
+    assert capsys.readouterr().out == f"[CPU0] Sample: {shown}\n"
+
+
 def test_all_ranks_speak_when_asked(capsys, tmp_path):
     log = make_log(tmp_path, 1, log_all_ranks=True)
     log.info("hello")

@@ -137,8 +137,11 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
     assert tensor["non_finite"] == 1
     rows = [row for report in reports for micro_batch in report["rows"] for row in micro_batch]
     assert len(set(rows)) == 8
-    dump = load_file(run.folder / "debug" / "step-00000004" / "rank-1.safetensors")
-    assert dump["tokens_BT.0"].shape == (2, 32)
+    dumps = [load_file(run.folder / "debug" / "step-00000004" / f"rank-{rank}.safetensors") for rank in range(WORLD)]
+    assert dumps[1]["tokens_BT.0"].shape == (2, 32)
+    gradients = [{name: dump[name].isnan().nonzero().tolist() for name in dump if "gradient" in name} for dump in dumps]
+    assert gradients == [{"gradient.layers.1.feed_forward.w2.weight": [[3, 2]]},
+                         {"own_gradient.layers.1.feed_forward.w2.weight": [[3, 2]]}]
     assert not [path for path in run.folder.rglob("*") if path.suffix in (".pt", ".pth", ".pkl", ".bin")]
 
     # The saved state is the one before the step: without the fault, the run continues as if nothing had happened.
@@ -201,7 +204,12 @@ def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, caps
         bad_gradient_in_step(3, value)
         assert run.train() == 4
     assert run.steps_saved() == [2] and run.column("val_loss")[2] == store.read_state(run.checkpoint(2))["val_loss"]
-    assert "feed_forward.w2.weight (32, 96): 1 non-finite" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "feed_forward.w2.weight (32, 96): 1 non-finite" in printed.out and "gradients (rank-*.safetensors)" in printed.err
+    dump = load_file(run.folder / "debug" / "step-00000003" / "rank-0.safetensors")
+    gradient = dump.pop("gradient.layers.1.feed_forward.w2.weight")
+    assert (~gradient.isfinite()).nonzero().tolist() == [[3, 2]] and str(float(gradient[3, 2])) == str(value)
+    assert not [name for name in dump if "gradient" in name]
 
 
 def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatch, capsys):

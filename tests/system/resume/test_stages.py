@@ -155,7 +155,7 @@ def test_what_is_measured_on_the_way_changes_nothing(mode, run):
 def test_check_finds_every_stage_ready_before_it_begins_and_after(mode, finished, run, capsys):
     fresh = run(mode)
     assert train.main([*fresh.argv(), "--check"]) == 0, capsys.readouterr()
-    assert not fresh.folder.exists()
+    assert not fresh.folder.exists() and "  ok    speed: " in capsys.readouterr().out
     assert train.main([*finished(mode).argv(MAX_STEPS=6), "--check"]) == 0, capsys.readouterr()
     assert "2 of 6 steps are left" in capsys.readouterr().out
 

@@ -1,0 +1,52 @@
+"""A stop signal is answered at once, once on each machine, and truly."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from common.heartbeat import HEARTBEAT
+from parallel import collectives, exit_report
+from parallel.collectives import StopSignals
+
+
+def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
+    """Send signals to this process within a `with` block; returns the block's object, and what was printed."""
+    capfd.readouterr()
+    with StopSignals() as signals:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    for thread in threading.enumerate():
+        if thread.name == "signals":
+            thread.join(10)
+            assert not thread.is_alive()
+    return signals, capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "phase", "said"), [
+    (signal.SIGINT, "forward and backward", "Ctrl-C: finishing step 7, then saving; again to leave without saving\n"),
+    (signal.SIGTERM, "data", "SIGTERM: finishing step 7, then saving; again to leave without saving\n"),
+    (signal.SIGUSR1, "validation", "SIGUSR1: saving, after one more step at most; again to leave without saving\n"),
+    (signal.SIGTERM, "save", "SIGTERM: saving, after one more step at most; again to leave without saving\n"),
+    (signal.SIGTERM, "teacher", "SIGTERM: stopping before the first step; again to leave at once\n"),
+    (signal.SIGINT, "the end", "Ctrl-C: everything is saved, and the logs are being closed; again to leave at once\n")])
+def test_what_follows_a_signal_is_said_at_once(number, phase, said, capfd, monkeypatch):
+    monkeypatch.setattr(HEARTBEAT, "phase", phase)
+    monkeypatch.setattr(HEARTBEAT, "step", 7)
+    before = [signal.getsignal(each) for each in exit_report.stop_signals()], signal.set_wakeup_fd(-1)
+    signals, printed = answers(capfd, number, signal.SIGTERM)
+    assert printed == said and signals.received == number, "the second one came within a second, and is the same"
+    assert ([signal.getsignal(each) for each in exit_report.stop_signals()], signal.set_wakeup_fd(-1)) == before
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    signals, printed = answers(capfd, number)
+    assert (signals.received, printed) == (number, "")
+
+
+def test_a_second_signal_leaves_although_the_main_thread_never_returns_to_python(capfd, monkeypatch):
+    left, at = [], iter([0.0, 2.0])
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(collectives.time, "monotonic", lambda: next(at, 9.0))
+    monkeypatch.setattr(StopSignals, "_handle", lambda *_: None)
+    answers(capfd, signal.SIGTERM, signal.SIGINT)
+    assert left == [128 + signal.SIGINT]
