@@ -1,6 +1,8 @@
 # Sourced by the other scripts: set_up puts a Python with the packages of the
 # given requirements files on the PATH. It uses an active environment that has
 # torch, and keeps that torch; otherwise it creates .venv here.
+# PADDOCK_UV=1 uses uv instead of venv and pip, as does an environment that uv
+# made, which has no pip.
 
 set_up() {
     [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_torch || enter_environment .venv
@@ -13,7 +15,7 @@ set_up() {
         fi
         echo "Installing $* (once, about a minute and a half) ..."
         echo "$wanted" > "$stamp.txt"
-        install -r "$stamp.txt" || { echo "error: pip could not install $*" >&2; exit 1; }
+        install -r "$stamp.txt" || { echo "error: $* could not be installed" >&2; exit 1; }
         rm -f "$stamp.txt"
         touch "$stamp"
     fi
@@ -32,17 +34,29 @@ has_torch() {
 }
 
 install() {
-    python -m pip install --quiet --disable-pip-version-check "$@"
+    if [ -n "${PADDOCK_UV:-}" ] || ! python -c 'import pip' 2>/dev/null; then
+        uv pip install --quiet --python "$(command -v python)" "$@"
+    else
+        python -m pip install --quiet --disable-pip-version-check "$@"
+    fi
+}
+
+make_environment() {
+    if [ -n "${PADDOCK_UV:-}" ]; then  # uv downloads Python too where it is missing or too old
+        uv venv --quiet --python '>=3.10' "$1" || { echo "error: uv could not make $1; install uv, or unset PADDOCK_UV" >&2; exit 1; }
+        return
+    fi
+    local python
+    python=$(command -v python3 || command -v python) || { echo "error: no python3 was found; install Python 3.10 or newer" >&2; exit 1; }
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $("$python" --version) is too old; Paddock needs 3.10" >&2; exit 1; }
+    "$python" -m venv "$1"
 }
 
 # Activate the environment in a folder; create it if it does not exist.
 enter_environment() {
     if [ ! -x "$1/bin/python" ]; then
         echo "Creating the environment $1 (once) ..."
-        local python
-        python=$(command -v python3 || command -v python) || { echo "error: no python3 was found; install Python 3.10 or newer" >&2; exit 1; }
-        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $("$python" --version) is too old; Paddock needs 3.10" >&2; exit 1; }
-        "$python" -m venv "$1"
+        make_environment "$1"
     fi
     # shellcheck disable=SC1091
     source "$1/bin/activate"
@@ -54,6 +68,6 @@ enter_environment_with_torch() {
     enter_environment ".venv-torch-$1"
     if ! has_torch; then
         echo "Installing torch $1 (once; several GB if there is no CPU build) ..."
-        { [[ "$1" = *.*.* ]] && install "torch==$1+cpu" 2>/dev/null; } || install "torch==$1.*" || { echo "error: pip could not install torch $1" >&2; exit 1; }
+        { [[ "$1" = *.*.* ]] && install "torch==$1+cpu" 2>/dev/null; } || install "torch==$1.*" || { echo "error: torch $1 could not be installed" >&2; exit 1; }
     fi
 }

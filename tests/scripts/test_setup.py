@@ -13,6 +13,7 @@ PYTHON = """#!/usr/bin/env bash
 echo "$@" >> "$HOME/asked"
 case "$*" in
     *"import torch"*) [ -e "$HOME/torch" ] ;;
+    *"import pip"*) [ -z "${NO_PIP:-}" ] ;;
     *"import version"*) cat "$HOME/torch" ;;
     *sys.prefix*) echo "$HOME" ;;
     *"install "*"torch==9.9+cpu"*) exit 1 ;;
@@ -62,3 +63,29 @@ def test_the_tests_run_with_the_torch_that_is_named_and_nothing_replaces_it(vers
 def test_anything_but_a_version_is_refused(arguments, project):
     result = run(project, *arguments)
     assert result.returncode == 2 and "expected a version such as" in result.stderr and not (project / "asked").exists()
+
+
+def with_uv(project: Path, script: str) -> str:
+    """The PATH with a fake uv."""
+    uv = project / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    uv.chmod(0o755)
+    return f"{uv.parent}:{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("env", [{"PADDOCK_UV": "1"}, {"NO_PIP": "yes"}])
+def test_uv_installs_the_same_where_it_is_asked_for_or_made_the_environment(env, project):
+    path = with_uv(project, 'echo "$@" >> "$HOME/asked-of-uv"; exec python -m "$@"')
+    result = run(project, "--torch", "9.9.0", PATH=path, CPU_BUILDS="yes", **env)
+    assert result.returncode == 0, result.stderr
+    python = project / ".venv-torch-9.9.0" / "bin" / "python"
+    for line, end in zip((project / "asked-of-uv").read_text().splitlines(), ("torch==9.9.0+cpu", ".txt"), strict=True):
+        assert line.startswith(f"pip install --quiet --python {python} ") and line.endswith(end)
+    assert "torch==9.9.0+cpu" in (project / "wanted").read_text().split()
+
+
+def test_an_environment_that_uv_cannot_make_is_told(project):
+    result = run(project, "--torch", "9.8", PATH=with_uv(project, 'echo "$@"; exit 1'), PADDOCK_UV="1")
+    assert result.returncode == 1 and "install uv, or unset PADDOCK_UV" in result.stderr
+    assert "venv --quiet --python >=3.10 .venv-torch-9.8" in result.stdout

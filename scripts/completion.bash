@@ -1,0 +1,76 @@
+# Completes flags, values, presets, runs and checkpoints in bash and zsh: `source scripts/completion.bash` in ~/.bashrc or ~/.zshrc.
+# Settings and their values are read from .env.example at each use, and a script's own flags from the script.
+
+if [ -n "${ZSH_VERSION:-}" ]; then
+    autoload -U compinit bashcompinit
+    command -v compdef > /dev/null || compinit
+    bashcompinit
+fi
+
+_paddock() {
+    local current=${COMP_WORDS[COMP_CWORD]} flag=${COMP_WORDS[COMP_CWORD-1]} before="" script="" root word words=""
+    for word in "${COMP_WORDS[@]:1:$((COMP_CWORD-1))}"; do
+        case "/$word" in
+            */train.py) script=$word root=$(dirname "$word"); break ;;
+            */scripts/*.py | */scripts/*.sh) script=$word root=$(dirname "$word")/..; break ;;
+        esac
+    done
+    COMPREPLY=()
+    [ -f "$script" ] && [ -f "$root/.env.example" ] || return 0
+
+    # --flag=value is three words to bash, and one to zsh.
+    case "$current" in
+        =) current="" ;;
+        --*=*) flag=${current%%=*} before=$flag= current=${current#*=} ;;
+        *) [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]} ;;
+    esac
+    case "$current:$flag" in
+        -*) words=$(_paddock_flags) ;;
+        *:--preset)
+            case "$current" in *,*) before=$before${current%,*}, current=${current##*,} ;; esac
+            words=$(cd "$root/settings/presets" && ls) words=${words//.env/} ;;
+        *:--run-name) words=$(ls runs 2> /dev/null) ;;
+        *:--resume) words="auto never $(_paddock_checkpoints)" ;;
+        *:--*-checkpoint | *:--teacher-model) words=$(_paddock_checkpoints) ;;
+        *:--*) words=$(_paddock_values) ;;
+    esac
+    case "$words$script" in
+        scripts/generate.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/plot_run.py) words=$(_paddock_checkpoints) ;;
+    esac
+    for word in $words; do
+        case "$word" in "$current"*) COMPREPLY+=("$before$word") ;; esac
+    done
+}
+
+_paddock_flags() {
+    local file
+    for file in "$script" "$root/data_preparation_utils.py"; do
+        case "$file:$script" in "$script":* | *:*load_*) grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
+    done
+    case "$script" in *train.py | *run.sh) echo --check ;; esac
+    case "$script" in
+        *train.py | *.sh | *launch.py | *pipeline.py | *load_*.py | *verify_resume.py | *replay_step.py)
+            echo --config --env-file
+            awk '/^# /{secret = /^# secret/} /^#[A-Z]/ && !secret {sub(/=.*/, ""); gsub("_", "-"); print "--" tolower(substr($0, 2))}' \
+                "$root/.env.example" ;;
+    esac
+    echo --help
+}
+
+# What a setting may be: true and false, or the choices at the end of its meaning.
+_paddock_values() {
+    awk -v "name=#$(echo "${flag#--}" | tr 'a-z-' 'A-Z_')=" '/^# /{meaning = $0} index($0, name) == 1 {
+        if (/=(true|false)$/) print "true false"
+        else if (match(meaning, /\([a-z0-9_]+( \| [a-z0-9_]+)+\)$/)) {meaning = substr(meaning, RSTART); gsub(/[(|)]/, " ", meaning); print meaning}
+    }' "$root/.env.example"
+}
+
+_paddock_checkpoints() {
+    local path
+    for path in runs/*/ runs/*/checkpoints/step-*/; do
+        [ ! -d "$path" ] || echo "${path%/}"
+    done
+}
+
+# Where nothing of ours fits, the shell completes file names.
+complete -o bashdefault -o default -F _paddock python python3 bash torchrun

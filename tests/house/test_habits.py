@@ -1,0 +1,124 @@
+"""What is there for a developer's day: completion, containers, the debugger, the workflow, the notebook."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+from commands import ROOT
+
+from config import SECRETS, Config
+
+SHELL_LINE = re.compile(r"^( *)!(.*)$")
+
+
+def without_comments(path: Path) -> dict:
+    return json.loads(re.sub(r"^\s*//.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE))
+
+
+def completed(folder: Path, *lines: str) -> list[set[str]]:
+    """What bash offers at the end of each command line; a last blank begins a new word."""
+    calls = "".join(f"complete_words {' '.join(map(shlex.quote, line.split(' ')))}\n" for line in lines)
+    script = ("source scripts/completion.bash\ncomplete_words() { COMP_WORDS=(\"$@\") COMP_CWORD=$(($# - 1)); _paddock; "
+              f"echo \"${{COMPREPLY[*]}}\"; }}\ncd {shlex.quote(str(folder))}\n{calls}")
+    result = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    return [set(line.split()) for line in result.stdout.splitlines()]
+
+
+def test_every_setting_value_and_preset_is_completed():
+    flags = {f"--{name.replace('_', '-')}" for name in Config.model_fields if name not in SECRETS}
+    presets = {path.stem for path in (ROOT / "settings" / "presets").glob("*.env")}
+    choices = {name: get_args(field.annotation) if get_origin(field.annotation) is Literal else ("true", "false")
+               for name, field in Config.model_fields.items()
+               if get_origin(field.annotation) is Literal or field.annotation is bool}
+    offered, script, named, joined, *values = completed(
+        ROOT, "python train.py --", "torchrun --nproc-per-node 2 train.py --preset sa", "bash scripts/run.sh --preset sample,de",
+        "python train.py --optimizer = mu", *(f"python train.py --{name.replace('_', '-')} " for name in choices))
+    assert offered == flags | {"--check", "--config", "--env-file", "--help"}
+    assert script == {name for name in presets if name.startswith("sa")} and named == {"sample,debug"} and joined == {"muon"}
+    assert {name: tuple(sorted(found)) for name, found in zip(choices, values)} == {
+        name: tuple(sorted(words)) for name, words in choices.items()}
+
+
+def test_runs_checkpoints_and_a_scripts_own_flags_are_completed(tmp_path):
+    (tmp_path / "runs" / "first" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("train.py", ".env.example", "settings", "data_preparation_utils.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    both = {"runs/first", "runs/first/checkpoints/step-00000002"}
+    assert completed(tmp_path, "python train.py --run-name ", "python train.py --resume ", "python train.py --teacher-model=r",
+                     "python scripts/generate.py ", "python scripts/load_dpo_dataset.py --so", "python other.py --") == [
+        {"first"}, both | {"auto", "never"}, {f"--teacher-model={path}" for path in both}, both, {"--source"}, set()]
+
+
+def test_what_the_debugger_starts_exists_and_its_settings_are_settings():
+    configurations = without_comments(ROOT / ".vscode" / "launch.json")["configurations"]
+    for each in configurations:
+        if "program" in each:
+            assert Path(each["program"].replace("${workspaceFolder}", str(ROOT))).is_file()
+        known = {f"--{name.replace('_', '-')}" for name in Config.model_fields} | {"--standalone", "--nproc-per-node"}
+        assert {word for word in each["args"] if word.startswith("--")} <= known
+    assert {each.get("subProcess") for each in configurations if "--nproc-per-node" in each["args"]} == {True}
+
+
+def test_the_image_copies_what_exists_and_pins_nothing_itself():
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    copied = [name for line in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert "set_up requirements.txt requirements-dev.txt" in dockerfile and "==" not in dockerfile
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".env", "data", "runs", ".venv*"} <= {*ignored}
+    build = without_comments(ROOT / ".devcontainer" / "devcontainer.json")["build"]
+    assert (ROOT / ".devcontainer" / build["dockerfile"]).is_file() and f"AS {build['target']}\n" in dockerfile
+
+
+def test_the_workflow_runs_what_ci_runs():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"]["ci"]
+    command = job["steps"][-1]["run"]
+    assert os.access(ROOT / command, os.X_OK)
+    assert job["strategy"]["matrix"]["python"][0] == "3.10"
+
+
+def cells() -> list[str]:
+    notebook = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), "strip the notebook's outputs"
+    return ["".join(cell["source"]) for cell in code]
+
+
+def as_script(source: str) -> str:
+    """A cell as plain Python: its `!` lines, in which {name} is a variable, become calls of the shell."""
+    return "\n".join(SHELL_LINE.sub(lambda line: f"{line[1]}shell(f{line[2]!r})", line) for line in source.split("\n"))
+
+
+def test_the_notebook_is_ten_cells_whose_commands_exist():
+    assert len(cells()) == 10
+    commands = [line for source in cells() for line in re.findall(r"^ *!(.*)$", source, re.MULTILINE)]
+    for source in cells():
+        compile(as_script(source), "cell", "exec")
+    for command in commands:
+        program, script, *words = shlex.split(command)
+        assert program == "python" and (ROOT / script).is_file()
+        [offered] = completed(ROOT, f"python {script} --")
+        assert {word for word in words if word.startswith("--")} <= offered, command
+
+
+@pytest.mark.slow
+def test_the_notebook_goes_from_text_to_chat(tmp_path):
+    """In a copy, with fewer steps: every cell runs, and what it says at the end is an answer."""
+    subprocess.run(f"git ls-files -z | xargs -0 cp --parents -t {shlex.quote(str(tmp_path))}", shell=True, cwd=ROOT, check=True)
+    few = [source.replace("500", "100").replace("300", "100").replace("20_000", "4_000").replace("8_000", "2_000") for source in cells()]
+    (tmp_path / "docs" / "tour.py").write_text(
+        "import subprocess\n\ndef shell(command):\n    subprocess.run(command, shell=True, check=True)\n\n"
+        + "\n".join(map(as_script, few)))
+    result = subprocess.run([sys.executable, "tour.py"], cwd=tmp_path / "docs", capture_output=True, text=True,
+                            env={**os.environ, "MPLBACKEND": "agg", "PYTHONWARNINGS": "ignore"})
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "(right: " in result.stdout.splitlines()[-2] and result.stdout.splitlines()[-1]
