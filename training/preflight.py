@@ -1,6 +1,7 @@
 """What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tokenizer import load_tokenizer
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.run_folder import has_run
 from training.setup import find_start, prepare_device, read_inputs
+from training.start import Start
 from training.state import Inputs, Run
 
 T = TypeVar("T")
@@ -51,7 +53,9 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
     rows = f", including the rows of {len(ids)} tokens: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
-    return f"{learned:,} trainable parameters beside the frozen base{rows}"
+    # As PEFT counts them: what is trained is beside the base, also where it replaces rows or matrices of it.
+    whole = parameter_count(model.config, tokenizer.vocab_size) + learned
+    return f"{learned:,} trainable parameters of {whole:,} ({100 * learned / whole:.2f} %){rows}"
 
 
 def describe_batch(config: Config) -> str:
@@ -135,6 +139,11 @@ def print_summary(run: Run, seconds: float, baseline: dict, latest: dict) -> Non
         info(f"Generate text:   python scripts/generate.py {run.saved}")
     else:
         info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
+    paths = {"pretrained": progress.base, "peft": run.saved.absolute()}
+    if not config.lora_enabled:
+        paths = {"pretrained": run.saved.absolute()}
+    model_args = ",".join(f"{name}={path}" for name, path in paths.items())
+    info(f"Evaluate it:     lm_eval --model hf --model_args {shlex.quote(model_args)} --tasks hellaswag")
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
 
@@ -202,10 +211,7 @@ def check(loaded: Loaded) -> int:
     hardware = report.run("hardware", lambda: check_hardware(config))
     report.line("ok", "batch", describe_batch(config))
     tokenizer = report.run("tokenizer", lambda: check_tokenizer(config))
-    inputs = None
-    if tokenizer:
-        report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
-        inputs = report.run("data", lambda: check_data(config))
+    inputs = report.run("data", lambda: check_data(config)) if tokenizer else None
     if inputs:
         report.line("ok", "first row", repr(first_row(config, inputs)))
     if config.hellaswag_path:
@@ -214,8 +220,10 @@ def check(loaded: Loaded) -> int:
         report.run("cache", lambda: check_cache(config, inputs))
     if config.distillation_enabled and tokenizer:
         report.run("teacher", lambda: check_teacher(config, tokenizer))
-    report.run("start", lambda: check_start(config, inputs, report))
+    if start := report.run("start", lambda: check_start(loaded, inputs, report)):
+        config = start.config
     if tokenizer:
+        report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, report)
         report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
@@ -281,24 +289,25 @@ def check_teacher(config: Config, tokenizer) -> tuple[Path, str]:
     return folder, f"{folder}, with the student's vocabulary; {how}"
 
 
-def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tuple[Optional[Path], str]:
-    """The checkpoint that the run would start from, if any. Raises CheckpointError if it cannot be used."""
+def check_start(loaded: Loaded, inputs: Optional[Inputs], report: Report) -> tuple[Start, str]:
+    """How the run would start. Raises CheckpointError if its checkpoint cannot be used."""
+    config = loaded.config
     run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
-    start = find_start(config, inputs, run_dir, Ranks())
+    start = find_start(loaded, inputs, run_dir, Ranks())
     if start.state:
-        start.warnings.extend(check_model(start.base if config.lora_enabled else start.folder, config))
+        start.warnings.extend(check_model(start.base if config.lora_enabled else start.folder, start.config))
     if config.resume == "never" and has_run(run_dir):
         start.warnings.append(f"RESUME=never moves the run in {run_dir} aside")
     for mark, messages in (("ok", start.notes), ("warn", start.warnings)):
         for message in messages:
             report.line(mark, "start", message)
     if start.folder is None:
-        return None, f"from initial weights, into {run_dir}"
+        return start, f"from initial weights, into {run_dir}"
     if not start.state:
-        return start.folder, f"from the weights of {start.folder}, into {run_dir}"
+        return start, f"from the weights of {start.folder}, into {run_dir}"
     step = start.state["progress"]["step"] if start.own or config.start_step is None else config.start_step
     left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
-    return start.folder, f"from {start.folder}, {left}"
+    return start, f"from {start.folder}, {left}"
 
 
 def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype,
