@@ -330,9 +330,8 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
         return "; ".join(parts)
 
     if others := differing(*map(str.lower, MODEL_SHAPE)):
-        raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, leave "
-                              f"{' and '.join(SETTING_OF.get(name, name) for name in others)} out, or "
-                              f"{assignments(others)}")
+        raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, remove "
+                              f"these settings, or {assignments(others)}")
 
     # With these the same weights compute something else, which may be intended, to learn longer contexts.
     names = ["norm_eps", "rope_theta", "rope_scaling_factor"]
@@ -364,7 +363,7 @@ def find_model(name: str) -> Path:
         SettingsError: the name is no path, and the settings, which have OUTPUT_DIR, cannot be read.
     """
     run_dir = Path("-")
-    if not Path(name).expanduser().exists():
+    if not os.path.exists(Path(name).expanduser()):
         loaded = load_config(complete=False)
         export(loaded)  # HF_TOKEN
         run_dir = Path(loaded.config.output_dir) / "-"

@@ -327,7 +327,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     Raises:
         CheckpointError: there is none, or the name means two.
     """
-    found = []
+    found, run_dir = [], Path(run_dir)
     for folder in places(name, run_dir):
         if folder.name and not os.path.isdir(folder):  # a crash while it was saved again renamed it
             folder = folder.with_name(f"replaced-{folder.name}")
@@ -336,7 +336,8 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     if not found and "/" in name and is_model_name(name):
         return hub_model(name)
     if not found:
-        raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir} nor at that path")
+        raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir.parent} nor at that "
+                              "path")
     folder, last = found[0], found[-1]
     by_path, by_run = places(name, run_dir)[2:]
     if [folder, last] == [by_path, by_run] and not os.path.samefile(folder, last):

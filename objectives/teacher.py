@@ -5,6 +5,7 @@ Shapes: M positions with a target, V vocabulary, N documents of at most L tokens
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
     setting = f"TEACHER_MODEL={name}"
     try:
         # Unlike a start, a teacher may be any model of the hub: also one whose name has no owner, like gpt2.
-        is_local = any(place.exists() for place in store.places(name, run_dir))
+        is_local = any(os.path.exists(place) for place in store.places(name, run_dir))
         folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
     except CheckpointError as error:
         raise CheckpointError(f"{setting}: {error}") from error

@@ -494,9 +494,9 @@ def find_run(name: str) -> Path:
         SettingsError: it is no path, and the settings, which have OUTPUT_DIR, cannot be read.
     """
     path = Path(name).expanduser()
-    if not path.exists():
+    if not os.path.exists(path):
         inside = Path(load_config(complete=False).config.output_dir) / path
-        path = inside if inside.exists() else path
+        path = inside if os.path.exists(inside) else path
     if re.fullmatch(r"step-\d+", path.name):
         path = path.parent
     return path.parent if path.name == "checkpoints" else path

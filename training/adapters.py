@@ -38,7 +38,7 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
         raise CheckpointError(f"the adapters in {folder} do not name their base; name it with --base")
     if named or not state:
         try:
-            return store.locate(named or recorded, run_dir)
+            return store.locate(str(named or recorded), run_dir)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; name the base of {folder} with --base") from error
     names = (state["settings"].get(setting.upper()) for setting in START_FROM)

@@ -14,7 +14,7 @@ import torch
 
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config
+from config import PREPARED_BY, SAMPLE, Config, names_start
 from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
@@ -222,7 +222,7 @@ def check(loaded: Loaded) -> int:
         report.run("teacher", lambda: check_teacher(config, tokenizer))
     if start := report.run("start", lambda: check_start(loaded, inputs, report)):
         config = start.config
-    if tokenizer:
+    if tokenizer and (start or not names_start(config)):  # else the model's shape is not known
         report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, report)
