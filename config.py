@@ -424,7 +424,7 @@ def stage_rules(c: Config) -> Iterator[str]:
     if c.lora_enabled and has_none:
         yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
                "DPO_CHECKPOINT")
-    if c.keep_layers and not checkpoints:
+    if c.keep_layers and has_none:
         yield f"KEEP_LAYERS={c.keep_layers} takes layers of a start; set PRETRAIN_CHECKPOINT, or remove it"
     elif c.keep_layers and (c.lora_enabled or c.training_stage == "dpo"):
         other = "LORA_ENABLED=true" if c.lora_enabled else "TRAINING_STAGE=dpo"

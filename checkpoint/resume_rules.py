@@ -44,7 +44,10 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     Raises:
         CheckpointError: a fixed one has changed, and is not or cannot be in ALLOW_RESUME_MISMATCH.
     """
-    now, before = config.public() | now_identity, state["settings"] | state["identity"]
+    now = config.public() | now_identity
+    before = {"KEEP_LAYERS": None} | state["settings"] | state["identity"]
+    if now["N_LAYERS"] == before.get("N_LAYERS"):  # how they were chosen matters at the start only
+        del now["KEEP_LAYERS"]
     if "LORA_TARGET_MODULES" in before:  # older versions stored it as it was spelt
         before["LORA_TARGET_MODULES"] = lora_layers(before["LORA_TARGET_MODULES"])
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}

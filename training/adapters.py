@@ -33,7 +33,10 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
         CheckpointError: it is not where it was, and the adapters' own settings name it nowhere else.
     """
     state, run_dir = store.read_state(folder), folder.resolve().parent.parent
-    recorded = read_json(folder / peft_format.CONFIG_FILE).get("base_model_name_or_path")
+    content = read_json(folder / peft_format.CONFIG_FILE)
+    recorded = content.get("base_model_name_or_path")
+    if recorded and content.get("revision"):  # of a model of the hub
+        recorded = f"{recorded}@{content['revision']}"
     if not (named or state or recorded):
         raise CheckpointError(f"the adapters in {folder} do not name their base; name it with --base")
     if named or not state:

@@ -18,7 +18,7 @@ from config import PREPARED_BY, SAMPLE, Config, names_start
 from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
-from lora import trained_token_ids
+from lora import adapter_state_dict, trained_token_ids
 from model import Transformer
 from model_utils import check_model, choose_dtype, why_not_compile
 from objectives.preference import reference_is_stored
@@ -135,17 +135,24 @@ def print_summary(run: Run, seconds: float, baseline: dict, latest: dict) -> Non
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
         info(f"Merge into base: python scripts/merge_lora.py {run.saved} --output FOLDER")
-    elif config.training_stage == "pretrain":
+    if config.training_stage == "pretrain":
         info(f"Generate text:   python scripts/generate.py {run.saved}")
     else:
         info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
-    paths = {"pretrained": progress.base, "peft": run.saved.absolute()}
-    if not config.lora_enabled:
-        paths = {"pretrained": run.saved.absolute()}
-    model_args = ",".join(f"{name}={path}" for name, path in paths.items())
-    info(f"Evaluate it:     lm_eval --model hf --model_args {shlex.quote(model_args)} --tasks hellaswag")
+    info(f"Evaluate it:     lm_eval --model hf --model_args {lm_eval_args(run)} --tasks hellaswag")
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
+
+
+def lm_eval_args(run: Run) -> str:
+    """What lm-evaluation-harness needs to load the model that a run has saved."""
+    if not run.config.lora_enabled:
+        return shlex.quote(f"pretrained={run.saved.absolute()}")
+    names = adapter_state_dict(run.model)
+    if run.config.tie_embeddings and not all(name.endswith((".lora_A", ".lora_B")) for name in names):
+        # lm_eval ties the weights again, which transformers cannot do while PEFT wraps the embedding.
+        return "pretrained=FOLDER"  # of the line on merging
+    return shlex.quote(f"pretrained={run.progress.base},peft={run.saved.absolute()}")
 
 
 def provide_sample(config: Config, may_write: bool) -> None:

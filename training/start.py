@@ -331,7 +331,7 @@ def adopt_model(loaded: Loaded, state: Mapping[str, Any], folder: Path) -> tuple
     values = model.model_dump(include={*MODEL_SETTINGS})
     if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # another of them may set the same width
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
-    if loaded.config.keep_layers and not state:
+    if loaded.config.keep_layers:
         del values["n_layers"]
     config = loaded.with_defaults(values).config
     taken = {name.upper(): value for name, value in values.items()
