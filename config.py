@@ -46,9 +46,10 @@ class RunConfig(Section):
     output_dir: str = safe("runs", "folder of all runs")
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
     resume: str = safe("auto", "auto = newest verified checkpoint of RUN_NAME; never; or a checkpoint's path")
-    pretrain_checkpoint: Optional[str] = safe(None, "start from this pretraining checkpoint (step or path)")
-    instruct_checkpoint: Optional[str] = safe(None, "start from this SFT checkpoint (step or path)")
-    dpo_checkpoint: Optional[str] = safe(None, "start from this DPO checkpoint (step or path)")
+    pretrain_checkpoint: Optional[str] = safe(
+        None, "start from this pretrained model: a step, run, checkpoint, Hugging Face folder or hub name")
+    instruct_checkpoint: Optional[str] = safe(None, "start from this SFT model, named likewise")
+    dpo_checkpoint: Optional[str] = safe(None, "start from this DPO model, named likewise")
     random_init: bool = safe(False, "allow sft without a start checkpoint, from random weights")
     reset_optimizer: bool = safe(False, "load only the checkpoint's weights; optimizer and step start anew")
     start_step: Optional[int] = safe(None, "start counting steps here, whatever the checkpoint says", ge=0)
@@ -100,6 +101,8 @@ class ModelConfig(Section):
         ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
     n_layers: int = fixed(12, "transformer blocks", ge=1, le=65_536)
+    keep_layers: Optional[int] = fixed(
+        None, "take only the first N layers of the start checkpoint, which becomes N_LAYERS", ge=1)
     n_heads: int = fixed(12, "query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "key/value heads (grouped-query attention)", ge=1)
     ffn_dim: Optional[int] = safe(None, "width of the feed-forward; none = by the next two", ge=1)
@@ -142,6 +145,13 @@ class ModelConfig(Section):
         """Number of weights in the matrices of all blocks."""
         attention = 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
         return self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
+
+
+# What describes a model, and so comes with a checkpoint: its feed-forward has one width, spelt in three ways.
+FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")
+MODEL_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", *FEED_FORWARD, "norm_eps", "rope_theta",
+                  "rope_scaling_factor", "rope_low_freq_factor", "rope_high_freq_factor",
+                  "rope_original_max_len", "tie_embeddings", "init_std")
 
 
 class OptimConfig(Section):
@@ -220,6 +230,20 @@ class LogConfig(Section):
     hf_token: Optional[SecretStr] = safe(None, "secret, for gated repositories; never as a flag")
 
 
+LORA_LAYERS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",  # with Hugging Face's names
+               "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+ALL_LINEAR = "all-linear"  # PEFT's word for all of these
+
+
+def lora_layers(names: str) -> str:
+    """Return LORA_TARGET_MODULES in our names and the model's order, however they are spelt."""
+    ours = {theirs: name for name, theirs in LORA_LAYERS.items()}
+    found = {ours.get(name, name) for name in map(str.strip, names.split(",")) if name}
+    if ALL_LINEAR in found:
+        found = found - {ALL_LINEAR} | {*LORA_LAYERS}
+    return ",".join([*filter(found.__contains__, LORA_LAYERS), *sorted(found - {*LORA_LAYERS})])
+
+
 class LoraConfig(Section):
     """Low-rank adapters."""
 
@@ -228,12 +252,19 @@ class LoraConfig(Section):
     lora_alpha: float = fixed(32.0, "the adapters are scaled by alpha / rank", gt=0)
     lora_rslora: bool = fixed(False, "scale by alpha / sqrt(rank) instead")
     lora_dropout: float = fixed(0.0, "dropout on the adapters' input", ge=0, lt=1)
-    lora_target_modules: str = fixed("wq,wk,wv,wo,w1,w2,w3", "linear layers that get adapters, with commas")
+    lora_target_modules: str = fixed(
+        ",".join(LORA_LAYERS), "linear layers that get adapters, with commas; also q_proj ... or all-linear")
     lora_train_head: bool = fixed(False, "also train the whole head")
     lora_train_embeddings: bool = fixed(False, "also train the whole embedding")
     lora_train_tokens: str = fixed(
         "auto", "token rows to train too: auto = tokens of the data new to the base, none, or control tokens")
     lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "of the base, by bitsandbytes")
+
+    @field_validator("lora_target_modules")
+    @classmethod
+    def use_our_names(cls, names: str) -> str:
+        """Accept Hugging Face's names too."""
+        return lora_layers(names)
 
 
 class PreferenceConfig(Section):
@@ -257,7 +288,7 @@ class DistillationConfig(Section):
     """Training on a teacher's distribution."""
 
     distillation_enabled: bool = fixed(False, "train on a teacher's distribution as well (pretrain and sft)")
-    teacher_model: Optional[str] = safe(None, "a Hugging Face causal LM (name or folder) or a checkpoint")
+    teacher_model: Optional[str] = safe(None, "a run, checkpoint or Hugging Face causal LM (folder or name)")
     teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "of its weights; auto = as stored")
     distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed("forward_kl", "divergence")
     distillation_jsd_beta: float = fixed(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
@@ -268,9 +299,9 @@ class DistillationConfig(Section):
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")
-LOCAL_PATHS = ("output_dir", "cache_dir", "resume", *START_FROM, "pretrain_data_path", "sft_data_path",
-               "dpo_data_path", "hellaswag_path")
-NAMES_OR_PATHS = ("tokenizer_path", "teacher_model")
+LOCAL_PATHS = ("output_dir", "cache_dir", "resume", "pretrain_data_path", "sft_data_path", "dpo_data_path",
+               "hellaswag_path")
+NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
 PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scripts/load_*_dataset.py
 
 
@@ -312,24 +343,25 @@ def is_plain_name(name: str) -> bool:
 # ------------------------------------------------------------------------------------ rules between settings
 
 
-def rules(config: Config) -> Iterator[str]:
-    """Yield a sentence for every conflict; it names each setting that it depends on."""
+def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
+    """Yield a sentence for every conflict; it names each setting that it depends on.
+
+    Args:
+        start_is_read: the checkpoint that the settings name has completed the model's shape.
+    """
     for topic in (numeric_rules, path_rules, stage_rules):
         yield from topic(config)
+    if start_is_read or not names_start(config):
+        yield from shape_rules(config)
 
 
-def numeric_rules(c: Config) -> Iterator[str]:
-    """Batch, model shape, optimizer and precision."""
-    # The batch divides over ranks and micro-batches.
-    need = c.micro_batch_size * c.max_seq_len * c.world_size
-    if c.total_batch_size % need:
-        below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
-        fits = not c.total_batch_size % (c.max_seq_len * c.world_size)
-        all_rows = ", or MICRO_BATCH_SIZE=0, which uses all rows of a step" if fits else ""
-        yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
-               f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; "
-               f"try {' or '.join(str(size) for size in (below, above) if size)}{all_rows}")
-    # The shape of the model, and what it needs.
+def names_start(c: Config) -> bool:
+    """Whether the settings name a checkpoint to start from."""
+    return any(getattr(c, name) for name in START_FROM) or c.resume not in ("auto", "never")
+
+
+def shape_rules(c: Config) -> Iterator[str]:
+    """The shape of the model."""
     if c.dim % c.n_heads or c.head_dim % 2:
         yield (f"DIM={c.dim} must be an even multiple of N_HEADS={c.n_heads}; "
                f"try DIM={max(1, round(c.dim / c.n_heads / 2)) * 2 * c.n_heads}")
@@ -339,10 +371,23 @@ def numeric_rules(c: Config) -> Iterator[str]:
     if c.rope_high_freq_factor <= c.rope_low_freq_factor:
         yield (f"ROPE_HIGH_FREQ_FACTOR={c.rope_high_freq_factor} must exceed "
                f"ROPE_LOW_FREQ_FACTOR={c.rope_low_freq_factor}")
+
+
+def numeric_rules(c: Config) -> Iterator[str]:
+    """Batch, optimizer and precision."""
+    # The batch divides over ranks and micro-batches.
+    need = c.micro_batch_size * c.max_seq_len * c.world_size
+    if c.total_batch_size % need:
+        below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
+        fits = not c.total_batch_size % (c.max_seq_len * c.world_size)
+        all_rows = ", or MICRO_BATCH_SIZE=0, which uses all rows of a step" if fits else ""
+        yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
+               f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; "
+               f"try {' or '.join(str(size) for size in (below, above) if size)}{all_rows}")
+    # How it is trained.
     if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
         off = "DEBUG=true" if c.debug else "COMPILE=false"
         yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"
-    # How it is trained.
     if c.final_learning_rate > c.learning_rate:
         yield f"MIN_LEARNING_RATE={c.min_learning_rate} exceeds LEARNING_RATE={c.learning_rate}"
     if c.precision == "fp16" and c.device == "cpu":
@@ -378,8 +423,7 @@ def path_rules(c: Config) -> Iterator[str]:
 
 def stage_rules(c: Config) -> Iterator[str]:
     """What a run starts from, and which features work in which stage."""
-    checkpoints = [name.upper() for name in START_FROM if getattr(c, name)]
-    has_none = not checkpoints and c.resume in ("auto", "never")
+    checkpoints, has_none = [name.upper() for name in START_FROM if getattr(c, name)], not names_start(c)
     if len(checkpoints) > 1:
         yield f"{' and '.join(checkpoints)} are both set; start from one checkpoint"
     if c.random_init and checkpoints:
@@ -389,10 +433,16 @@ def stage_rules(c: Config) -> Iterator[str]:
     if c.lora_enabled and has_none:
         yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
                "DPO_CHECKPOINT")
+    if c.keep_layers and has_none:
+        yield f"KEEP_LAYERS={c.keep_layers} takes layers of a start; set PRETRAIN_CHECKPOINT, or remove it"
+    elif c.keep_layers and (c.lora_enabled or c.training_stage == "dpo"):
+        other = "LORA_ENABLED=true" if c.lora_enabled else "TRAINING_STAGE=dpo"
+        yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start as base; "
+               "train the first layers in the stage pretrain or sft, and start from that run")
     # Adapters, preferences and distillation.
-    layers = {name.strip() for name in c.lora_target_modules.split(",")}
-    if c.lora_enabled and not layers <= (known := set(LoraConfig().lora_target_modules.split(","))):
-        yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {', '.join(sorted(known))}"
+    if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
+        known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
+        yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"
     if c.training_stage == "dpo" and c.distillation_enabled:
         yield "DISTILLATION_ENABLED works in the stages pretrain and sft, not in dpo"
     if c.training_stage == "dpo" and c.dpo_loss != "sigmoid" and c.dpo_label_smoothing:

@@ -3,7 +3,9 @@
 import os
 import random
 import shutil
+import sys
 import sysconfig
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Optional
@@ -19,10 +21,12 @@ from checkpoint.peft_format import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
-from config import Config, ModelConfig, RunConfig
+from common.text import print_safely
+from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel.collectives import Ranks
+from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
@@ -231,8 +235,9 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
         CheckpointError: they do not have the shapes of the settings, or the folder holds only adapters.
     """
     refuse_adapters(folder)
-    tensors = hf_format.load_model_weights(folder)
-    rows = padded(model.vocab_size)
+    tensors, rows = hf_format.load_model_weights(folder), padded(model.vocab_size)
+    if model.config.keep_layers or hf_format.vocabulary_rows(tensors) > model.vocab_size:
+        tensors = hf_format.first_part(tensors, model.vocab_size, model.config.n_layers)
     model.load_state_dict(hf_format.from_huggingface(tensors, model.config, rows, finite=finite))
 
 
@@ -295,26 +300,38 @@ def load_model(folder: Path) -> tuple[Transformer, Any]:
     return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
 
 
-def check_model(folder: Path, config: ModelConfig) -> list[str]:
+def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
     """Compare the settings with the model in a folder, and return warnings.
 
+    Args:
+        sources: where settings were found.
     Raises:
         CheckpointError: the model has another shape, or the folder holds only adapters or none.
     """
     refuse_adapters(folder)
     saved = read_model_config(folder)
+    if config.keep_layers:
+        if config.keep_layers > saved.n_layers:
+            raise CheckpointError(f"KEEP_LAYERS={config.keep_layers}, but the model in {folder} has "
+                                  f"{saved.n_layers} layers; lower it")
+        saved = saved.model_copy(update={"n_layers": config.keep_layers})
 
     def differing(*names: str) -> dict[str, Any]:
         return {name.upper(): getattr(saved, name) for name in names
                 if getattr(saved, name) != getattr(config, name)}
 
     def describe(others: dict[str, Any]) -> str:
-        return "; ".join(f"{SETTING_OF.get(name, name)} is {value} there and "
-                         f"{getattr(config, name.lower())} here" for name, value in others.items())
+        parts = []
+        for name, value in others.items():
+            causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
+            where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")
+            parts.append(f"{SETTING_OF.get(name, name)} is {value} there and "
+                         f"{getattr(config, name.lower())} here{where}")
+        return "; ".join(parts)
 
     if others := differing(*map(str.lower, MODEL_SHAPE)):
-        raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, "
-                              f"{assignments(others)}")
+        raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, remove "
+                              f"these settings, or {assignments(others)}")
 
     # With these the same weights compute something else, which may be intended, to learn longer contexts.
     names = ["norm_eps", "rope_theta", "rope_scaling_factor"]
@@ -322,3 +339,35 @@ def check_model(folder: Path, config: ModelConfig) -> list[str]:
         names += ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len"]
     others = differing(*names)
     return [f"the model in {folder} was made with other settings: {describe(others)}"] if others else []
+
+
+def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
+    """Compare the tokenizer with a model from elsewhere, and return what to say.
+
+    Raises:
+        CheckpointError: the tokenizer has more ids than the model.
+    """
+    rows = hf_format.read_json(folder / "config.json").get("vocab_size")
+    if not isinstance(rows, int) or rows < vocab_size:
+        raise CheckpointError(f"the tokenizer has {vocab_size:,} ids and the model in {folder} {rows}; set "
+                              "TOKENIZER_PATH to the model's own, and prepare the data with it")
+    unused = rows - vocab_size
+    return [f"the last {unused:,} rows of the model's vocabulary have no token: left out"] if unused else []
+
+
+def find_model(name: str) -> Path:
+    """Return the folder that a script's argument names, as in a setting, and print which one it is.
+
+    Raises:
+        CheckpointError: there is none.
+        SettingsError: the name is no path, and the settings, which have OUTPUT_DIR, cannot be read.
+    """
+    run_dir = Path("-")
+    if not os.path.exists(Path(name).expanduser()):
+        loaded = load_config(complete=False)
+        export(loaded)  # HF_TOKEN
+        run_dir = Path(loaded.config.output_dir) / "-"
+    folder = store.locate(name, run_dir)
+    if folder != Path(name).expanduser():
+        print_safely(f"Using {folder}", sys.stderr)
+    return folder

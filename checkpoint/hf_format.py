@@ -7,6 +7,7 @@ of neighbouring pairs (so the rows of wq and wk are permuted), and stores no pad
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -113,6 +114,14 @@ def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
     if embedding is None or embedding.ndim != 2 or not len(embedding):
         raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
     return len(embedding)
+
+
+def first_part(tensors: Mapping[str, Tensor], vocab_size: int, n_layers: int) -> dict[str, Tensor]:
+    """Return a Hugging Face Llama's tensors without the later layers and the ids that no token has."""
+    outer = {huggingface_name(name) for name in VOCABULARY}
+    layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
+    return {name: tensor[:vocab_size] if name in outer else tensor for name, tensor in tensors.items()
+            if layers[name] is None or int(layers[name][1]) < n_layers}
 
 
 def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int,
@@ -280,7 +289,7 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
 
     # What our model computes in one way only.
     fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": model.head_dim,
-             "pretraining_tp": 1}
+             "pretraining_tp": 1, "sliding_window": None, "quantization_config": None}
     unlike = [f"{key}={config[key]!r}" for key, value in fixed.items()
               if config.get(key) not in (value, None)]
     if rope_type not in ("default", "llama3"):
@@ -343,8 +352,10 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} {GONE}")
     if not os.path.exists(index):
-        raise CheckpointError(f"{folder} holds no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not read: "
-                              "save the model as safetensors first")
+        pickles = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
+        what = f"has {pickles[0]}, but" if pickles else "holds"
+        raise CheckpointError(f"{folder} {what} no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not "
+                              "read: save the model as safetensors first")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} does not say which file holds which tensor; download it again")

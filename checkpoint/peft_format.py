@@ -11,6 +11,7 @@ from torch import Tensor
 
 from checkpoint import hf_format
 from checkpoint.hf_format import VOCABULARY, TokenIds, permuted, read_json, write_json
+from checkpoint.hub import name_of_download
 from checkpoint.tensor_files import read_tensors, write_tensors
 from common.errors import CheckpointError
 from config import LoraConfig, ModelConfig
@@ -113,7 +114,10 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
     rows: Any = {PEFT_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
     if tied and rows:  # a list means the embedding, which is the head too
         rows = rows["embed_tokens"]
-    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_path,
+    base = {"base_model_name_or_path": base_path}
+    if name := name_of_download(base_path):  # PEFT downloads it where it is missing
+        base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
             "r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout,
             "use_rslora": config.lora_rslora, "target_modules": modules, "modules_to_save": whole or None,
             "trainable_token_indices": rows or None, "ensure_weight_tying": both, "bias": "none",

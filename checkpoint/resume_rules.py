@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import CheckpointError
-from config import START_FROM, Config, DistillationConfig, LoraConfig, PreferenceConfig, on_resume
+from config import (
+    START_FROM,
+    Config,
+    DistillationConfig,
+    LoraConfig,
+    PreferenceConfig,
+    lora_layers,
+    on_resume,
+)
 
 SILENT = {"PRESET", "RESUME", "ALLOW_RESUME_MISMATCH", "WORLD_SIZE"}  # reported elsewhere, or not worth it
 SETTING_OF = {"HIDDEN_DIM": "FFN_DIM"}  # the setting that restores a derived value
@@ -26,16 +34,22 @@ def identity(config: Config, data_fingerprint: str, tokenizer_sha256: str) -> di
 
 
 def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mapping[str, Any], folder: Path,
-                  own: bool = True) -> Changes:
+                  own: bool = True, sources: Mapping[str, str] = {}) -> Changes:
     """Compare a run's settings and inputs with those of the checkpoint.
 
     Args:
         state: the trainer's state in the checkpoint, with its `settings`, `identity` and `world_size`.
         own: the checkpoint belongs to this very run.
+        sources: where settings were found.
     Raises:
         CheckpointError: a fixed one has changed, and is not or cannot be in ALLOW_RESUME_MISMATCH.
     """
-    now, before = config.public() | now_identity, state["settings"] | state["identity"]
+    now = config.public() | now_identity
+    before = {"KEEP_LAYERS": None} | state["settings"] | state["identity"]
+    if now["N_LAYERS"] == before.get("N_LAYERS"):  # how they were chosen matters at the start only
+        del now["KEEP_LAYERS"]
+    if "LORA_TARGET_MODULES" in before:  # older versions stored it as it was spelt
+        before["LORA_TARGET_MODULES"] = lora_layers(before["LORA_TARGET_MODULES"])
     allowed = {name.strip().upper() for name in config.allow_resume_mismatch.split(",") if name.strip()}
 
     # Settings of features that are off are not compared.
@@ -49,7 +63,9 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
             changed["fixed" if name in now_identity else on_resume(name.lower())].append(name)
 
     def differences(names: list[str]) -> str:
-        return ", ".join(f"{SETTING_OF.get(name, name)} was {before[name]}, is {now[name]}" for name in names)
+        places = {name: f" ({sources[name.lower()]})" for name in names if name.lower() in sources}
+        return ", ".join(f"{SETTING_OF.get(name, name)} was {before[name]}, is {now[name]}"
+                         f"{places.get(name, '')}" for name in names)
 
     refused = [name for name in changed["fixed"] if name not in allowed or cannot_be_allowed(name)]
     if refused:

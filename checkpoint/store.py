@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
+from checkpoint.hub import hub_model, is_model_name
 from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse, read_state_file
 from checkpoint.tensor_files import read_tensors, write_tensors
 from common.errors import CheckpointError
@@ -308,34 +309,57 @@ def _folders(checkpoints_dir: Path) -> list[Path]:
 
 
 def places(name: str, run_dir: Path) -> tuple[Path, ...]:
-    """Return the folders that a setting may mean, in the order in which they are tried."""
-    return Path(run_dir) / "checkpoints" / name, Path(run_dir) / name, Path(name).expanduser()
+    """Return the folders that a setting may mean, in the order in which they are tried.
+
+    A step or folder of this run, a path, or a run beside this one.
+    """
+    run_dir = Path(run_dir)
+    return (run_dir / "checkpoints" / name, run_dir / name, Path(name).expanduser(),
+            run_dir.parent / Path(name).expanduser())
 
 
 def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
-    """Return the folder that a setting names: a step of this run, or the path of a checkpoint, run or model.
+    """Return the folder that a setting or a script's argument names.
 
-    Of several checkpoints it is the newest that verifies; otherwise the caller verifies.
+    It is a step of this run, a run of OUTPUT_DIR, the path of a checkpoint, run or model, or a model of the
+    hub (`owner/name`, `owner/name@revision`). Of several checkpoints it is the newest that verifies;
+    otherwise the caller verifies.
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or the name means two.
     """
+    found, run_dir = [], Path(run_dir)
     for folder in places(name, run_dir):
         if folder.name and not os.path.isdir(folder):  # a crash while it was saved again renamed it
             folder = folder.with_name(f"replaced-{folder.name}")
-        if not os.path.isdir(folder):
-            continue
-        for checkpoints_dir in (folder, folder / "checkpoints"):
-            if checkpoints_dir.is_dir() and _folders(checkpoints_dir):
-                newest, messages = newest_verified(checkpoints_dir)
-                for message in messages:
-                    warn(message)
-                return newest
-        is_model = (folder / "config.json").exists() and not (folder / STATE).exists()
-        if not (is_model or (folder / MANIFEST).exists()):
-            raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}; a model from elsewhere "
-                                  "is imported with scripts/import_checkpoint.py")
-        return folder
-    raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir} nor at that path")
+        if os.path.isdir(folder):
+            found.append(folder)
+    if not found and "/" in name and is_model_name(name):
+        return hub_model(name)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir.parent} nor at that "
+                              "path")
+    folder, last = found[0], found[-1]
+    by_path, by_run = places(name, run_dir)[2:]
+    if [folder, last] == [by_path, by_run] and not os.path.samefile(folder, last):
+        raise CheckpointError(f"{name!r} means both {by_path.absolute()} and {last}; write one of these "
+                              "paths")
+    return _newest_in(folder, warn)
+
+
+def _newest_in(folder: Path, warn: Warn) -> Path:
+    """The newest verified checkpoint of a run or of a folder of checkpoints; else the folder itself."""
+    for checkpoints_dir in (folder, folder / "checkpoints"):
+        if checkpoints_dir.is_dir() and _folders(checkpoints_dir):
+            newest, messages = newest_verified(checkpoints_dir)
+            for message in messages:
+                warn(message)
+            return newest
+    is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    if not (is_model and not (folder / STATE).exists() or (folder / MANIFEST).exists()):
+        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}; and no Hugging Face model: "
+                              "it has no config.json. Meta's files are imported with "
+                              "scripts/import_checkpoint.py")
+    return folder
 
 
 def _has(folder: Path, name: str) -> bool:

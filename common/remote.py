@@ -152,19 +152,20 @@ def why_not(error: Exception) -> str:
 
 
 def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool],
-               **patterns: list[str]) -> Path:
+               revision: str | None = None, **patterns: list[str]) -> Path:
     """Return the local copy of a model of the hub: the cached one if it is complete, else it is downloaded.
 
     Errors of the hub's client are raised unchanged.
 
     Args:
         required_file: requested first, so that a model that is missing or forbidden fails at once.
+        revision: a branch, tag or commit; None = the newest.
         patterns: `allow_patterns` and `ignore_patterns` of huggingface_hub.snapshot_download.
     """
     with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
     try:
-        folder = Path(hub.snapshot_download(name, local_files_only=True, **patterns))
+        folder = Path(hub.snapshot_download(name, revision=revision, local_files_only=True, **patterns))
         if is_complete(folder):
             return folder
     except (OSError, ValueError):  # not in the cache, or not a valid name
@@ -172,9 +173,10 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
 
     def download() -> Path:
         with HEARTBEAT.beat_in_background():  # the hub's client has time-outs of its own
-            return Path(hub.snapshot_download(name, **patterns))
+            return Path(hub.snapshot_download(name, revision=revision, **patterns))
 
-    ask_hub(name, lambda: hub.get_hf_file_metadata(hub.hf_hub_url(name, required_file), timeout=HUB_SECONDS))
+    url = hub.hf_hub_url(name, required_file, revision=revision)
+    ask_hub(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS))
     return retry(name, download)
 
 

@@ -29,7 +29,7 @@ from debug.row_report import RowReport, describe_parameters, describe_row, exami
 from model_utils import seed_step
 from objectives.base import LossSum
 from parallel.collectives import Ranks, RunContext, StopSignals
-from settings.load import Layer, read_json_file, validate
+from settings.load import Layer, Loaded, read_json_file, validate
 from train import train_step
 from training.diagnostics import robust_z_score
 from training.optim import learning_rate
@@ -125,7 +125,8 @@ def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
     device, log = prepare_device(config), ReplayLog(info)
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
-    start = start_from(find_weights(run_dir, step, config), config, inputs.identity(config), run_dir, ranks)
+    loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
+    start = start_from(find_weights(run_dir, step, config), loaded, inputs.identity, run_dir, ranks)
     for message in (*start.warnings, *start.notes):
         log.warn(message)
     context = RunContext(ranks, StopSignals(), log)

@@ -5,6 +5,7 @@ Shapes: M positions with a target, V vocabulary, N documents of at most L tokens
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,13 @@ from torch import Tensor, nn
 
 from checkpoint import store
 from checkpoint.hf_format import (
-    INDEX_FILE,
-    WEIGHTS_FILE,
     load_model_weights,
     model_settings_from_huggingface,
     read_json,
     weights_sha256,
 )
+from checkpoint.hub import hub_model, is_model_name
 from common.errors import CheckpointError, SettingsError
-from common.remote import HUB_NAME, hub_folder, why_not
 from config import Config, ModelConfig
 from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
@@ -50,22 +49,14 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
         CheckpointError: it does not exist, or is damaged.
         SettingsError: it has another vocabulary.
     """
-    # A path or a run's name is tried first; what cannot be either is a name on the hub.
-    name = config.teacher_model
-    setting, places = f"TEACHER_MODEL={name}", (Path(config.output_dir) / name, Path(name).expanduser())
-    if any(place.exists() for place in places) or not HUB_NAME.fullmatch(name):
-        try:
-            folder = store.locate(name, Path(config.output_dir))
-        except CheckpointError as error:
-            raise CheckpointError(f"{setting}: {error}") from error
-    else:
-        try:
-            folder = hub_folder(name, "config.json", _is_complete, allow_patterns=["*.safetensors", "*.json"],
-                                ignore_patterns=["*/*"])
-        except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
-            raise CheckpointError(f"{setting} is no local folder, and the hub gives no model of that name: "
-                                  f"{why_not(error)}; check the name, the network, HF_TOKEN and "
-                                  "HF_HUB_OFFLINE, or give a path") from error
+    name, run_dir = config.teacher_model, Path(config.output_dir) / (config.run_name or "-")
+    setting = f"TEACHER_MODEL={name}"
+    try:
+        # Unlike a start, a teacher may be any model of the hub: also one whose name has no owner, like gpt2.
+        is_local = any(os.path.exists(place) for place in store.places(name, run_dir))
+        folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
+    except CheckpointError as error:
+        raise CheckpointError(f"{setting}: {error}") from error
     if verify and (folder / store.MANIFEST).exists():
         store.verify(folder)
     if not (folder / "config.json").exists():
@@ -75,13 +66,6 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
             "has no config.json; name a checkpoint or a model folder"))
     check_vocabulary(folder, name, tokenizer)
     return folder
-
-
-def _is_complete(folder: Path) -> bool:
-    """Return whether a model folder has its configuration and all of its weights."""
-    index = folder / INDEX_FILE
-    files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
-    return all((folder / file).exists() for file in ("config.json", *files))
 
 
 def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
@@ -212,7 +196,7 @@ def load_teacher(folder: Path, config: Config, vocab_size: int,
         settings = model_settings_from_huggingface(described)
     except CheckpointError:
         settings = None
-    if settings is None or "quantization_config" in described:  # not a Llama, or one that we cannot represent
+    if settings is None:  # not a Llama, or one that we cannot represent
         return _load_with_transformers(folder, described, config, vocab_size, device)
     tensors = load_model_weights(folder)
     dtype = _dtype(config, next(iter(tensors.values())).dtype, device)

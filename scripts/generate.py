@@ -1,39 +1,64 @@
 """Continue texts, or chat, with a checkpoint or with any Llama in a Hugging Face folder.
 
-    python scripts/generate.py FOLDER --prompt "Once upon a time" "The museum"
-    python scripts/generate.py FOLDER --chat --prompt "Who are you?" "And I?"
+    python scripts/generate.py runs/first --prompt "Once upon a time" "The museum"
+    python scripts/generate.py runs/chat --chat --prompt "Who are you?" "And I?"
+
+Of a run it takes the newest good checkpoint. Adapters are applied to the base that they were trained on.
 """
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
+from checkpoint import peft_format
+from checkpoint.store import read_state
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
 from data_pipeline.chat_templates import load_chat_format
-from model_utils import load_model
+from model import Transformer
+from model_utils import find_model, load_model
+from training.adapters import base_of_adapters, load_adapted
 from training.generate import Sampling, generate
 
 
-def continuations(folder: Path, prompts: list[str], max_new_tokens: int, sampling: Sampling) -> list[str]:
-    """Return what the folder's model generates after each prompt."""
-    model, tokenizer = load_model(folder)
+def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
+    """Return the model that is named, with its adapters if it has any, and its tokenizer.
+
+    A base that was quantized in training is quantized here too.
+    Raises:
+        CheckpointError: there is no such model, or its base was not found.
+    """
+    folder = find_model(name)
+    if not (folder / peft_format.CONFIG_FILE).exists():
+        return load_model(folder)
+    on_gpu = torch.cuda.is_available()
+    quantization = read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
+    model, tokenizer, _ = load_adapted(folder, base_of_adapters(folder, base), "cuda" if on_gpu else "cpu",
+                                       torch.bfloat16 if on_gpu else torch.float32, quantization)
+    return model.float(), tokenizer
+
+
+def continuations(model: Transformer, tokenizer: Any, prompts: list[str], max_new_tokens: int,
+                  sampling: Sampling) -> list[str]:
+    """Return what the model generates after each prompt."""
     prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
     stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
     return [tokenizer.decode(ids) for ids in generate(model, prompt_ids, max_new_tokens, sampling, stop_ids)]
 
 
-def answers(folder: Path, turns: list[str], max_new_tokens: int, sampling: Sampling,
+def answers(model: Transformer, tokenizer: Any, turns: list[str], max_new_tokens: int, sampling: Sampling,
             system_prompt: str = "") -> list[str]:
     """Return the model's answer to each user turn of one chat.
 
     Raises:
         DataError: its tokenizer has no chat template, or the template refuses the chat.
     """
-    model, tokenizer = load_model(folder)
     chat_format = load_chat_format(tokenizer)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for turn in turns:
@@ -46,7 +71,8 @@ def answers(folder: Path, turns: list[str], max_new_tokens: int, sampling: Sampl
 
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
-    parser.add_argument("folder", type=Path, help="a checkpoint, or a Llama in Hugging Face's format")
+    parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
+    parser.add_argument("--base", metavar="MODEL", help="the base of adapters (default: where it was)")
     parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT",
                         help="texts to continue (default: one empty text)")
     parser.add_argument("--chat", action="store_true", help="the prompts are the user's turns in one chat")
@@ -73,13 +99,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    folder = args.folder.expanduser()
+    model = load(args.model, args.base)
     sampling = Sampling(args.temperature, args.top_p, seed=args.seed)
     if args.chat:
-        replies = answers(folder, args.prompt, args.max_new_tokens, sampling, args.system)
+        replies = answers(*model, args.prompt, args.max_new_tokens, sampling, args.system)
         texts = [f"> {prompt}\n\n{reply}" for prompt, reply in zip(args.prompt, replies)]
     else:
-        written = continuations(folder, args.prompt, args.max_new_tokens, sampling)
+        written = continuations(*model, args.prompt, args.max_new_tokens, sampling)
         texts = [prompt + text for prompt, text in zip(args.prompt, written)]
     show(*"\n\n".join(texts).split("\n"))
 

@@ -1,8 +1,10 @@
 """Import a Llama, from a Hugging Face folder or Meta's download, as a checkpoint that Paddock can start from.
 
     python scripts/import_checkpoint.py models/Llama-3.2-1B models/start
+    python scripts/import_checkpoint.py meta-llama/Llama-3.2-1B models/start
     python scripts/import_checkpoint.py ~/.llama/Llama3.2-1B models/start
 
+PRETRAIN_CHECKPOINT takes a Hugging Face folder or name directly, too; an import is verified at each start.
 A Hugging Face folder must have safetensors. Meta's consolidated.00.pth is read without running code from it.
 """
 
@@ -28,11 +30,13 @@ from checkpoint.hf_format import (
     save_model_folder,
     vocabulary_rows,
 )
+from checkpoint.peft_format import refuse_adapters
 from checkpoint.store import MANIFEST, publish, verify
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import show
 from config import ModelConfig
+from model_utils import find_model
 from tokenizer import load_tokenizer
 
 
@@ -68,8 +72,8 @@ def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[st
 
 
 def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] = None,
-                      rope_scaling_factor: Optional[float] = None) -> ModelConfig:
-    """Write the model in `source` to `output` as a verified checkpoint; return its settings.
+                      rope_scaling_factor: Optional[float] = None) -> None:
+    """Write the model in `source` to `output` as a verified checkpoint.
 
     Raises:
         CheckpointError: the source holds no readable Llama, or the output exists.
@@ -77,17 +81,16 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
     meta_file = source if source.suffix == ".pth" else source / "consolidated.00.pth"
-    if os.path.exists(source / MANIFEST):
-        verify(source)
-    if os.path.isfile(source / "config.json"):
-        state, config, max_seq_len = read_huggingface(source)
-        tokenizer = load_tokenizer(tokenizer_path or str(source))
-    elif os.path.isfile(meta_file):
+    if os.path.isfile(meta_file) and not os.path.isfile(source / "config.json"):
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:
-        raise CheckpointError(f"{source} holds neither config.json (Hugging Face) nor consolidated.00.pth "
-                              "(Meta); download a model of the hub with: hf download NAME --local-dir FOLDER")
+        folder = find_model(str(source))
+        if os.path.exists(folder / MANIFEST):
+            verify(folder)
+        refuse_adapters(folder)
+        state, config, max_seq_len = read_huggingface(folder)
+        tokenizer = load_tokenizer(tokenizer_path or str(folder))
     rows = len(state["tok_embeddings.weight"])
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; "
@@ -98,24 +101,22 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     size = sum(tensor.nbytes for tensor in state.values())
     publish(output, lambda folder: save_model_folder(folder, state, config, tokenizer, max_seq_len),
             {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
-    return config
 
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("source", type=Path, help="a Hugging Face folder, or Meta's folder or .pth file")
+    parser.add_argument("source", type=Path,
+                        help="a Hugging Face folder or name, a run, or Meta's folder or .pth file")
     parser.add_argument("output", type=local_path, help="the new checkpoint's folder")
     parser.add_argument("--tokenizer", metavar="PATH",
                         help="the model's tokenizer (default: the one beside the weights)")
     parser.add_argument("--rope-scaling-factor", type=float, metavar="X",
                         help="for Meta's format, which may lack it (default: 8, or 32 with tied embeddings)")
     args = parser.parse_args()
-    config = import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
-                               args.rope_scaling_factor)
+    import_checkpoint(args.source.expanduser(), args.output.expanduser(), args.tokenizer,
+                      args.rope_scaling_factor)
     show(f"{args.output} is ready. Add to .env:", f"PRETRAIN_CHECKPOINT={args.output}",
          f"TOKENIZER_PATH={args.output}")
-    for name, value in config.model_dump(exclude_defaults=True).items():
-        show(f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from checkpoint.schema import read_entries  # noqa: E402
 from common.command_line import CommandParser
 from common.errors import PaddockError, requires_package, run_script
 from common.text import show  # noqa: E402
+from settings.load import find_run
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -60,7 +61,7 @@ def draw(run: Path, output: Path, title: str) -> None:
 
 def main() -> None:
     parser = CommandParser(__doc__)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=find_run, help="the run: its folder or name, or one of its checkpoints")
     parser.add_argument("-o", "--output", type=Path,
                         help="the picture (default: curves.png in the run's folder)")
     parser.add_argument("--title", help="above the picture (default: the run's name)")

@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
-from settings.load import read_flags  # noqa: E402
+from settings.load import find_run, read_flags  # noqa: E402
 
 
 def main() -> None:
     parser = CommandParser(__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", help="the run: its folder or name, or one of its checkpoints")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="counted as on the console")
     parser.add_argument("--rows", type=int, default=3, metavar="N",
                         help="rows to describe, the worst first (default: %(default)s)")
@@ -35,7 +35,7 @@ def main() -> None:
     from parallel.collectives import classify_exception
 
     try:
-        replay(args.run, args.step, flags.layer, args.rows, args.at_checkpoint)
+        replay(find_run(args.run), args.step, flags.layer, args.rows, args.at_checkpoint)
     except (MemoryError, RuntimeError) as error:
         report = classify_exception(error)
         if report is None:

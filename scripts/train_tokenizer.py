@@ -25,12 +25,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=int, required=True,
                         help=f"number of ranks, with the 256 bytes; {len(SPECIALS)} special tokens are added")
     parser.add_argument("--output", required=True, type=local_path, help="file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--column", default="text", help="column that holds the text (default: text)")
     parser.add_argument("--on-bad-record", choices=("fail", "skip"), default="fail",
                         help="what to do with a record that cannot be used (default: fail)")
     args = parser.parse_args()
     if args.output == Path():
         parser.error("--output must name a file")
+    if args.output.is_file() and not args.overwrite:
+        parser.error(f"{args.output} exists; name another file, or add --overwrite")
     return args
 
 

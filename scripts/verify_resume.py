@@ -37,7 +37,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import last_line, show  # noqa: E402
 from config import Config  # noqa: E402
-from settings.load import exit_with, load_config  # noqa: E402
+from settings.load import Loaded, exit_with, export, load_config  # noqa: E402
 
 CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ between two equal runs
 STOP_SECONDS = 60  # for a run to save and exit when this script is stopped
@@ -67,8 +67,11 @@ def few_steps(config: Config, first: int, steps: int) -> dict[str, Any]:
             "TENSORBOARD_ENABLED": "false"}
 
 
-def find_first_step(config: Config) -> tuple[dict[str, Any], int]:
+def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:
     """The settings with which a new run starts from the checkpoint that is named, and the steps it has done.
+
+    Args:
+        load: reads the settings again, with further flags.
 
     Raises:
         CheckpointError: the checkpoint is missing or damaged, or belongs to a run with other settings.
@@ -85,7 +88,7 @@ def find_first_step(config: Config) -> tuple[dict[str, Any], int]:
         # A bare name means a step of the user's own run, so it becomes a path.
         folder = store.locate(named, Path(config.output_dir) / (config.run_name or "-"))
         changes[setting] = str(folder.resolve())
-    changed = config.model_copy(update={name.lower(): value for name, value in changes.items()})
+    changed = load([f"--{name.lower().replace('_', '-')}={value}" for name, value in changes.items()])
     start = find_start(changed, None, Path(config.output_dir) / "verify-resume", Ranks())
     if not start.own and config.start_step is not None:
         return changes, config.start_step
@@ -386,18 +389,20 @@ def main() -> None:
     args, flags = parse_args()
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
 
-    def load(flags: list[str], ranks: int) -> Config:
+    def load(more: list[str], ranks: int = args.nproc_per_node) -> Loaded:
         environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks)}
-        return load_config(flags, environ).config
+        return load_config([*flags, *more], environ)
 
     try:
-        config = load(flags, args.nproc_per_node)
+        loaded = load([])
+        config = loaded.config
         layouts = parse_layouts(args.layouts) if args.layouts else []
         for ranks, rows in layouts:  # all are checked before anything is started
-            load([*flags, f"--micro-batch-size={rows}"], ranks)
+            load([f"--micro-batch-size={rows}"], ranks)
     except SettingsError as error:
         exit_with(error)
-    start, first = find_first_step(config)
+    export(loaded)
+    start, first = find_first_step(config, load)
     Path(config.output_dir).mkdir(parents=True, exist_ok=True)
     folder, keep = Path(tempfile.mkdtemp(prefix="verify-resume-", dir=config.output_dir)), True
     check = Verification(flags, config, folder, start, first)

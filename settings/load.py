@@ -12,7 +12,7 @@ import re
 import sys
 from collections import ChainMap, Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
@@ -311,11 +311,19 @@ class Loaded:
 
     config: Config
     sources: dict[str, str]
-    notes: list[str]
-    warnings: list[str]
-    check: bool
-    rest: dict[str, str]
-    exports: Mapping[str, str] = field(repr=False)  # may hold secrets
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    check: bool = False
+    rest: dict[str, str] = field(default_factory=dict)
+    exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
+
+    def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
+        """Return this with these valid values for the settings that no layer sets: a layer below all others.
+
+        The rules between settings are the caller's to check again.
+        """
+        unset = {name: value for name, value in values.items() if name not in self.sources}
+        return replace(self, config=self.config.model_copy(update=unset))
 
 
 def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) -> list[Layer]:
@@ -374,10 +382,14 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     if config.micro_batch_size == 0:
         rows = max(1, config.rows_per_step // config.world_size)
         config = config.model_copy(update={"micro_batch_size": rows})
+    if config.keep_layers is not None:
+        config = config.model_copy(update={"n_layers": config.keep_layers})
     problems += invalid.values()
     if complete:
         if "world_size" not in invalid:
             problems += launch_problems(config, environ, flags.check)
+        if "distillation_enabled" not in invalid:
+            problems += unused_teacher(config, layers)
         # A rule about a setting that is invalid in itself would only confuse.
         invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
         problems += [message for message in rules(config) if not invalid_names.search(message)]
@@ -415,6 +427,20 @@ def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],
                  if (environ.get(name, value) == value) is same]
         if names:
             yield f"For the libraries, from {where}: {', '.join(names)}"
+
+
+def unused_teacher(config: Config, layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield a message if TEACHER_MODEL would be ignored, and nobody who knew of it wrote so."""
+    if config.teacher_model is None or config.distillation_enabled:
+        return
+    named, off = (max((number for number, layer in enumerate(layers) if name in layer.values), default=-1)
+                  for name in ("teacher_model", "distillation_enabled"))
+    where = layers[named].values["teacher_model"][1]
+    # A preset that switches distillation off knows only of the layers below it.
+    by_preset = off >= 0 and layers[off].values["distillation_enabled"][1].startswith(str(PRESETS_DIR))
+    if off < 0 or (by_preset and off < named):
+        yield (f"{where}: TEACHER_MODEL={shortened(config.teacher_model)} has no effect without "
+               "DISTILLATION_ENABLED=true; set that too, or DISTILLATION_ENABLED=false to train without it")
 
 
 def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> Iterator[str]:
@@ -508,6 +534,22 @@ def help_text(usage: str) -> str:
             known = f": {presets}" if name == "PRESET" else ""
             add(flag, f"{meaning}{known} [{default or 'none'}]")
     return "\n".join(lines)
+
+
+def find_run(name: str) -> Path:
+    """Return the folder of the run that a script's argument names.
+
+    By its path, by its name in OUTPUT_DIR, or by one of its checkpoints; by its path if there is none.
+    Raises:
+        SettingsError: it is no path, and the settings, which have OUTPUT_DIR, cannot be read.
+    """
+    path = Path(name).expanduser()
+    if not os.path.exists(path):
+        inside = Path(load_config(complete=False).config.output_dir) / path
+        path = inside if os.path.exists(inside) else path
+    if re.fullmatch(r"step-\d+", path.name):
+        path = path.parent
+    return path.parent if path.name == "checkpoints" else path
 
 
 def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:

@@ -184,7 +184,7 @@ def test_equally_seeded_adapters_are_equal_and_others_are_not():
         assert name.endswith("B") or not torch.equal(factor, lora.adapter_state_dict(other)[name])
 
 
-@pytest.mark.parametrize("targets, named", [("wq,q_proj", "'q_proj'"), ("output", "'output'"), (" , ", "no layer")])
+@pytest.mark.parametrize("targets, named", [("wq,query", "'query'"), ("output", "'output'"), (" , ", "no layer")])
 def test_an_unknown_layer_is_refused_with_the_known_ones(targets, named):
     with pytest.raises(SettingsError, match=f"LORA_TARGET_MODULES.*{named}.*choose from {EVERYWHERE}"):
         lora.add_adapters(base_model(shape()), settings(lora_target_modules=targets), torch.Generator())
@@ -513,14 +513,14 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
         assert sorted(tmp_path.rglob("*")) == there
 
     refused(f"{base} exists", base)
-    refused("nowhere is no model folder here; .*--base", output, tmp_path / "nowhere")
+    refused("no checkpoint .*nowhere.*--base", output, str(tmp_path / "nowhere"))
     other = tmp_path / "other"
     shutil.copytree(base, other)
     tensors = hf_format.load_model_weights(base)
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
     hf_format.save_weights(other, tensors)
     hashes = [hf_format.weights_sha256(hf_format.load_model_weights(folder)) for folder in (other, base)]
-    refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, other)
+    refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, str(other))
     factors = peft_format.read_tensors(adapter / "adapter_model.safetensors")
     next(iter(factors.values())).fill_(torch.nan)
     save_file(factors, adapter / "adapter_model.safetensors")

@@ -27,7 +27,7 @@ from objectives.preference import (
 from objectives.stored_outputs import ComputeOnce
 from objectives.teacher import find_teacher, load_teacher, teacher_facts
 from parallel.collectives import RunContext
-from training.start import find_base_on_rank0, weights_sha256
+from training.start import find_base_on_rank0, on_each_machine, weights_sha256
 from training.state import Inputs, Progress
 
 
@@ -82,8 +82,8 @@ def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[O
     """
     tokenizer, ranks = inputs.tokenizer, once.ranks
     # Rank 0 verifies the teacher's files for all.
-    verified = ranks.on_rank0(lambda: find_teacher(config, tokenizer))
-    folder = ranks.raise_on_all(lambda: verified or find_teacher(config, tokenizer, verify=False))
+    verified = ranks.broadcast(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
+    folder = on_each_machine(Path(verified), ranks)
 
     @cache
     def load():

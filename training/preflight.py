@@ -1,6 +1,7 @@
 """What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,11 +16,11 @@ import torch
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config
+from config import PREPARED_BY, SAMPLE, Config, names_start
 from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
-from lora import trained_token_ids
+from lora import adapter_state_dict, trained_token_ids
 from model import Transformer
 from model_utils import check_model, choose_dtype, why_not_compile
 from objectives.preference import reference_is_stored
@@ -32,6 +33,7 @@ from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, p
 from training.run_folder import has_run
 from training.setup import find_start, prepare_device, read_inputs
 from training.speed_probe import free_memory, matmul_flops, seconds_per_step
+from training.start import Start
 from training.state import Inputs, Run
 
 T = TypeVar("T")
@@ -56,7 +58,9 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     names = [control.get(number) or repr(tokenizer.decode([number])) for number in reversed(ids)]
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
     rows = f", including the rows of {len(ids)} tokens: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
-    return f"{learned:,} trainable parameters beside the frozen base{rows}"
+    # As PEFT counts them: what is trained is beside the base, also where it replaces rows or matrices of it.
+    whole = parameter_count(model.config, tokenizer.vocab_size) + learned
+    return f"{learned:,} trainable parameters of {whole:,} ({100 * learned / whole:.2f} %){rows}"
 
 
 def describe_batch(config: Config) -> str:
@@ -159,12 +163,24 @@ def print_summary(run: Run, seconds: float, first_step: int, latest: dict) -> No
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
         info(f"Merge into base: python scripts/merge_lora.py {run.saved} --output FOLDER")
-    elif config.training_stage == "pretrain":
+    if config.training_stage == "pretrain":
         info(f"Generate text:   python scripts/generate.py {run.saved}")
     else:
         info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
+    info(f"Evaluate it:     lm_eval --model hf --model_args {lm_eval_args(run)} --tasks hellaswag")
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
+
+
+def lm_eval_args(run: Run) -> str:
+    """What lm-evaluation-harness needs to load the model that a run has saved."""
+    if not run.config.lora_enabled:
+        return shlex.quote(f"pretrained={run.saved.absolute()}")
+    names = adapter_state_dict(run.model)
+    if run.config.tie_embeddings and not all(name.endswith((".lora_A", ".lora_B")) for name in names):
+        # lm_eval ties the weights again, which transformers cannot do while PEFT wraps the embedding.
+        return "pretrained=FOLDER"  # of the line on merging
+    return shlex.quote(f"pretrained={run.progress.base},peft={run.saved.absolute()}")
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
@@ -230,11 +246,7 @@ def check(loaded: Loaded) -> int:
     hardware = report.run("hardware", lambda: check_hardware(config))
     report.line("ok", "batch", describe_batch(config))
     tokenizer = report.run("tokenizer", lambda: check_tokenizer(config))
-    inputs = None
-    if tokenizer:
-        report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
-        report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
-        inputs = report.run("data", lambda: check_data(config))
+    inputs = report.run("data", lambda: check_data(config)) if tokenizer else None
     if inputs:
         report.line("ok", "first row", repr(first_row(config, inputs)))
     if config.hellaswag_path:
@@ -243,8 +255,11 @@ def check(loaded: Loaded) -> int:
         report.run("cache", lambda: check_cache(config, inputs))
     if config.distillation_enabled and tokenizer:
         report.run("teacher", lambda: check_teacher(config, tokenizer))
-    report.run("start", lambda: check_start(config, inputs, report))
-    if tokenizer:
+    if start := report.run("start", lambda: check_start(loaded, inputs, report)):
+        config = start.config
+    if tokenizer and (start or not names_start(config)):  # else the model's shape is not known
+        report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
+        report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, report)
         report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
@@ -313,24 +328,25 @@ def check_teacher(config: Config, tokenizer) -> tuple[Path, str]:
     return folder, f"{folder}, with the student's vocabulary; {how}"
 
 
-def check_start(config: Config, inputs: Optional[Inputs], report: Report) -> tuple[Optional[Path], str]:
-    """The checkpoint that the run would start from, if any. Raises CheckpointError if it cannot be used."""
+def check_start(loaded: Loaded, inputs: Optional[Inputs], report: Report) -> tuple[Start, str]:
+    """How the run would start. Raises CheckpointError if its checkpoint cannot be used."""
+    config = loaded.config
     run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
-    start = find_start(config, inputs, run_dir, Ranks())
+    start = find_start(loaded, inputs, run_dir, Ranks())
     if start.state:
-        start.warnings.extend(check_model(start.base if config.lora_enabled else start.folder, config))
+        start.warnings.extend(check_model(start.base if config.lora_enabled else start.folder, start.config))
     if config.resume == "never" and has_run(run_dir):
         start.warnings.append(f"RESUME=never moves the run in {run_dir} aside")
     for mark, messages in (("ok", start.notes), ("warn", start.warnings)):
         for message in messages:
             report.line(mark, "start", message)
     if start.folder is None:
-        return None, f"from initial weights, into {run_dir}"
+        return start, f"from initial weights, into {run_dir}"
     if not start.state:
-        return start.folder, f"from the weights of {start.folder}, into {run_dir}"
+        return start, f"from the weights of {start.folder}, into {run_dir}"
     step = start.state["progress"]["step"] if start.own or config.start_step is None else config.start_step
     left = f"{max(0, config.max_steps - step):,} of {config.max_steps:,} steps are left"
-    return start.folder, f"from {start.folder}, {left}"
+    return start, f"from {start.folder}, {left}"
 
 
 def describe_length(config: Config, vocab_size: int) -> str:

@@ -20,6 +20,7 @@ from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from model_utils import (
     build_model,
+    check_vocabulary,
     choose_device,
     choose_dtype,
     compile_where_possible,
@@ -82,7 +83,7 @@ def open_inputs(config: Config, ranks: Ranks) -> Inputs:
 # ----------------------------------------------------------------------------------------- the start
 
 
-def find_start(config: Config, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks) -> Start:
+def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks) -> Start:
     """Where the settings start the run. Collective: every rank must call it.
 
     Args:
@@ -91,8 +92,12 @@ def find_start(config: Config, inputs: Optional[Inputs], run_dir: Path, ranks: R
         CheckpointError: the checkpoint is missing, damaged, or belongs to a run with other settings.
         SettingsError: there is nothing to start from.
     """
-    identity = inputs.identity(config) if inputs else None
-    return start_from(find_checkpoint(config, run_dir, ranks), config, identity, run_dir, ranks)
+    found = find_checkpoint(loaded.config, run_dir, ranks)
+    start = start_from(found, loaded, inputs and inputs.identity, run_dir, ranks)
+    if inputs and start.folder and not start.state and not store.read_state(start.folder):
+        vocab_size = inputs.tokenizer.vocab_size  # a model from elsewhere may have another
+        start.notes.extend(ranks.raise_on_all(lambda: check_vocabulary(start.folder, vocab_size)))
+    return start
 
 
 def place_weights(config: Config, start: Start, model: Transformer, inputs: Inputs, ranks: Ranks,
@@ -197,7 +202,8 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         inputs = open_inputs(config, ranks)
         folder = stack.enter_context(open_run_folder(config, ranks, loaded.warnings.append))
         HEARTBEAT.stacks_folder = folder.path / "log"
-        start = find_start(config, inputs, folder.path, ranks)
+        start = find_start(loaded, inputs, folder.path, ranks)
+        config = start.config
         log = RunLog(config, ranks.rank, device.type)
         stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
         for message in (*loaded.warnings, *start.warnings):

@@ -1,16 +1,17 @@
 """Where a run starts: its own newest checkpoint, or the one that the settings name; and its base model."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-from checkpoint import hf_format, peft_format, store
-from checkpoint.resume_rules import check_changes
+from checkpoint import hf_format, hub, peft_format, store
+from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, SettingsError
-from config import START_FROM, Config
-from model_utils import check_model
+from config import FEED_FORWARD, MODEL_SETTINGS, START_FROM, Config, rules
+from model_utils import check_model, read_model_config
 from parallel.collectives import Ranks
+from settings.load import Loaded
 from training.run_folder import earlier_runs
 
 START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint",
@@ -28,6 +29,7 @@ class Found(NamedTuple):
 class Start(NamedTuple):
     """How a run starts."""
 
+    config: Config  # the settings, with the shape of the model that the run starts from
     folder: Optional[Path]  # a checkpoint or a model folder; None: initial weights
     own: bool  # it was written by this run
     state: dict[str, Any]  # the trainer's state to resume; empty if optimizer and step start anew
@@ -67,7 +69,8 @@ def continues(state: Mapping[str, Any], own: bool, config: Config) -> bool:
     """Whether a run resumes this trainer state; if not, it takes the weights alone."""
     if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
         return False
-    return own or not (config.reset_optimizer or config.lora_enabled or state["settings"]["LORA_ENABLED"])
+    weights_alone = config.reset_optimizer or config.keep_layers or config.lora_enabled
+    return own or not (weights_alone or state["settings"]["LORA_ENABLED"])
 
 
 # --------------------------------------------------------------------------------------- which checkpoint
@@ -190,10 +193,21 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path,
     Raises:
         CheckpointError: it is in none of these places; names each.
     """
+    names = (named_checkpoint(config), *(getattr(config, setting) for setting in START_FROM))
+    advice = f"set {start_setting(config)} to the folder where it is now"
+    return find_by_hash([*filter(None, names)], progress, run_dir, warn, advice)
+
+
+def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Path,
+                 warn: Callable[[str], None], advice: str) -> Path:
+    """`find_base` among these names first.
+
+    Args:
+        advice: what to do if it is in none of the places.
+    """
     remembered, wanted = base_places(progress, run_dir), progress.get("base_sha256")
     named, failures = [], []
-    settings = (named_checkpoint(config), *(getattr(config, setting) for setting in START_FROM))
-    for name in dict.fromkeys(filter(None, settings)):
+    for name in dict.fromkeys(names):
         try:
             folder = store.locate(name, run_dir, warn)
         except CheckpointError as error:
@@ -223,41 +237,60 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path,
         failures.append(f"{place} is another model, whose weights have SHA-256 {found}")
     raise CheckpointError("the base of this "
                           f"run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not found: "
-                          f"{'; '.join(failures) or 'no place is known'}. Bring it back, or set "
-                          f"{start_setting(config)} to the folder where it is now")
+                          f"{'; '.join(failures) or 'no place is known'}. Bring it back, or {advice}")
 
 
 def find_base_on_rank0(config: Config, progress: Mapping[str, Any], run_dir: Path, ranks: Ranks,
                        warn: Callable[[str], None]) -> Path:
     """`find_base` by rank 0 for all. Collective: every rank must call it."""
-    return Path(ranks.broadcast(ranks.on_rank0(lambda: str(find_base(config, progress, run_dir, warn)))))
+    found = ranks.broadcast(ranks.on_rank0(lambda: str(find_base(config, progress, run_dir, warn))))
+    return on_each_machine(Path(found), ranks)
+
+
+def on_each_machine(folder: Path, ranks: Ranks) -> Path:
+    """The folder that rank 0 found; of a model of the hub, each machine's own copy, which one rank downloads.
+
+    Collective: every rank must call it.
+    """
+    name = hub.name_of_download(folder)
+    if name is None or ranks.world_size == 1:
+        return folder
+    ranks.raise_on_all(lambda: None if ranks.local_rank else hub.hub_model(name))
+    return ranks.raise_on_all(lambda: hub.hub_model(name))
 
 
 # ------------------------------------------------------------------------------------------- how it starts
 
 
-def start_from(found: Found, config: Config, identity: Optional[Mapping[str, Any]], run_dir: Path,
-               ranks: Ranks) -> Start:
+def start_from(found: Found, loaded: Loaded, identity_of: Optional[Callable[[Config], Mapping[str, Any]]],
+               run_dir: Path, ranks: Ranks) -> Start:
     """How a run starts from the checkpoint that was found. Collective: every rank must call it.
 
     Args:
-        identity: what the run reads (`resume_rules.identity`); None: unknown, and not compared.
+        identity_of: gives what the run reads (`resume_rules.identity`); None: unknown, and not compared.
     Raises:
         CheckpointError: the checkpoint belongs to another run than the settings describe.
+        SettingsError: the settings contradict each other, now that the shape is known.
     """
     folder, own, warnings = found
     if folder is None:
-        return Start(None, False, {}, None, None, {}, [], warnings)
-    state, notes = ranks.raise_on_all(lambda: store.read_state(folder)), []
-    if continues(state, own, config):
-        if identity is not None:
-            notes, more = ranks.raise_on_all(lambda: check_changes(state, config, identity, folder, own))
-            warnings += more
-    else:
-        refuse_own_weights(state, folder, run_dir, config)
-        warnings += ranks.raise_on_all(lambda: check_model(folder, config))
-        notes = [f"weights from {folder}; optimizer, schedule and step start anew"]
+        return Start(loaded.config, None, False, {}, None, None, {}, [], warnings)
+    folder = on_each_machine(folder, ranks)
+    state = ranks.raise_on_all(lambda: store.read_state(folder))
+    if not (resumed := continues(state, own, loaded.config)):
+        refuse_own_weights(state, folder, run_dir, loaded.config)
+    config, notes = ranks.raise_on_all(lambda: adopt_model(loaded, state if resumed else {}, folder))
+    if not resumed:
+        warnings += ranks.raise_on_all(lambda: check_model(folder, config, loaded.sources))
+        part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
+        notes.append(f"weights from {part}{folder}; optimizer, schedule and step start anew")
         state, own = {}, False
+    elif identity_of is not None:
+        changes = ranks.raise_on_all(lambda: check_changes(state, config, identity_of(config), folder, own,
+                                                           loaded.sources))
+        notes, warnings = notes + changes.notes, warnings + changes.warnings
+    if conflicts := [*rules(config, start_is_read=True)]:
+        raise SettingsError(*conflicts)
 
     # What a later start needs to find the same base again.
     named, base, base_sha256, remembered = named_checkpoint(config), None, None, {}
@@ -279,7 +312,31 @@ def start_from(found: Found, config: Config, identity: Optional[Mapping[str, Any
     if base is not None:
         remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
                        "base_beside": relative_to_run(base, run_dir)}
-    return Start(folder, own, state, base, base_sha256, remembered, notes, warnings)
+    return Start(config, folder, own, state, base, base_sha256, remembered, notes, warnings)
+
+
+def adopt_model(loaded: Loaded, state: Mapping[str, Any], folder: Path) -> tuple[Config, list[str]]:
+    """The settings, with those of the model that no layer sets from the run's start; and what to say of it.
+
+    Args:
+        state: the trainer's state that is resumed; empty: the start is the model in the folder alone.
+    """
+    if state:
+        saved = {name: state["settings"][name.upper()] for name in MODEL_SETTINGS
+                 if name.upper() in state["settings"]}
+        model = hf_format.checked_settings(saved, str(folder / store.STATE))
+    else:
+        peft_format.refuse_adapters(folder)
+        model = read_model_config(folder)
+    values = model.model_dump(include={*MODEL_SETTINGS})
+    if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # another of them may set the same width
+        values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
+    if loaded.config.keep_layers:
+        del values["n_layers"]
+    config = loaded.with_defaults(values).config
+    taken = {name.upper(): value for name, value in values.items()
+             if getattr(config, name) != getattr(loaded.config, name)}
+    return config, [f"model settings from {folder}: {assignments(taken).removeprefix('set ')}"] * bool(taken)
 
 
 def refuse_random_weights(config: Config, run_dir: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path, tokenizer, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         find_teacher(settings(tmp_path / "nothing" / "here"), tokenizer)
-    with pytest.raises(CheckpointError, match="TEACHER_MODEL=nobody/nothing is no local folder"):
+    with pytest.raises(CheckpointError, match="TEACHER_MODEL=nobody/nothing: nobody/nothing is no local folder"):
         find_teacher(settings("nobody/nothing", output_dir=str(tmp_path)), tokenizer)
 
 

@@ -55,13 +55,13 @@ def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens:
 
 
 def test_greedy_text_is_that_of_transformers(script, folder, tokenizer):
-    ours = script.continuations(folder, PROMPTS, 24, Sampling())
+    ours = script.continuations(*script.load(str(folder)), PROMPTS, 24, Sampling())
     assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
     assert all(ours) and len(set(ours)) == 3
 
 
 def test_the_command_prints_prompt_and_continuation(script, folder):
-    texts = script.continuations(folder, PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
+    texts = script.continuations(*script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
     done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
                            "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
@@ -91,7 +91,7 @@ def test_a_greedy_chat_is_that_of_transformers(script, folder, tokenizer, tmp_pa
             "{% if add_generation_prompt %}assistant:{% endif %}")
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
-        answer, = script.answers(tmp_path / "folder", [turn], 24, Sampling(), system)
+        answer, = script.answers(*script.load(str(tmp_path / "folder")), [turn], 24, Sampling(), system)
         assert answer == chat_by_transformers(tmp_path / "folder", messages, 24) != ""
 
 
@@ -104,7 +104,7 @@ def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypa
         return [tokenizer.encode(f"yes {len(prompts)}")]
 
     monkeypatch.setattr(script, "generate", generate)
-    assert script.answers(folder, ["a", "b"], 4, Sampling()) == ["yes 1", "yes 2"]
+    assert script.answers(*script.load(str(folder)), ["a", "b"], 4, Sampling()) == ["yes 1", "yes 2"]
     assert stops == [{tokenizer.eot_id, tokenizer.eos_id}] * 2
     header = "<|start_header_id|>{}<|end_header_id|>\n\n".format
     assert prompts[1] == ("<|begin_of_text|>" + header("user") + "a<|eot_id|>" + header("assistant") + "yes 1<|eot_id|>"
@@ -112,7 +112,7 @@ def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypa
 
 
 def test_the_command_prints_the_turns_of_a_chat(script, folder, monkeypatch, capsys):
-    replies = script.answers(folder, ["The cat", "Why?"], 6, Sampling(), "Be kind.")
+    replies = script.answers(*script.load(str(folder)), ["The cat", "Why?"], 6, Sampling(), "Be kind.")
     argv = ["generate.py", str(folder), "--chat", "--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "6"]
     monkeypatch.setattr(sys, "argv", [*argv, "--prompt", "The cat", "Why?"])
     script.main()

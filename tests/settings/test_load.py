@@ -344,7 +344,7 @@ def test_what_a_launcher_asks_for_is_what_the_program_will_have(monkeypatch):
 def test_what_comes_from_the_environment_is_told():
     loaded = load("--compile", "false", env="SEED=1\nDIM=768\n", environ={
         "DEBUG": "1", "SEED": "7", "COMPILE": "1", "WANDB_API_KEY": CANARY, "WORLD_SIZE": "1",
-        "TEACHER_MODEL": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
+        "HELLASWAG_NAME": "x" * 100, "SYSTEM_PROMPT": "a\nb"})
     (note,) = loaded.notes
     assert note.startswith("From the environment: SEED=7, ") and ", DEBUG=1" in note and "SYSTEM_PROMPT=a\\nb, " in note
     assert not any(words in note for words in ("COMPILE", "DIM", "WORLD_SIZE", CANARY, "WANDB_API_KEY", "x" * 81))
@@ -507,7 +507,7 @@ def test_a_script_can_do_without_what_training_needs():
     (("--output-dir=",), "OUTPUT_DIR is empty"),
     (("--output-dir", "$(pwd)/runs"), "OUTPUT_DIR=$(pwd)/runs has a variable or a command in it that nothing expands"),
     (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
-    (("--teacher-model", "`cat name`"), "nothing expands"),
+    (("--teacher-model", "`cat name`", "--distillation-enabled"), "nothing expands"),
     (("--run-name", "ä" * 101), "has 202 bytes, and may have 200"),
     (("--training-stage", "sft"), "SFT_DATA_PATH is not set; prepare data with scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),

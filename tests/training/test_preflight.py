@@ -177,7 +177,7 @@ def test_a_checkpoint_of_another_shape_ends_with_5(trained, tmp_path, capsys):
     checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true",
                       N_LAYERS=3, DIM=64)
     assert checked.code == 5
-    assert "DIM is 32 there and 64 here; N_LAYERS is 2 there and 3 here" in checked.text("FAIL")
+    assert "DIM is 32 there and 64 here (command line); N_LAYERS is 2 there and 3 here (command line); FFN_DIM is 96 " in checked.text("FAIL")
 
 
 def test_weights_of_another_run_begin_anew(trained, tmp_path, capsys):

@@ -441,12 +441,12 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),
     parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "in 2 parts"),
     there=(lambda: os.mkdir("start"), "start exists")) + group(
-    "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter_config.json cannot be read"),
+    "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is no checkpoint"),
     deep=(put(ADAPTER, DEEP), "cannot be read"), rank=(json_of(ADAPTER, lambda d: d.update(r="x")), r"is \(4, 32\), but rank"),
     alpha=(json_of(ADAPTER, lambda d: d.update(lora_alpha="x")), "lora_alpha"),
     dora=(json_of(ADAPTER, lambda d: d.update(use_dora=True)), "use_dora=True"),
-    base_number=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=5)), "5 is no model folder"),
-    base_long=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=LONG)), "no model folder"),
+    base_number=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=5)), "no checkpoint '5'"),
+    base_long=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=LONG)), "no checkpoint"),
     another_base=(tensors_of(WEIGHTS, lambda t: t["model.norm.weight"].mul_(2)), "belong to another base"),
     cut=(cut(FACTORS, -10), "cannot be read"), none=(lambda: save_file({}, FACTORS), "holds no adapters"),
     nan=(tensors_of(FACTORS, lambda t: next(iter(t.values())).fill_(torch.nan)), "not finite"),
@@ -454,9 +454,9 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     unknown=(tensors_of(FACTORS, lambda t: t.update(x=torch.ones(3))), "hold x"),
     half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "do not fit the settings"),
     there=(lambda: os.mkdir("merged"), "merged exists")) + commands(
-    "ask", 5, nowhere=("scripts/generate.py nowhere", "nowhere/config.json cannot be read"),
-    adapter=("scripts/generate.py adapter", "merge them first"), data=("scripts/generate.py set", "set/config.json"),
-    file=("scripts/generate.py x.jsonl", "cannot be read")) + commands(
+    "ask", 5, nowhere=("scripts/generate.py nowhere", "no checkpoint 'nowhere'"),
+    adapter=("scripts/generate.py adapter --base gone", "name the base of adapter with --base"),
+    data=("scripts/generate.py set", "set is no checkpoint"), file=("scripts/generate.py x.jsonl", "no checkpoint")) + commands(
     "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature must"),
     tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most"), top_p=(f"{ASK} --top-p nan", "--top-p above 0"),
     seed=(f"{ASK} --seed 99999999999999999999", "--seed must"), chat=(f"{ASK} --chat", "needs a --prompt")) + commands(
@@ -466,7 +466,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     data=("train.py --pretrain-checkpoint set", "set is no checkpoint"),
     file=("train.py --pretrain-checkpoint x.jsonl", "no checkpoint"),
     long=(f"train.py --pretrain-checkpoint {LONG}", "no checkpoint"),
-    adapter=("train.py --pretrain-checkpoint adapter", "adapter is no checkpoint"),
+    adapter=("train.py --pretrain-checkpoint adapter", "merge them first"),
     run=("train.py --pretrain-checkpoint .", "runs/run is no checkpoint"),
     width=(f"{START} --dim 64", "DIM is 32 there and 64 here"),
     heads=(f"{START} --n-heads 2 --n-kv-heads 1", "N_HEADS is 4 there and 2 here"),

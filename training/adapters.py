@@ -1,0 +1,85 @@
+"""A model with adapters outside of training: to generate text, or to be merged."""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from checkpoint import hf_format, peft_format, store
+from checkpoint.hf_format import read_json
+from common.errors import CheckpointError
+from common.text import print_safely
+from config import START_FROM, ModelConfig
+from lora import add_adapters, load_adapter_state_dict
+from model import Transformer, padded
+from model_utils import model_from_tensors
+from tokenizer import load_tokenizer
+from training.start import find_by_hash
+
+
+class Adapted(NamedTuple):
+    """A base with adapters."""
+
+    model: Transformer
+    tokenizer: Any
+    base_config: dict[str, Any]  # the base's config.json
+
+
+def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
+    """The base of the adapters in a folder, of ours or PEFT's: the one that is named, or found by its hash.
+
+    Raises:
+        CheckpointError: it is not where it was, and the adapters' own settings name it nowhere else.
+    """
+    state, run_dir = store.read_state(folder), folder.resolve().parent.parent
+    content = read_json(folder / peft_format.CONFIG_FILE)
+    recorded = content.get("base_model_name_or_path")
+    if recorded and content.get("revision"):  # of a model of the hub
+        recorded = f"{recorded}@{content['revision']}"
+    if not (named or state or recorded):
+        raise CheckpointError(f"the adapters in {folder} do not name their base; name it with --base")
+    if named or not state:
+        try:
+            return store.locate(str(named or recorded), run_dir)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; name the base of {folder} with --base") from error
+    names = (state["settings"].get(setting.upper()) for setting in START_FROM)
+    return find_by_hash([*filter(None, names)], state["progress"], run_dir, store.warn_on_console,
+                        "name the folder where it is now with --base")
+
+
+def load_adapted(folder: Path, base: Path, device: str = "cpu", dtype: torch.dtype = torch.float32,
+                 quantization: str = "none") -> Adapted:
+    """Return the base with the adapters of a folder on it, on the device.
+
+    Args:
+        dtype: in which the model computes.
+        quantization: of the base, as LORA_BASE_QUANTIZATION.
+    Raises:
+        CheckpointError: they cannot be read, or do not fit each other.
+        SettingsError: the base cannot be quantized here.
+    """
+    for part in (folder, base):
+        if (part / store.MANIFEST).exists():
+            store.verify(part)
+    peft_format.refuse_adapters(base)
+    content, tensors = read_json(base / "config.json"), hf_format.load_model_weights(base)
+    config = ModelConfig(**hf_format.model_settings_from_huggingface(content))
+    rows = hf_format.vocabulary_rows(tensors)
+    adapter = peft_format.load_adapter_folder(folder, config, padded(rows))
+    adapter.check_base(hf_format.weights_sha256(tensors), base)
+    if adapter.base_sha256 is None:
+        print_safely(f"The adapters have no hash of their base; whether it is {base} cannot be verified.",
+                     sys.stderr)
+    tokenizer = load_tokenizer(str(folder if (folder / "tokenizer.json").is_file() else base))
+    if tokenizer.vocab_size > rows:
+        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; use "
+                              "the base's own tokenizer")
+    model = model_from_tensors(tensors, config, rows, dtype).to(device)
+    if quantization != "none":
+        model.float()  # as it is quantized in training
+    lora_config = adapter.config.model_copy(update={"lora_base_quantization": quantization})
+    add_adapters(model, lora_config, torch.Generator(), adapter.token_ids)
+    load_adapter_state_dict(model, adapter.state)
+    return Adapted(model.eval(), tokenizer, content)
