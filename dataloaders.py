@@ -90,7 +90,8 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
     Raises:
         DataError: the data cannot be used, or is too small for a step.
     """
-    path = getattr(config, f"{config.training_stage}_data_path")
+    path = {"pretrain": config.pretrain_data_path, "sft": config.sft_data_path,
+            "dpo": config.dpo_data_path}[config.training_stage]
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
     minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
