@@ -18,7 +18,7 @@ import tiktoken
 from common.errors import DataError
 from common.files import read_json, read_text
 from common.remote import HUB_NAME, hub_folder, why_not
-from common.tokenizer_json import byte_level_json, write_tokenizer_files
+from common.tokenizer_json import BYTE_TO_CHAR, byte_level_json, write_tokenizer_files
 from config import SAMPLE
 
 # How Llama 3 splits text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
@@ -74,7 +74,10 @@ class DocumentEncoder:
 
 
 class Tokenizer(DocumentEncoder):
-    """Llama 3's tokenizer over any ranks: the ids are the ranks, then 256 special tokens."""
+    """Llama 3's tokenizer over any ranks: the ids are the ranks, then 256 special tokens.
+
+    `byte_lengths` are the UTF-8 bytes of text that each id stands for; a special token stands for none.
+    """
 
     def __init__(self, ranks: dict[bytes, int]):
         self.ranks = ranks
@@ -85,6 +88,7 @@ class Tokenizer(DocumentEncoder):
         self.eot_id = self.special_ids["<|eot_id|>"]
         self.pad_id = self.special_ids["<|finetune_right_pad_id|>"]
         self.document_start_id = self.bos_id
+        self.byte_lengths = [*map(len, sorted(ranks, key=ranks.__getitem__)), *[0] * len(SPECIALS)]
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks,
                                            special_tokens=self.special_ids)
 
@@ -155,6 +159,21 @@ class HuggingFaceTokenizer(DocumentEncoder):
         self.eot_id = ids.get("eot_token", self.eos_id)
         self.pad_id = ids.get("pad_token")
         self.document_start_id = self.eos_id if self.bos_id is None else self.bos_id
+
+    @cached_property
+    def byte_lengths(self) -> list[int] | None:
+        """The UTF-8 bytes of (normalized) text that each id stands for; a special token stands for none.
+
+        None unless it is byte-level BPE: the tokens of others do not add up to the text.
+        """
+        if not self._can_split:
+            return None
+        lengths, alphabet = [0] * self.vocab_size, set(BYTE_TO_CHAR.values())
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            lengths[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
+        for added in self._document.get("added_tokens") or ():
+            lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
+        return lengths
 
     def _control_tokens(self, config: dict, name: str) -> dict[str, str]:
         """Return the token of each role that has one, from the configuration or else by a known name."""
