@@ -45,6 +45,7 @@ CHUNK_CHARACTERS = 1_000_000
 TYPECODES = {"uint16": "H", "uint32": "I"}
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
+SHOWN_BAD_RECORDS = 20
 LOCK_POLL_SECONDS = 0.2
 
 
@@ -426,6 +427,18 @@ def read_own_json(path: Path) -> dict:
 def describe_prepared(folder: Path) -> str:
     """Return a description of a prepared set for the user: counts, what was skipped, and the examples."""
     manifest = read_own_json(folder / MANIFEST)
+    lines = describe_counts(manifest)
+    if len(manifest["skipped"]["bad_records"]) > SHOWN_BAD_RECORDS:
+        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    for number, example in enumerate(manifest["examples"], 1):
+        # Further lines are indented, so that none looks like a line of ours.
+        first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
+        lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]
+    return "\n".join(lines)
+
+
+def describe_counts(manifest: dict) -> list[str]:
+    """Return the lines with a prepared set's counts, and what was skipped."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
     lines = []
     for name, split in splits.items():
@@ -433,16 +446,14 @@ def describe_prepared(folder: Path) -> str:
         lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {split['documents']:,} "
                      f"{kind or 'documents'}, {len(split['shards'])} shards")
     if manifest["settings"]["validation_fraction"] and not splits["validation"]["documents"]:
-        more = how_to_get_more(kind, [source.get("path", "") for source in manifest["source"]["sources"]])
+        more = how_to_get_more(kind, names_of_sources(manifest))
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
     lines.append(f"Skipped: {empty}{skipped['bad']:,} bad records")
-    lines += [f"  {where}" for where in skipped["bad_records"][:20]]
-    if skipped["bad"] > 20:
-        lines.append(f"  ... more of them in {folder / MANIFEST}")
-    for number, example in enumerate(manifest["examples"], 1):
-        # Further lines are indented, so that none looks like a line of ours.
-        first, *further = (example if kind else repr(example[:300])).split("\n")
-        lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]
-    return "\n".join(lines)
+    return lines + [f"  {where}" for where in skipped["bad_records"][:SHOWN_BAD_RECORDS]]
+
+
+def names_of_sources(manifest: dict) -> list[str]:
+    """Return the path or name of each source; sets of earlier versions can have several."""
+    return [source.get("path") or source["name"] for source in manifest["source"]["sources"]]
