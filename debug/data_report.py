@@ -133,7 +133,8 @@ class DataReport:
             if isinstance(rows, MixedRows):
                 (source,), _ = rows.locate(row)
                 part, name = rows.parts[source], f" from {rows.mixture.sources[source].label}"
-            yield from self._describe_row(f"row {row[0]:,}{name}, number {number} of the run", part, rows(row))
+            title = f"row {row[0]:,}{name}, number {number} of the run"
+            yield from self._describe_row(title, part, rows(row))
 
     def _describe_row(self, title: str, part: Rows, batch: Batch) -> Iterator[str]:
         targets_T, tokens_T = batch.targets_BT[0], batch.tokens_BT[0]
