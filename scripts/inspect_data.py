@@ -4,6 +4,7 @@
     python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8 --max-seq-len 2048
     python scripts/inspect_data.py --list
 
+FOLDER is a prepared set or mixture, or a file or folder of another trainer's tokens.
 MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED count here, from .env, the environment or as flags.
 """
 
@@ -67,19 +68,28 @@ def list_table(sets: list[dict[str, Any]]) -> list[str]:
             for line, text in zip(lines, last)]
 
 
+def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Return the argument that is no flag and no flag's value, and the others."""
+    for number, argument in enumerate(argv):
+        before = argv[number - 1] if number else ""
+        has_value = before.startswith("--") and "=" not in before and before != "--json"
+        if not argument.startswith("-") and not has_value:
+            return argument, argv[:number] + argv[number + 1:]
+    return None, argv
+
+
 def main() -> None:
     parser = FlagParser(prog="python scripts/inspect_data.py", description=__doc__,
                         usage="%(prog)s FOLDER [--batch N] [--json] [--any-setting VALUE]\n"
                               "       %(prog)s --list [FOLDER] [--json]")
-    parser.add_argument("folder", nargs="?", metavar="FOLDER",
-                        help="a prepared set or mixture, or token files")
     parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",
                         help="list all prepared sets and mixtures below a folder [data]")
     parser.add_argument("--batch", type=count, default=1, metavar="N",
                         help="show the first N rows that a run reads [1]")
     parser.add_argument("--json", action="store_true", help="print the facts as JSON, without rows")
-    flags, config = parser.parse(sys.argv[1:])
-    if (flags.folder is None) == (flags.list is None):
+    folder, rest = split_folder(sys.argv[1:])
+    flags, config = parser.parse(rest)
+    if (folder is None) == (flags.list is None):
         raise SettingsError("command line: give either a FOLDER or --list; --help shows both")
     if flags.list is not None:
         sets = list(find_sets(Path(flags.list)))
@@ -89,7 +99,7 @@ def main() -> None:
     # Here, because torch's import takes seconds.
     from debug.data_report import open_data
 
-    data = open_data(Path(flags.folder), config)
+    data = open_data(Path(folder), config)
     facts = data.facts()
     show(*([json.dumps(facts)] if flags.json else data.describe(facts)))
     if flags.batch and not flags.json:

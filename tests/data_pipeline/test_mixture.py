@@ -8,6 +8,7 @@ import pytest
 import torch
 from factories import Prepared
 from hypothesis import given
+from hypothesis import settings as settings_of
 from hypothesis import strategies as st
 
 import data_pipeline.prepare as preparation
@@ -52,6 +53,7 @@ def test_each_position_has_one_source_and_each_source_its_share_to_within_a_row_
         assert (inside[np.array(phase.weights) == 0] == 0).all()
 
 
+@settings_of(max_examples=40)
 @given(mixings(), st.integers(0, 2**31), st.sampled_from([1, 2, 4]))
 def test_the_rows_are_the_same_from_any_step_on_and_on_any_number_of_ranks(mixing, seed, world_size):
     whole = mixing.rows_at(np.arange(400), seed)
@@ -61,6 +63,7 @@ def test_the_rows_are_the_same_from_any_step_on_and_on_any_number_of_ranks(mixin
     assert read.tolist() == whole[step * 8:step * 8 + 8].tolist()
 
 
+@settings_of(max_examples=40)
 @given(mixings(), st.integers(0, 2**31))
 def test_a_source_gives_all_its_rows_once_before_it_repeats_one(mixing, seed):
     rows, first = mixing.rows_at(np.arange(400), seed), 0
