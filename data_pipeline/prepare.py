@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
@@ -108,7 +108,7 @@ class Plan(NamedTuple):
 
     kind: Kind
     source: Source
-    identity: dict  # of the source
+    identities: list[dict]  # of the source
     tokenizer: Any
     options: PreparationOptions
 
@@ -124,7 +124,7 @@ class Plan(NamedTuple):
     @property
     def key(self) -> str:
         """The name of the set's folder: a hash of its source, tokenizer and settings."""
-        content = json.dumps([[self.identity], self.tokenizer.sha256, self.settings], sort_keys=True)
+        content = json.dumps([self.identities, self.tokenizer.sha256, self.settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
@@ -195,7 +195,7 @@ def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
     # The key names the folder; whoever gets the lock first builds it.
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        plan = Plan(kind, source, identify_source(source, output_dir), tokenizer, options)
+        plan = Plan(kind, source, identify_all([source], output_dir), tokenizer, options)
         folder = output_dir / plan.key
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
@@ -218,7 +218,7 @@ def build(plan: Plan, folder: Path) -> None:
         if not (working / JOURNAL).is_file():  # there is nothing to continue from
             shutil.rmtree(working, ignore_errors=True)
         raise
-    if identify_source(plan.source, folder.parent) != plan.identity:
+    if identify_all([plan.source], folder.parent) != plan.identities:
         shutil.rmtree(working)
         raise DataError("the source changed while it was read; start again when nothing writes to it")
     source = {name: without_passwords(value) for name, value in asdict(plan.source).items() if value}
@@ -228,22 +228,22 @@ def build(plan: Plan, folder: Path) -> None:
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
         "tokenizer": without_passwords(plan.options.tokenizer_path),
         "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
-        "source": {"sources": [source | {"identity": plan.identity}]},
+        "source": {"sources": [source | {"identity": plan.identities[0]}]},
         "settings": plan.settings, "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
     (folder / JOURNAL).unlink(missing_ok=True)
 
 
-def identify_source(source: Source, output_dir: Path) -> dict:
-    """Return the identity of a source; the hashes of local files are kept for the next call."""
+def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
+    """Return the identity of each source; the hashes of local files are kept for the next call."""
     known = read_own_json(output_dir / KNOWN_HASHES)
     before = json.dumps(known)
-    with progress_bar(desc="Hashing the source", unit="B", delay=1, leave=False) as bar:
-        identity = identify(source, known, bar.update)
+    with progress_bar(desc="Hashing the sources", unit="B", delay=1, leave=False) as bar:
+        identities = [identify(source, known, bar.update) for source in sources]
     if json.dumps(known) != before:
         write_json(output_dir / KNOWN_HASHES, known)
-    return identity
+    return identities
 
 
 def write_shards(plan: Plan, folder: Path) -> dict:
@@ -255,7 +255,7 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
 
     # The source is always read from its beginning; what the journal counts is not tokenized again.
-    source = replace(plan.source, revision=plan.identity.get("revision", plan.source.revision))
+    source = replace(plan.source, revision=plan.identities[0].get("revision", plan.source.revision))
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # by workers
     items = islice(kind.read(source, reading), options.max_documents or None)
@@ -426,7 +426,7 @@ def read_own_json(path: Path) -> dict:
 
 def describe_prepared(folder: Path) -> str:
     """Return a description of a prepared set for the user: counts, what was skipped, and the examples."""
-    manifest = read_own_json(folder / MANIFEST)
+    manifest = read_prepared(folder)
     lines = describe_counts(manifest)
     if len(manifest["skipped"]["bad_records"]) > SHOWN_BAD_RECORDS:
         lines.append(f"  ... more of them in {folder / MANIFEST}")
@@ -452,6 +452,19 @@ def describe_counts(manifest: dict) -> list[str]:
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
     lines.append(f"Skipped: {empty}{skipped['bad']:,} bad records")
     return lines + [f"  {where}" for where in skipped["bad_records"][:SHOWN_BAD_RECORDS]]
+
+
+def read_prepared(folder: Path) -> dict:
+    """Return the manifest of a prepared set.
+
+    Raises:
+        DataError: it is damaged, or another program's.
+    """
+    manifest = read_own_json(folder / MANIFEST)
+    if missing := sorted({"splits", "skipped", "settings", "source", "vocab_size"} - manifest.keys()):
+        raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}, so it is not a prepared set's; prepare "
+                        "the data again")
+    return manifest
 
 
 def names_of_sources(manifest: dict) -> list[str]:

@@ -19,7 +19,7 @@ from data_pipeline.manifest import MANIFEST, MIXTURE
 from data_pipeline.mixed_rows import MixedRows
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_facts
 from data_pipeline.packed_rows import ExampleRows
-from data_pipeline.prepare import describe_counts, names_of_sources, read_own_json
+from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.row_order import rows_at
 from data_pipeline.shard_reader import TokenizerFacts
 from data_pipeline.statistics import begins_at, begins_with, measure
@@ -212,7 +212,7 @@ def open_data(folder: Path, config: Config) -> DataReport:
     if is_mixture(folder):
         first = folder / read_mixture(folder).sources[0].set
     if os.path.lexists(first / MANIFEST):
-        manifest = read_own_json(first / MANIFEST)
+        manifest = read_prepared(first)
     elif not os.path.exists(folder):
         raise DataError(f"{folder}: no such folder; scripts/inspect_data.py --list shows those below data/")
     stage = STAGES[manifest.get("kind", "documents")]

@@ -18,10 +18,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import DataError, SettingsError, run_script  # noqa: E402
-from common.text import show
+from common.text import print_safely, show
 from data_pipeline.manifest import MANIFEST, MIXTURE
 from data_pipeline.mixture import read_mixture, source_facts, table
-from data_pipeline.prepare import names_of_sources, read_own_json
+from data_pipeline.prepare import names_of_sources, read_prepared
 from data_preparation_utils import FlagParser, count
 
 COLUMNS = 100
@@ -39,19 +39,28 @@ def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{folder}: holds no prepared set; prepare one with scripts/load_pretrain_dataset.py,"
                         " or name the folder that was given as --output")
     for path in files:
-        facts = {"folder": str(path.parent)}
-        if path.name == MIXTURE:
-            sources = source_facts(path.parent, read_mixture(path.parent))
-            yield facts | {"kind": "mixture", "documents": sum(source["documents"] for source in sources),
-                           "tokens": sum(source["tokens"] for source in sources), "tokenizer": None,
-                           "sources": [f"{source['share']:.0%} {source['source']}" for source in sources]}
-            continue
-        manifest = read_own_json(path)
-        splits = manifest["splits"].values()
-        yield facts | {"kind": manifest.get("kind", "documents"),
-                       "documents": sum(split["documents"] for split in splits),
-                       "tokens": sum(split["tokens"] for split in splits),
-                       "tokenizer": manifest.get("tokenizer"), "sources": names_of_sources(manifest)}
+        try:
+            yield mixture_facts(path.parent) if path.name == MIXTURE else set_facts(path.parent)
+        except DataError as error:
+            print_safely(f"warning: {error}", sys.stderr)
+
+
+def set_facts(folder: Path) -> dict[str, Any]:
+    """Return what a prepared set's manifest says of it."""
+    manifest = read_prepared(folder)
+    splits = manifest["splits"].values()
+    return {"folder": str(folder), "kind": manifest.get("kind", "documents"),
+            "documents": sum(split["documents"] for split in splits),
+            "tokens": sum(split["tokens"] for split in splits), "tokenizer": manifest.get("tokenizer"),
+            "sources": names_of_sources(manifest)}
+
+
+def mixture_facts(folder: Path) -> dict[str, Any]:
+    """Return the same of a mixture; the counts are of the training splits, before anything is repeated."""
+    sources = source_facts(folder, read_mixture(folder))
+    return {"folder": str(folder), "kind": "mixture", "documents": sum(one["documents"] for one in sources),
+            "tokens": sum(one["tokens"] for one in sources), "tokenizer": None,
+            "sources": [f"{one['share']:.0%} {one['source']}" for one in sources]}
 
 
 def list_table(sets: list[dict[str, Any]]) -> list[str]:

@@ -162,7 +162,7 @@ def test_the_key_of_a_set_stays_as_it_is():
     """The same command finds what an older version prepared."""
     options = PreparationOptions("tokenizer.model", "auto", 1000, 0.1)
     identity = {"files": [["text", None, 3, "abc"]], "column": "text", "documents": "whole"}
-    assert Plan(DOCUMENTS, Source(path="x"), identity, SimpleNamespace(sha256="0" * 64), options).key == "782369df4dc5b4a2"
+    assert Plan(DOCUMENTS, Source(path="x"), [identity], SimpleNamespace(sha256="0" * 64), options).key == "782369df4dc5b4a2"
 
 
 @pytest.fixture(scope="module")
