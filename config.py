@@ -71,7 +71,7 @@ class RunConfig(Section):
 class DataConfig(Section):
     """What is read, and how it becomes rows."""
 
-    pretrain_data_path: Optional[str] = safe(None, "prepared token shards: a folder, a file or a glob")
+    pretrain_data_path: Optional[str] = safe(None, "prepared text, a mixture, or token files (also a glob)")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
     cache_dir: Optional[str] = safe(

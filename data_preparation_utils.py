@@ -18,9 +18,12 @@ from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
 from common.text import is_url, show
 from config import Config
-from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
+from data_pipeline.manifest import MIXTURE
+from data_pipeline.mix_file import Mix, read_mix
+from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_facts, write_mixture
+from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, disk_errors, prepare
 from data_pipeline.shard_reader import KINDS, MANIFEST
-from data_pipeline.sources import SHORTCUTS, Mix, Source, kind_of, mix_of, read_mix, source_of
+from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
 from data_pipeline.tokenize_chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.tokenize_chats import kind_of_examples
 from settings.load import export, load_config
@@ -33,11 +36,11 @@ SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revisio
                  "column": "column", "documents": "documents"}
 
 
-def prepare_pretrain(source: str | Source | Mix, output_dir: str | Path, options: PreparationOptions) -> Path:
+def prepare_pretrain(source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
     """Prepare documents for pretraining, or find that they were prepared before; return the set's folder.
 
     Args:
-        source: a path, URL, glob, shortcut or hub name; a Source; or a Mix of several.
+        source: a path, URL, glob, shortcut or hub name; or a Source.
         output_dir: the folder for prepared sets.
     Raises:
         DataError: a source, record or tokenizer cannot be used, or the disk cannot be written.
@@ -47,7 +50,7 @@ def prepare_pretrain(source: str | Source | Mix, output_dir: str | Path, options
     return prepare(DOCUMENTS, source, tokenizer, output_dir, options)
 
 
-def prepare_examples(kind: str, source: str | Source | Mix, output_dir: str | Path,
+def prepare_examples(kind: str, source: str | Source, output_dir: str | Path,
                      options: PreparationOptions) -> Path:
     """Prepare chats or preference pairs, or find that they were prepared before; return the set's folder.
 
@@ -59,13 +62,45 @@ def prepare_examples(kind: str, source: str | Source | Mix, output_dir: str | Pa
     """
     if isinstance(source, str):
         source = source_of(source, EXAMPLE_SHORTCUTS[kind])
-    for part in mix_of(source).sources:
-        if (part.column, part.documents) != (Source.column, Source.documents):
-            raise SettingsError(f"{part.path or part.name}: column and documents are for pretraining text; "
-                                "leave them out")
+    if (source.column, source.documents) != (Source.column, Source.documents):
+        raise SettingsError(f"{source.path or source.name}: column and documents are for pretraining text; "
+                            "leave them out")
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
     examples = kind_of_examples(kind, tokenizer, options.system_prompt)
     return prepare(examples, source, tokenizer, output_dir, options)
+
+
+def prepare_set(kind: str, source: str | Source, output_dir: Path, options: PreparationOptions) -> Path:
+    """Prepare documents, chats or pairs. Raises DataError or SettingsError, as the two functions above."""
+    if kind == "documents":
+        return prepare_pretrain(source, output_dir, options)
+    return prepare_examples(kind, source, output_dir, options)
+
+
+def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationOptions) -> Path:
+    """Prepare each source of a mix as a set of its own, or find it; return the folder of their mixture.
+
+    Raises:
+        DataError, SettingsError: as `prepare_pretrain` and `prepare_examples`.
+    """
+    sets = []
+    for number, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
+        show(f"Source {number} of {len(mix.sources)}: {label}")
+        sets.append(prepare_set(kind, source, output_dir, options))
+    with disk_errors(output_dir):
+        return write_mixture(output_dir, mix.labels, sets, mix.phases)
+
+
+def describe(folder: Path) -> list[str]:
+    """Return a description of a prepared set for the user; of a mixture, of each set and the table."""
+    if not is_mixture(folder):
+        return describe_prepared(folder).split("\n")
+    mixture = read_mixture(folder)
+    lines = []
+    for source in mixture.sources:
+        of_set = describe_prepared(folder / source.set).split("\n")
+        lines += [f"{source.label}:", *(f"  {line}" for line in of_set)]
+    return [*lines, *describe_sources(mixture, source_facts(folder, mixture))]
 
 
 class FlagParser(CommandParser):
@@ -141,8 +176,12 @@ A preparation that was stopped continues where it was.""")
         f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
         f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
     add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
-        f'0.7, and any of config split revision files{" column documents" if is_text else ""}}}, ...], '
-        f'"seed": 0, "stop": "first_exhausted" | "all_exhausted"}}; weights are fractions of the {items}')
+        f'0.7, and any of label config split revision files{" column documents" if is_text else ""}}}, '
+        '...]}; '
+        'or with weights that change during the run: {"sources": [...], "phases": [{"until": 0.8, "weights": '
+        '{LABEL: 0.9, ...}}, {"weights": ...}]}, where 0.8 is a share of MAX_STEPS and a label is by default '
+        "the path or name. Weights are shares of the training's tokens; each source is prepared as a set of "
+        "its own")
     add("--config-name", "NAME", "the hub dataset's config")
     add("--split", "NAME", "the hub dataset's split [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
@@ -175,13 +214,11 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model, a "
                             "tokenizer.json or a hub name")
-    # What is prepared: a mix from a file, or one source.
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
     if flags.mix:
         if fields or flags.source:
             raise SettingsError("--mix describes its sources itself; give no --source or flags of a source")
-        source = read_mix(flags.mix)
     elif flags.source or kind == "documents":
         source = source_of(flags.source or "fineweb-edu", NAMES[kind], **fields)
     else:
@@ -193,16 +230,17 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
         system_prompt=config.system_prompt)
-    if kind == "documents":
-        return prepare_pretrain(source, local_path(flags.output), options)
-    return prepare_examples(kind, source, local_path(flags.output), options)
+    output = local_path(flags.output)
+    if flags.mix:
+        return prepare_mixture(kind, read_mix(flags.mix), output, options)
+    return prepare_set(kind, source, output, options)
 
 
 def is_source(kind: str, path: str) -> bool:
     """Whether a data setting names something to prepare, and no prepared set, token files or missing path."""
     if os.path.isdir(path):
         inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
-        if any(name.endswith((MANIFEST, ".bin", ".npy")) for name in inside):
+        if any(name.endswith((MANIFEST, MIXTURE, ".bin", ".npy")) for name in inside):
             return False
         found = [name for _, _, files in os.walk(path) for name in files if not name.startswith((".", "_"))]
     else:
@@ -222,7 +260,7 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     """
     def main() -> None:
         folder = prepare_from_flags(kind, sys.argv[1:], records)
-        show(*describe_prepared(folder).split("\n"), f"Ready. {legend}The line for .env:",
+        show(*describe(folder), f"Ready. {legend}The line for .env:",
              f"{KINDS[kind][0]}={folder}")
 
     run_script(main, "Stopped. Run the same command again to continue.")

@@ -4,6 +4,7 @@ Rows are a function of (seed, step), so no loader state is saved, and a run resu
 """
 
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -18,9 +19,12 @@ from common.errors import DataError
 from common.verified_files import Cache
 from config import Config
 from data_pipeline.batch import Batch, ReadRows
+from data_pipeline.manifest import read_manifest
+from data_pipeline.mixed_rows import MixedRows
+from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.packed_rows import ExampleRows, open_example_set
-from data_pipeline.row_order import RowOrder
-from data_pipeline.shard_reader import TokenSet, Verification, open_token_set
+from data_pipeline.row_order import Mixing, Phase, RowOrder
+from data_pipeline.shard_reader import TokenSet, Verification, allow_open_files, open_token_set
 
 CLOSING_SECONDS = 10
 
@@ -70,7 +74,7 @@ def number_documents(ids_BT: np.ndarray, document_start_id: int) -> np.ndarray:
     return np.cumsum(starts_BT, axis=1, dtype=np.int32)
 
 
-Rows = Union[TokenRows, ExampleRows]
+Rows = Union[TokenRows, ExampleRows, MixedRows]
 
 
 def cache_of(config: Config) -> Cache:
@@ -79,32 +83,88 @@ def cache_of(config: Config) -> Cache:
 
 
 def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
-    """Open one split of the stage's data: rows of tokens, or of packed chats or pairs.
+    """Open one split of the stage's data: rows of tokens, of packed chats or pairs, or of a mixture.
 
     Args:
         verify: "auto", "always" or "never" (`Verification.mode`).
     Raises:
         DataError: the data cannot be used, or is too small for a step.
     """
+    path = {"pretrain": config.pretrain_data_path, "sft": config.sft_data_path,
+            "dpo": config.dpo_data_path}[config.training_stage]
+    if is_mixture(path):
+        return open_mixture(config, Path(path), split, tokenizer, verify)
+    minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
+    rows = open_set(config, path, split, tokenizer, verify, minimum)
+    if config.training_stage != "pretrain" and split == "train":
+        check_step(config, path, len(rows), f"its {rows.examples:,} {rows.example_set.kind} fill")
+    return rows
+
+
+def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str,
+             minimum_tokens: int = 2) -> TokenRows | ExampleRows:
+    """Open one split of a single set. Raises DataError; text has at least `minimum_tokens`."""
     verification = Verification(verify, cache_of(config))
     if config.training_stage == "pretrain":
-        minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
-        token_set = open_token_set(config.pretrain_data_path, split, tokenizer, minimum_tokens=minimum,
+        token_set = open_token_set(path, split, tokenizer, minimum_tokens=minimum_tokens,
                                    verification=verification)
         return TokenRows(token_set, config.max_seq_len,
                          token_set.document_start_id if config.document_mask else None)
-    is_sft = config.training_stage == "sft"
-    path, kind = (config.sft_data_path, "chats") if is_sft else (config.dpo_data_path, "pairs")
+    kind = "chats" if config.training_stage == "sft" else "pairs"
     example_set = open_example_set(path, split, kind, tokenizer, verification)
-    rows = ExampleRows(example_set, config.max_seq_len, config.document_mask)
-    if split == "train" and len(rows) < config.rows_per_step:
+    return ExampleRows(example_set, config.max_seq_len, config.document_mask)
+
+
+def check_step(config: Config, path: str | Path, rows: int, what: str) -> None:
+    """Raise DataError if a step reads more rows than there are."""
+    if rows < config.rows_per_step:
         at_once = config.micro_batch_size * config.world_size
-        largest = len(rows) // at_once * at_once * config.max_seq_len
+        largest = rows // at_once * at_once * config.max_seq_len
         lower = f" to {largest} or less" if largest else " and MICRO_BATCH_SIZE"
-        raise DataError(f"{path}: its {rows.examples:,} {kind} fill {len(rows):,} rows of MAX_SEQ_LEN="
-                        f"{config.max_seq_len} tokens, but a step reads {config.rows_per_step:,}; prepare "
-                        f"more, or lower TOTAL_BATCH_SIZE{lower}")
-    return rows
+        raise DataError(f"{path}: {what} {rows:,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but a "
+                        f"step reads {config.rows_per_step:,}; prepare more, or lower "
+                        f"TOTAL_BATCH_SIZE{lower}")
+
+
+def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> MixedRows:
+    """Open one split of a mixture.
+
+    Of the validation split it has the first rows by the weights of the last phase, so that validation is the
+    same through the whole run; a source that held out less than a row is left out there.
+
+    Raises:
+        DataError: a set cannot be used, or is too small.
+    """
+    mixture, parts = read_mixture(folder), []
+    phases = mixture.phases_of_run(config.max_steps, config.rows_per_step)
+    if split == "validation":
+        phases = (phases[-1]._replace(start=0),)
+    for number, source in enumerate(mixture.sources):
+        path = Path(os.path.normpath(folder / source.set))
+        stream = read_manifest(path).splits.get(split)
+        held_out = stream is not None and stream.tokens > config.max_seq_len * (
+            config.training_stage == "pretrain")
+        if split == "validation" and not (held_out and phases[0].weights[number]):
+            parts.append(None)
+            continue
+        parts.append(open_set(config, path, split, tokenizer, verify))
+        if not len(parts[-1]):
+            raise DataError(f"{path}: its {stream.tokens:,} tokens are fewer than a row of MAX_SEQ_LEN="
+                            f"{config.max_seq_len}; prepare more text, or leave {source.label!r} out of the "
+                            "mixture")
+    if not any(parts):
+        raise DataError(f"{folder}: no source has a row of validation; prepare more text, with a larger "
+                        "VALIDATION_FRACTION, or set VALIDATE_EVERY=0")
+    allow_open_files(sum(len(part.token_set.shards) for part in parts if part), folder)
+    sizes = tuple(len(part) if part else 0 for part in parts)
+    fingerprint = mixture.fingerprint([part.fingerprint if part else "" for part in parts])
+    if split == "train":
+        check_step(config, folder, sum(sizes), "its sources fill")
+        return MixedRows(folder, mixture, tuple(parts), Mixing(sizes, phases), fingerprint)
+    weights = tuple(weight if part else 0 for part, weight in zip(parts, phases[0].weights))
+    mixing = Mixing(sizes, (Phase(0, weights),))
+    chosen = mixing.rows_at(np.arange(min(config.validation_rows, sum(sizes))), seed=None)
+    return MixedRows(folder, mixture, tuple(parts), mixing, fingerprint, chosen)
 
 
 # -------------------------------------------------------------------------------------------------- batches

@@ -1,6 +1,6 @@
 """A batch of rows, as the model and the objectives read it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -44,6 +44,30 @@ class Batch:
         if target_index_M is not None:
             target_index_M = target_index_M[target_index_M < row * targets_BT.shape[1]]
         return replace(self, targets_BT=targets_BT, target_index_M=target_index_M)
+
+
+def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
+    """Return the rows of several batches as one: its row i is row order[i] of all of them.
+
+    Stored tensors that differ in their second axis (the pairs of a row) are filled up with zeros.
+    """
+    def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(tensors)[torch.from_numpy(order)]
+
+    def padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        missing = [max(other.shape[1] for other in tensors) - tensor.shape[1] for tensor in tensors]
+        return [torch.cat([tensor, tensor.new_zeros(len(tensor), count, *tensor.shape[2:])], 1)
+                for tensor, count in zip(tensors, missing)]
+
+    targets_BT = joined([batch.targets_BT for batch in batches])
+    document_ids_BT, target_index_M = None, None
+    if batches[0].document_ids_BT is not None:
+        document_ids_BT = joined([batch.document_ids_BT for batch in batches])
+    if batches[0].target_index_M is not None:
+        target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
+    stored = {name: joined(padded([batch.stored[name] for batch in batches])) for name in batches[0].stored}
+    return Batch(joined([batch.tokens_BT for batch in batches]), targets_BT, document_ids_BT, target_index_M,
+                 stored)
 
 
 ReadRows = Callable[[np.ndarray], Batch]

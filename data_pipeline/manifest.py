@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from common.errors import DataError
 
 MANIFEST = "manifest.json"
+MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
 
 
 class Entry(BaseModel, strict=True):
@@ -37,6 +38,7 @@ class Stream(BaseModel, strict=True):
 class Split(Stream):
     """The tokens of one split and, for chats and pairs, the segments that they are cut into."""
 
+    documents: int = 0  # or examples
     segments: Stream | None = None
 
 
@@ -64,7 +66,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"])) or "its content"
-        what = fault["msg"][0].lower() + fault["msg"][1:]
-        raise DataError(f"{path}: {where}: {what}; copy or prepare the data again") from error
+        raise DataError(f"{path}: {first_fault(error)}; copy or prepare the data again") from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault of a file that violates its schema, for a message: where it is, and what."""
+    fault = error.errors()[0]
+    what = fault["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, fault['loc'])) or 'its content'}: {what[0].lower()}{what[1:]}"

@@ -1,7 +1,7 @@
-"""Prepares a set: sources become token shards and a manifest, on all cores, however often it is killed.
+"""Prepares a set: a source becomes token shards and a manifest, on all cores, however often it is killed.
 
 What a set holds is a `Kind`: documents (here), chats or preference pairs (tokenize_chats). One process reads
-the sources and hands chunks of items to workers; their tokens are written in the order of the chunks, so that
+the source and hands chunks of items to workers; their tokens are written in the order of the chunks, so that
 the number of workers does not matter. A journal counts what is on disk: a killed preparation continues there.
 """
 
@@ -14,7 +14,7 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
@@ -34,17 +34,7 @@ from common.files import FileLock, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for
 from data_pipeline.shard_writer import SplitWriter, Tokens
-from data_pipeline.sources import (
-    Mix,
-    Reading,
-    Source,
-    fraction_read,
-    identify,
-    kind_of,
-    mix_of,
-    read_texts,
-    sample_mix,
-)
+from data_pipeline.sources import Reading, Source, identify, kind_of, read_texts, source_of
 from tokenizer import load_tokenizer
 
 # Part of the key: raise it when the same text would give other tokens, or the same tokens other files.
@@ -55,6 +45,7 @@ CHUNK_CHARACTERS = 1_000_000
 TYPECODES = {"uint16": "H", "uint32": "I"}
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
+SHOWN_BAD_RECORDS = 20
 LOCK_POLL_SECONDS = 0.2
 
 
@@ -116,23 +107,23 @@ class Plan(NamedTuple):
     """All that decides the content of a prepared set."""
 
     kind: Kind
-    mix: Mix
-    identities: list[dict]  # of the mix's sources
+    source: Source
+    identities: list[dict]  # of the source
     tokenizer: Any
     options: PreparationOptions
 
     @property
     def settings(self) -> dict:
         """The settings that the manifest lists."""
-        options, mix = self.options, self.mix
+        options = self.options
+        # The last three, of a time when a set could hold several sources, keep the keys as they were.
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
-                "seed": mix.seed, "stop": mix.stop, "weights": [source.weight for source in mix.sources],
-                **self.kind.settings}
+                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings}
 
     @property
     def key(self) -> str:
-        """The name of the set's folder: a hash of its sources, tokenizer and settings."""
+        """The name of the set's folder: a hash of its source, tokenizer and settings."""
         content = json.dumps([self.identities, self.tokenizer.sha256, self.settings], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -184,27 +175,27 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
 DOCUMENTS = Kind("", read_texts, len, tokenize_documents, decode_documents, {})
 
 
-def prepare(kind: Kind, source: str | Source | Mix, tokenizer, output_dir: str | Path,
+def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
             options: PreparationOptions) -> Path:
     """Prepare a set, or find that it was prepared before; return its folder.
 
     Args:
-        source: a path, URL, glob or hub name; a Source; or a Mix of several.
+        source: a path, URL, glob or hub name; or a Source.
         tokenizer: the one that `options` name, loaded.
     Raises:
         DataError: a source, record or tokenizer cannot be used, or the disk cannot be written.
         SettingsError: the output would become part of a source.
     """
-    mix, output_dir = mix_of(source), Path(output_dir)
+    source, output_dir = source_of(source) if isinstance(source, str) else source, Path(output_dir)
     # Else the prepared set would change its own source.
-    for path in (source.path for source in mix.sources if source.path and not is_url(source.path)):
-        if Path(realpath(output_dir)).is_relative_to(realpath(path)):
-            raise SettingsError(f"--output {output_dir} is inside the source {path}, and would be read as a "
-                                "part of it the next time; choose a folder elsewhere")
+    is_local = source.path and not is_url(source.path)
+    if is_local and Path(realpath(output_dir)).is_relative_to(realpath(source.path)):
+        raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
+                            "a part of it the next time; choose a folder elsewhere")
     # The key names the folder; whoever gets the lock first builds it.
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        plan = Plan(kind, mix, identify_all(mix, output_dir), tokenizer, options)
+        plan = Plan(kind, source, identify_all([source], output_dir), tokenizer, options)
         folder = output_dir / plan.key
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
@@ -227,30 +218,29 @@ def build(plan: Plan, folder: Path) -> None:
         if not (working / JOURNAL).is_file():  # there is nothing to continue from
             shutil.rmtree(working, ignore_errors=True)
         raise
-    if identify_all(plan.mix, folder.parent) != plan.identities:
+    if identify_all([plan.source], folder.parent) != plan.identities:
         shutil.rmtree(working)
-        raise DataError("a source changed while it was read; start again when nothing writes to it")
-    sources = [{name: value for name, value in asdict(source).items() if value != ""} | {"identity": identity}
-               | ({"path": without_passwords(source.path)} if source.path else {})
-               for source, identity in zip(plan.mix.sources, plan.identities)]
+        raise DataError("the source changed while it was read; start again when nothing writes to it")
+    source = {name: without_passwords(value) for name, value in asdict(plan.source).items() if value}
     kind, tokenizer, dtype = plan.kind, plan.tokenizer, plan.encoding.dtype
     write_json(working / MANIFEST, {
         "format": 1, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
+        "tokenizer": without_passwords(plan.options.tokenizer_path),
         "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
-        "source": {"sources": sources, "seed": plan.mix.seed, "stop": plan.mix.stop},
+        "source": {"sources": [source | {"identity": plan.identities[0]}]},
         "settings": plan.settings, "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
     (folder / JOURNAL).unlink(missing_ok=True)
 
 
-def identify_all(mix: Mix, output_dir: Path) -> list[dict]:
+def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
     """Return the identity of each source; the hashes of local files are kept for the next call."""
     known = read_own_json(output_dir / KNOWN_HASHES)
     before = json.dumps(known)
     with progress_bar(desc="Hashing the sources", unit="B", delay=1, leave=False) as bar:
-        identities = [identify(source, known, bar.update) for source in mix.sources]
+        identities = [identify(source, known, bar.update) for source in sources]
     if json.dumps(known) != before:
         write_json(output_dir / KNOWN_HASHES, known)
     return identities
@@ -264,14 +254,12 @@ def write_shards(plan: Plan, folder: Path) -> dict:
         shutil.rmtree(folder)
     folder.mkdir(exist_ok=True)
 
-    # The sources are always read from their beginning; what the journal counts is not tokenized again.
-    sources = [replace(source, revision=identity.get("revision", source.revision))
-               for source, identity in zip(plan.mix.sources, plan.identities)]
-    readings = [Reading(skip_bad) for _ in sources]
+    # The source is always read from its beginning; what the journal counts is not tokenized again.
+    source = replace(plan.source, revision=plan.identities[0].get("revision", plan.source.revision))
+    reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # by workers
-    items = sample_mix(plan.mix, [kind.read(source, reading) for source, reading in zip(sources, readings)])
-    chunks = cut_chunks(islice(items, options.max_documents or None), kind.characters,
-                        partial(fraction_read, plan.mix, readings))
+    items = islice(kind.read(source, reading), options.max_documents or None)
+    chunks = cut_chunks(items, kind.characters, lambda: reading.fraction)
     # Tokens are written in order; now and then they are synced, and the journal says how far.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -301,10 +289,8 @@ def write_shards(plan: Plan, folder: Path) -> dict:
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
     # What was skipped, by the reader and by the workers.
-    readings.append(refused)
-    skipped = {"empty": sum(reading.empty for reading in readings),
-               "bad": sum(reading.bad for reading in readings),
-               "bad_records": [where for reading in readings for where in reading.bad_records]}
+    skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
+               "bad_records": reading.bad_records + refused.bad_records}
     if not splits["train"]["documents"]:
         raise DataError(_nothing_to_train_on(plan, splits["validation"]["documents"], skipped))
     return {"splits": splits, "skipped": skipped}
@@ -312,16 +298,15 @@ def write_shards(plan: Plan, folder: Path) -> dict:
 
 def _nothing_to_train_on(plan: Plan, held_out: int, skipped: dict) -> str:
     """Return what became of the documents of a set without any to train on, and what to do."""
-    paths = [source.path for source in plan.mix.sources]
-    names = ", ".join(without_passwords(source.path) or source.name for source in plan.mix.sources)
+    name = without_passwords(plan.source.path) or plan.source.name
     counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"]}
     why = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
-    advice = how_to_get_more(plan.kind.name, paths)
+    advice = how_to_get_more(plan.kind.name, [plan.source.path])
     if held_out:
         advice = f"lower VALIDATION_FRACTION (0 holds nothing out), or {advice}"
     one = "example" if plan.kind.name else "document"
-    return f"{names}: no {one} is left to train on: {why}{bad}; {advice}"
+    return f"{name}: no {one} is left to train on: {why}{bad}; {advice}"
 
 
 def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
@@ -333,7 +318,7 @@ def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
 
 def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
                fraction: Callable[[], float | None]) -> Iterator[tuple[list, float | None]]:
-    """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the sources that was read by then."""
+    """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the source that was read by then."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)
@@ -441,7 +426,19 @@ def read_own_json(path: Path) -> dict:
 
 def describe_prepared(folder: Path) -> str:
     """Return a description of a prepared set for the user: counts, what was skipped, and the examples."""
-    manifest = read_own_json(folder / MANIFEST)
+    manifest = read_prepared(folder)
+    lines = describe_counts(manifest)
+    if len(manifest["skipped"]["bad_records"]) > SHOWN_BAD_RECORDS:
+        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    for number, example in enumerate(manifest["examples"], 1):
+        # Further lines are indented, so that none looks like a line of ours.
+        first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
+        lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]
+    return "\n".join(lines)
+
+
+def describe_counts(manifest: dict) -> list[str]:
+    """Return the lines with a prepared set's counts, and what was skipped."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
     lines = []
     for name, split in splits.items():
@@ -449,16 +446,27 @@ def describe_prepared(folder: Path) -> str:
         lines.append(f"{name}: {split['tokens']:,} tokens{targets} in {split['documents']:,} "
                      f"{kind or 'documents'}, {len(split['shards'])} shards")
     if manifest["settings"]["validation_fraction"] and not splits["validation"]["documents"]:
-        more = how_to_get_more(kind, [source.get("path", "") for source in manifest["source"]["sources"]])
+        more = how_to_get_more(kind, names_of_sources(manifest))
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
     lines.append(f"Skipped: {empty}{skipped['bad']:,} bad records")
-    lines += [f"  {where}" for where in skipped["bad_records"][:20]]
-    if skipped["bad"] > 20:
-        lines.append(f"  ... more of them in {folder / MANIFEST}")
-    for number, example in enumerate(manifest["examples"], 1):
-        # Further lines are indented, so that none looks like a line of ours.
-        first, *further = (example if kind else repr(example[:300])).split("\n")
-        lines += [f"Example {number}: {first}", *(f"    {line}" for line in further)]
-    return "\n".join(lines)
+    return lines + [f"  {where}" for where in skipped["bad_records"][:SHOWN_BAD_RECORDS]]
+
+
+def read_prepared(folder: Path) -> dict:
+    """Return the manifest of a prepared set.
+
+    Raises:
+        DataError: it is damaged, or another program's.
+    """
+    manifest = read_own_json(folder / MANIFEST)
+    if missing := sorted({"splits", "skipped", "settings", "source", "vocab_size"} - manifest.keys()):
+        raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}, so it is not a prepared set's; prepare "
+                        "the data again")
+    return manifest
+
+
+def names_of_sources(manifest: dict) -> list[str]:
+    """Return the path or name of each source; sets of earlier versions can have several."""
+    return [source.get("path") or source["name"] for source in manifest["source"]["sources"]]

@@ -1,17 +1,22 @@
-"""The rows of each step, rank and micro-batch: a pure function of (seed, step, rank, world size)."""
+"""The rows of each step, rank and micro-batch: a pure function of (seed, step, rank, world size).
+
+Of a mixture also its weights, and the steps at which they change.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 FEISTEL_ROUNDS = 6
+WEIGHT_UNITS = 1 << 24  # in the sum of a phase's weights, so that a position times a weight is below 2^63
 
 Permutation = Callable[[np.ndarray], np.ndarray]
 
 
-def permutation(n: int, seed: int, epoch: int) -> Permutation:
+def permutation(n: int, seed: int, epoch: int, source: int = 0) -> Permutation:
     """Return a pseudo-random bijection on [0, n) that needs no memory: from an array of positions to int64.
 
     A Feistel network over pairs (left, right) with left < a, right < b and a*b >= n, adding modulo a and b. A
@@ -22,7 +27,8 @@ def permutation(n: int, seed: int, epoch: int) -> Permutation:
     assert 1 <= n < 1 << 60 and seed >= 0 and epoch >= 0
     root = math.isqrt(n - 1) + 1
     a, b = np.uint64(root), np.uint64(-(-n // root))
-    keys = np.random.SeedSequence([seed, epoch]).generate_state(FEISTEL_ROUNDS, np.uint64)
+    # A last 0 changes nothing: NumPy fills the seeds up with zeros.
+    keys = np.random.SeedSequence([seed, epoch, source]).generate_state(FEISTEL_ROUNDS, np.uint64)
 
     def encipher(values: np.ndarray) -> np.ndarray:
         left, right = values // b, values % b
@@ -50,12 +56,78 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+def rows_at(positions: np.ndarray, n_rows: int, seed: int, source: int = 0) -> np.ndarray:
+    """Return the int64 indices of the rows at ascending positions: one permutation of all after another."""
+    epochs, within = np.divmod(positions, n_rows)
+    return np.concatenate([permutation(n_rows, seed, epoch, source)(within[epochs == epoch])
+                           for epoch in np.unique(epochs).tolist()])
+
+
 def rows_of_step(step: int, rows_per_step: int, n_rows: int, seed: int) -> np.ndarray:
     """Return the int64 indices of the rows of a step, of all ranks; a step may cross the end of an epoch."""
-    positions = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
-    epochs, within = np.divmod(positions, n_rows)
-    return np.concatenate([permutation(n_rows, seed, epoch)(within[epochs == epoch])
-                           for epoch in np.unique(epochs).tolist()])
+    return rows_at(np.arange(step * rows_per_step, (step + 1) * rows_per_step), n_rows, seed)
+
+
+class Phase(NamedTuple):
+    """A part of a run in which the sources of a mixture keep their weights."""
+
+    start: int  # its first position
+    weights: tuple[int, ...]  # of each source, as `weight_units` returns them
+
+
+def weight_units(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return weights as whole numbers with a sum of about WEIGHT_UNITS; none that is above 0 becomes 0."""
+    largest = max(weights)  # dividing first, as the sum of floats could overflow or vanish
+    total = sum(weight / largest for weight in weights)
+    return tuple(max(1, round(weight / largest / total * WEIGHT_UNITS)) if weight else 0
+                 for weight in weights)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Which row of which source is at each position of a run on a mixture, without any state.
+
+    The first p positions of a phase are divided over the sources one after the other: each takes, rounded
+    down, its weight's share of what those before it have left. So at every moment, and in every step, a
+    source has its share to within a row or so, and each further position belongs to exactly one source.
+
+    Args:
+        sizes: the rows of each source. Its rows are numbered after those of the sources before it.
+        phases: from position 0 on.
+    """
+
+    sizes: tuple[int, ...]
+    phases: tuple[Phase, ...]
+
+    def taken(self, positions: np.ndarray) -> np.ndarray:
+        """Return how many rows each source gives before each position: (sources, positions), int64."""
+        taken = np.zeros((len(self.sizes), len(positions)), np.int64)
+        ends = [phase.start for phase in self.phases[1:]] + [1 << 38]
+        for phase, end in zip(self.phases, ends):
+            left, units = np.clip(positions, phase.start, end) - phase.start, sum(phase.weights)
+            for source, weight in enumerate(phase.weights):
+                if weight:  # the last one with a weight takes all that is left
+                    own = left * weight // units
+                    taken[source] += own
+                    left, units = left - own, units - weight
+        return taken
+
+    def choose(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of the row at each position, and how many rows that source gave before."""
+        before = self.taken(positions)
+        sources = (self.taken(positions + 1) - before).argmax(axis=0)
+        return sources, before[sources, np.arange(len(positions))]
+
+    def rows_at(self, positions: np.ndarray, seed: int | None) -> np.ndarray:
+        """Return the int64 indices of the rows at ascending positions; without a seed, unshuffled."""
+        sources, turns = self.choose(positions)
+        rows, first = np.empty(len(positions), np.int64), 0
+        for source, size in enumerate(self.sizes):
+            if len(own := np.flatnonzero(sources == source)):
+                rows[own] = first + (turns[own] % size if seed is None else
+                                     rows_at(turns[own], size, seed, source))
+            first += size
+        return rows
 
 
 @dataclass(frozen=True)
@@ -68,13 +140,17 @@ class RowOrder:
     seed: int
     rank: int = 0
     world_size: int = 1
+    mixing: Mixing | None = None  # of a mixture's sources
 
     def __post_init__(self):
         assert self.rows_per_step % (self.micro_batch_size * self.world_size) == 0
 
     def all_rows(self, step: int) -> np.ndarray:
         """Return the row indices of a step, of all ranks, int64."""
-        return rows_of_step(step, self.rows_per_step, self.n_rows, self.seed)
+        if self.mixing is None:
+            return rows_of_step(step, self.rows_per_step, self.n_rows, self.seed)
+        positions = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        return self.mixing.rows_at(positions, self.seed)
 
     def micro_batches(self, step: int) -> np.ndarray:
         """Return this rank's row indices of a step, int64 of shape (micro-batches, micro_batch_size)."""

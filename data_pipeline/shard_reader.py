@@ -23,7 +23,7 @@ from common.errors import DataError
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.verified_files import Cache, WatchedFile, file_stamp, load_verified, save_verified
-from data_pipeline.manifest import MANIFEST, Manifest, read_manifest
+from data_pipeline.manifest import MANIFEST, MIXTURE, Manifest, read_manifest
 
 HEADER_BYTES = 1024
 # llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
@@ -215,7 +215,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
         else:
             raise _unprepared(Path(path), f"holds no {MANIFEST} of {kind}", kind)
         token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
-        _allow_open_files(len(shards), token_set.folder)
+        allow_open_files(len(shards), token_set.folder)
         if token_set.tokens < minimum_tokens:
             smaller = "TOTAL_BATCH_SIZE" if split == "train" else "MAX_SEQ_LEN"
             raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but "
@@ -237,7 +237,7 @@ def open_segments(path: str | Path, split: str, verification: Verification = Ver
     return segments
 
 
-def _allow_open_files(files: int, folder: Path) -> None:
+def allow_open_files(files: int, folder: Path) -> None:
     """Raise this process's limit on open files, or DataError if the system does not allow as many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files + OTHER_OPEN_FILES > hard:
@@ -255,8 +255,9 @@ def _prepared_folder(path: Path) -> Path | None:
     if os.path.lexists(path / MANIFEST):
         return path
     # listdir, because glob skips a folder without read permission silently.
-    inside = path.glob(f"*/{MANIFEST}") if path.is_dir() and os.listdir(path) else []
-    found = sorted(file.parent for file in inside if not file.parent.name.startswith(("tmp-", ".")))
+    inside = path.iterdir() if path.is_dir() and os.listdir(path) else []
+    found = sorted(place for place in inside if not place.name.startswith(("tmp-", "."))
+                   and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE)))
     if len(found) > 1:
         raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: "
                         f"{', '.join(map(str, found))}")

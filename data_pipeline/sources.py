@@ -1,4 +1,4 @@
-"""Sources of records: files of any kind and place, datasets of the Hugging Face hub, and mixtures of them.
+"""Sources of records: files of any kind and place, and datasets of the Hugging Face hub.
 
 Records are streamed as (where, record); `where` is the file and line (or row) that error messages name. Every
 reader gets a `Reading`, which decides what happens to unusable records and counts what has been read.
@@ -8,20 +8,17 @@ import io
 import json
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, islice
-from pathlib import Path
-from random import Random
+from itertools import chain, islice
 from typing import Any
 
 import fsspec
 
 from common.errors import DataError, PaddockError, SettingsError, requires_package
-from common.files import read_json, sha256
+from common.files import sha256
 from common.remote import HUB_NAME, downloaded, file_system, first_line, hub_revision, is_transient, retry
 from common.text import without_passwords
 
@@ -49,16 +46,6 @@ class Source:
     files: str = ""  # a pattern of the hub repository's files, where it has no config for them
     column: str = "text"
     documents: str = "whole"  # how text is split into documents: one of SPLITTERS, or a separator line
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Several sources, sampled by weight, one document at a time."""
-
-    sources: tuple[Source, ...]
-    seed: int = 0
-    stop: str = "first_exhausted"  # or all_exhausted: the remaining sources continue; no document is repeated
 
 
 SHORTCUTS = {
@@ -82,79 +69,6 @@ def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: 
     return Source(name=text, **fields) if is_hub_name else Source(path=text, **fields)
 
 
-def mix_of(source: str | Source | Mix) -> Mix:
-    """Return a source of any type as a mix of one or several sources."""
-    if isinstance(source, str):
-        source = source_of(source)
-    return Mix((source,)) if isinstance(source, Source) else source
-
-
-def read_mix(path: str | Path) -> Mix:
-    """Read a mix: {"sources": [{"path" or "name": ..., "weight": ...}, ...], "seed": 0, "stop": ...} as JSON.
-
-    Raises:
-        SettingsError: the file cannot be read, or a field is unknown, missing or out of range.
-    """
-    try:
-        content = read_json(Path(path))
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
-    sources = content.get("sources")
-    if not isinstance(sources, list) or not sources or not all(isinstance(entry, dict) for entry in sources):
-        example = '{"sources": [{"path" or "name": ..., "weight": ...}, ...]}'
-        raise SettingsError(f"{path}: expected {example}")
-    _refuse_unknown_fields(f"{path}", content, {"sources", "seed", "stop"})
-
-    # Each source: its fields are those of `Source`.
-    known = {field.name for field in fields(Source)}
-    for number, source in enumerate(sources, 1):
-        where = f"{path}: source {number}"
-        _refuse_unknown_fields(where, source, known)
-        if ("path" in source) == ("name" in source):
-            raise SettingsError(f"{where}: give either a path (files) or a name (a dataset on the hub)")
-        weight = source.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= 1e9:
-            raise SettingsError(f"{where}: weight={weight!r:.40} must be a number above 0, 1e9 at most")
-        for name in known - {"weight"}:
-            value = source.get(name, "")
-            if not isinstance(value, str) or (name in ("path", "name") and name in source and not value):
-                raise SettingsError(f"{where}: {name}={value!r:.40} must be a string that is not empty")
-
-    # The fields of the mix itself.
-    mix = Mix(tuple(Source(**source) for source in sources), content.get("seed", 0),
-              content.get("stop", "first_exhausted"))
-    if mix.stop not in ("first_exhausted", "all_exhausted") or not isinstance(mix.seed, int):
-        raise SettingsError(f"{path}: stop must be first_exhausted or all_exhausted, and seed a whole number"
-                            f"; got {mix.stop!r} and {mix.seed!r}")
-    return mix
-
-
-def _refuse_unknown_fields(where: str, given: Iterable[str], known: set[str]) -> None:
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise SettingsError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
-
-
-def sample_mix(mix: Mix, streams: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Yield documents of several streams in proportion to their weights, in the same order at every call.
-
-    Not datasets.interleave_datasets: our streams name each record's file:line, and its all_exhausted repeats.
-    """
-    random, live, weights = Random(mix.seed), list(streams), [source.weight for source in mix.sources]
-    while live:
-        bounds = list(accumulate(weights))
-        index = min(bisect_right(bounds, random.random() * bounds[-1]), len(live) - 1)
-        document = next(live[index], None)
-        if document is not None:
-            yield document
-        elif mix.stop == "first_exhausted":
-            return
-        else:
-            del live[index], weights[index]
-
-
 @dataclass
 class Reading:
     """The state of reading one source: its policy for unusable records, and what was counted so far."""
@@ -168,6 +82,11 @@ class Reading:
     bytes_done: int = 0
     bytes_total: int = 0  # 0 if it is not known
 
+    @property
+    def fraction(self) -> float | None:
+        """The fraction of the source that has been read, or None if its size is not known."""
+        return self.bytes_done / self.bytes_total if self.bytes_total else None
+
     def refuse(self, where: str, reason: str) -> None:
         """Count and list a record that cannot be used.
 
@@ -179,15 +98,6 @@ class Reading:
         self.bad += 1
         if len(self.bad_records) < LISTED_BAD_RECORDS:
             self.bad_records.append(f"{where}: {reason}")
-
-
-def fraction_read(mix: Mix, readings: Sequence[Reading]) -> float | None:
-    """Return the fraction of a mix's bytes that has been read, or None if their number is not known."""
-    if not all(reading.bytes_total for reading in readings):
-        return None
-    if mix.stop == "first_exhausted":
-        return max(reading.bytes_done / reading.bytes_total for reading in readings)
-    return sum(reading.bytes_done for reading in readings) / sum(reading.bytes_total for reading in readings)
 
 
 @contextmanager

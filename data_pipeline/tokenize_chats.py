@@ -162,6 +162,15 @@ def flatten(examples: Sequence[Segments], dtype: str) -> Tokens:
     return Tokens(np.array(ids, dtype), len(examples), np.array(flags, "uint32"), targets)
 
 
+def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
+    """Return the text of a segment, its middle left out if it is long, with ⟦ ⟧ around targets."""
+    words = tokenizer.decode(ids)
+    if (hidden := len(ids) - 2 * SHOWN_TOKENS) > 0:
+        ends = [tokenizer.decode(part) for part in (ids[:SHOWN_TOKENS], ids[-SHOWN_TOKENS:])]
+        words = f" [... {hidden:,} tokens ...] ".join(ends)
+    return f"⟦{words}⟧" if is_target else words
+
+
 def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
     """Return the first three training examples, decoded from the shards, with ⟦ ⟧ around their targets.
 
@@ -178,11 +187,7 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
     texts, text, start, names = [], "", 0, cycle(answers)
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
-        words = tokenizer.decode(segment)
-        if (hidden := len(segment) - 2 * SHOWN_TOKENS) > 0:
-            ends = [tokenizer.decode(part) for part in (segment[:SHOWN_TOKENS], segment[-SHOWN_TOKENS:])]
-            words = f" [... {hidden:,} tokens ...] ".join(ends)
-        text += f"{next(names)}⟦{words}⟧" if flag & 1 else words
+        text += next(names) * (flag & 1) + show_segment(segment, bool(flag & 1), tokenizer)
         if flag & 2:
             texts.append(text)
             text = ""

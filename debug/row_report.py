@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from common.text import printable
 from data_pipeline.batch import Batch
+from data_pipeline.mixed_rows import MixedRows, map_parts
 from dataloaders import Rows, TokenRows
 from fused.chunked_head import IGNORE_INDEX
 from model_utils import gradient_norm, is_vocabulary
@@ -164,6 +165,8 @@ def losses_by_token(run: Run, row: int) -> tuple[Batch, Tensor]:
 
 def numbered(rows) -> Rows:
     """Return the rows with document ids, whatever DOCUMENT_MASK says, and without stored outputs."""
+    if isinstance(rows, MixedRows):
+        return map_parts(rows, lambda part, source: numbered(part))
     while hasattr(rows, "rows"):
         rows = rows.rows
     if isinstance(rows, TokenRows):
@@ -180,6 +183,9 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
         token: the index of its first token in the row.
         document: its id in the row, from 1.
     """
+    if isinstance(rows, MixedRows):
+        (source,), (row,) = rows.locate(np.array([row]))
+        rows = rows.parts[source]
     if not isinstance(rows, TokenRows):
         examples = rows.examples_in(row).tolist()
         index = (document - 1) // (2 if rows.example_set.kind == "pairs" else 1)

@@ -29,9 +29,8 @@ from launch import make_parser  # noqa: E402, I001
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import show  # noqa: E402
-from data_pipeline.prepare import describe_prepared  # noqa: E402
 from data_pipeline.shard_reader import KINDS  # noqa: E402
-from data_preparation_utils import OUTPUTS, flag_parser, is_source, prepare_from_flags  # noqa: E402
+from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from parallel import gpus  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
 
@@ -77,7 +76,7 @@ def prepared(kind: str, argv: Sequence[str], output: str) -> Path:
     """Prepare the source that the flags name; return the set's folder."""
     known = {*Path(output).glob("*")}
     folder = prepare_from_flags(kind, argv)
-    show(*(["Prepared before:"] if folder in known else describe_prepared(folder).splitlines()),
+    show(*(["Prepared before:"] if folder in known else describe(folder)),
          f"{KINDS[kind][0]}={folder}")
     return folder
 

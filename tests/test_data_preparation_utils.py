@@ -19,7 +19,7 @@ from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import DOCUMENTS, describe_prepared, split_of
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set
-from data_pipeline.sources import Mix, Source
+from data_pipeline.sources import Source
 from data_preparation_utils import PreparationOptions, prepare_pretrain
 from tokenizer import load_tokenizer
 
@@ -123,8 +123,7 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, m
         return prepare(source, tokenizer, tmp_path / "out", **options).name
 
     names = [name(), name(Source(path=str(path), column="body")), name(Source(path=str(path), documents="line")),
-             name(tokenizer=str(other_tokenizer)), name(shard_tokens=6000), name(validation_fraction=0.2), name(max_documents=50),
-             name(Mix((one, one))), name(Mix((one, one), seed=1)), name(Mix((one, one), stop="all_exhausted"))]
+             name(tokenizer=str(other_tokenizer)), name(shard_tokens=6000), name(validation_fraction=0.2), name(max_documents=50)]
     path.write_text(path.read_text().replace("Story 7", "Story 8"))
     names.append(name())
     monkeypatch.setattr(preparation, "CODE_VERSION", preparation.CODE_VERSION + 1)

@@ -1,5 +1,6 @@
 """The objective of a stage, and what it needs besides the model: a reference model, or a teacher."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,8 +11,9 @@ from torch import Tensor
 
 import lora
 from config import Config
-from data_pipeline.row_order import rows_of_step
-from dataloaders import cache_of
+from data_pipeline.mixed_rows import MixedRows, map_parts, parts_of
+from data_pipeline.row_order import permutation
+from dataloaders import Rows, cache_of
 from model import Transformer
 from model_utils import build_model, compile_where_possible, load_weights
 from objectives.base import NextToken, Objective
@@ -95,22 +97,35 @@ def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[O
         return Distillation(config, ranks.raise_on_all(load), compiled), inputs
     facts = ranks.broadcast(ranks.on_rank0(lambda: teacher_facts(folder, config)))
 
-    def stored(rows, split: str, indices: np.ndarray):
-        own = {**facts, "data": inputs.fingerprint, "split": split}
-        return once.load_or_compute(TeacherOutputs(rows, own, load, config, tokenizer.vocab_size, indices))
+    # Each source of a mixture has a store of its own, which does not depend on the weights.
+    def stored(split: str, indices_of: Callable[[int], np.ndarray], part, source: int):
+        own = {**facts, "data": parts_of(inputs.rows)[source].fingerprint, "split": split}
+        indices = indices_of(source)
+        return once.load_or_compute(TeacherOutputs(part, own, load, config, tokenizer.vocab_size, indices))
 
-    rows = stored(inputs.rows, "train", rows_of_run(config, len(inputs.rows)))
+    rows = map_parts(inputs.rows, partial(stored, "train", partial(rows_of_run, config, inputs.rows)))
     if held_out := inputs.validation_rows:
-        held_out = stored(held_out, "validation", np.arange(min(config.validation_rows, len(held_out))))
+        of_source = partial(validation_rows_of, config, held_out)
+        held_out = map_parts(held_out, partial(stored, "validation", of_source))
     return Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
 
 
-def rows_of_run(config: Config, n_rows: int) -> np.ndarray:
-    """Return the indices of the rows that a whole run reads, ascending."""
-    if config.max_steps * config.rows_per_step >= n_rows:
-        return np.arange(n_rows)
-    return np.unique(np.concatenate([rows_of_step(step, config.rows_per_step, n_rows, config.seed)
-                                     for step in range(config.max_steps)] or [np.arange(0)]))
+def rows_of_run(config: Config, rows: Rows, source: int) -> np.ndarray:
+    """Return the indices of the rows that a whole run reads, of one source of a mixture, ascending."""
+    count, size = config.max_steps * config.rows_per_step, len(parts_of(rows)[source])
+    if isinstance(rows, MixedRows):
+        count = int(rows.mixing.taken(np.array([count]))[source, 0])
+    if count >= size:
+        return np.arange(size)
+    return np.sort(permutation(size, config.seed, 0, source)(np.arange(count)))
+
+
+def validation_rows_of(config: Config, rows: Rows, source: int) -> np.ndarray:
+    """Return the indices of the rows that validation reads, of one source of a mixture, ascending."""
+    if not isinstance(rows, MixedRows):
+        return np.arange(min(config.validation_rows, len(rows)))
+    sources, within = rows.locate(np.arange(len(rows)))
+    return np.unique(within[sources == source])
 
 
 def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base,
@@ -137,12 +152,12 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
         return partial(frozen_logprobs, frozen()), inputs
     facts = {"weights_sha256": base.sha256(once.context), "compute_dtype": str(dtype)}
 
-    def stored_for(rows, split: str):
-        outputs = rows and ReferenceOutputs(rows, split, facts, frozen, config.micro_batch_size)
-        return outputs and once.load_or_compute(outputs)
+    def stored_for(split: str, part, source: int):
+        return once.load_or_compute(ReferenceOutputs(part, split, facts, frozen, config.micro_batch_size))
 
-    return stored_reference, replace(inputs, rows=stored_for(inputs.rows, "train"),
-                                     validation_rows=stored_for(inputs.validation_rows, "validation"))
+    held_out = inputs.validation_rows and map_parts(inputs.validation_rows, partial(stored_for, "validation"))
+    return stored_reference, replace(inputs, rows=map_parts(inputs.rows, partial(stored_for, "train")),
+                                     validation_rows=held_out)
 
 
 def logprobs_without_adapters(model: Transformer, batch) -> Tensor:

@@ -17,6 +17,8 @@ from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config, names_start
+from data_pipeline.mixed_rows import MixedRows, parts_of
+from data_pipeline.mixture import describe_sources
 from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
@@ -72,7 +74,10 @@ def describe_batch(config: Config) -> str:
 
 
 def describe_data(config: Config, inputs: Inputs) -> str:
-    """The training data, and how often the run reads it."""
+    """The training data, and how often the run reads it: of a mixture as a table, a line for each source."""
+    if isinstance(inputs.rows, MixedRows):
+        table = describe_sources(inputs.rows.mixture, inputs.sources(config))
+        return "\n".join([inputs.description, *(f"  {line}" for line in table)])
     epochs = config.max_steps * config.rows_per_step / len(inputs.rows)
     return f"{inputs.description}; the run reads them {epochs:.2f} times"
 
@@ -111,7 +116,8 @@ def print_overview(run: Run) -> None:
     info(f"Model: {describe_model(config, run.inputs.tokenizer.vocab_size)}")
     if config.lora_enabled:
         info(f"LoRA: {describe_adapters(run.model, run.inputs.tokenizer)}")
-    info(f"Data: {describe_data(config, run.inputs)}")
+    for line in f"Data: {describe_data(config, run.inputs)}".splitlines():
+        info(line)
     if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
         info("Validation: no bits per byte, because the tokenizer is not byte-level")
     info(f"Batch: {describe_batch(config)}")
@@ -290,7 +296,9 @@ def check_tokenizer(config: Config) -> tuple[Any, str]:
 def check_data(config: Config) -> tuple[Inputs, str]:
     """The training and validation rows. Raises DataError."""
     inputs = read_inputs(config.model_copy(update={"hellaswag_path": None}), verify=True)
-    return inputs, f"{describe_data(config, inputs)}; every shard verified, all ids within the vocabulary"
+    described, *table = describe_data(config, inputs).splitlines()
+    described += "; every shard verified, all ids within the vocabulary"
+    return inputs, "\n".join([described, *table])
 
 
 def first_row(config: Config, inputs: Inputs, characters: int = 300) -> str:
@@ -313,7 +321,8 @@ def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
 
 def check_cache(config: Config, inputs: Inputs) -> tuple[Path, str]:
     """Where results that are computed before the first step are stored. Raises DataError if nowhere."""
-    place, why = cache_of(config).place_to_write(inputs.rows.token_set.folder, inputs.rows.fingerprint)
+    for rows in parts_of(inputs.rows):
+        place, why = cache_of(config).place_to_write(rows.token_set.folder, rows.fingerprint)
     of_reference = config.training_stage == "dpo"
     what = "reference's log-probabilities" if of_reference else "teacher's most likely tokens"
     return place, f"the {what} are computed once and stored in {place}{f' ({why})' if why else ''}"

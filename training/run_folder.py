@@ -23,9 +23,10 @@ from training.run_log import LOGS, disk_errors
 
 LOCK = "run.lock"
 SEGMENTS = "configs"  # the folder with the settings of each part of a run
+DATA = "data.json"  # what a run on a mixture reads of each source
 # What a run writes. The checkpoints move first: from then on the run counts as moved aside.
 OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
-       SEGMENTS, "log", "debug", "tensorboard")
+       DATA, SEGMENTS, "log", "debug", "tensorboard")
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
 Warn = Callable[[str], None]
 
@@ -189,9 +190,11 @@ def segments(run_dir: Path) -> list[tuple[int, Path]]:
                   if path.stem.removeprefix("step-").isdecimal())
 
 
-def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any]) -> None:
+def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict]) -> None:
     """Write the settings of the part of a run that begins with step `first`, also into config.json.
 
+    Args:
+        sources: the table of a mixture, for data.json; empty for other data.
     Raises:
         CheckpointError: they cannot be written.
     """
@@ -204,9 +207,14 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any]) -> Non
         for begins, path in kept:
             if begins > first:  # its steps are taken again
                 path.unlink()
-        for path in (run_dir / SEGMENTS / f"step-{first:08d}.json", newest):
+        contents = {run_dir / SEGMENTS / f"step-{first:08d}.json": settings, newest: settings}
+        if sources:
+            contents[run_dir / DATA] = {"sources": sources}
+        else:  # of an earlier part of the run
+            (run_dir / DATA).unlink(missing_ok=True)
+        for path, content in contents.items():
             unfinished = path.with_name(f"tmp-{path.name}")
-            unfinished.write_text(json.dumps(settings, indent=2) + "\n")
+            unfinished.write_text(json.dumps(content, indent=2) + "\n")
             unfinished.replace(path)
 
 

@@ -20,6 +20,7 @@ from checkpoint.schema import SavedProgress
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
+from data_pipeline.mixed_rows import MixedRows, parts_of
 from data_pipeline.row_order import RowOrder
 from dataloaders import Rows, StepLoader, validation_batches
 from model import Transformer
@@ -46,8 +47,14 @@ class Inputs:
 
     def order(self, config: Config, ranks: Ranks) -> RowOrder:
         """Which rows this rank reads in each step."""
+        mixing = self.rows.mixing if isinstance(self.rows, MixedRows) else None
         return RowOrder(len(self.rows), config.rows_per_step, config.micro_batch_size, config.seed,
-                        ranks.rank, ranks.world_size)
+                        ranks.rank, ranks.world_size, mixing)
+
+    def sources(self, config: Config) -> list[dict[str, Any]]:
+        """A mixture's table of its sources, as JSON; empty for other data."""
+        rows = config.max_steps * config.rows_per_step
+        return self.rows.facts(rows) if isinstance(self.rows, MixedRows) else []
 
     def identity(self, config: Config) -> dict[str, Any]:
         """The hashes of what is read, which a resumed run compares with its checkpoint's."""
@@ -56,8 +63,9 @@ class Inputs:
     def used_ids(self) -> list[int]:
         """The token ids that occur in the training split, ascending; reads all of it."""
         used = np.zeros(self.tokenizer.vocab_size, bool)
-        for block in self.rows.token_set.blocks():
-            used[block] = True
+        for part in parts_of(self.rows):
+            for block in part.token_set.blocks():
+                used[block] = True
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, config: Config, ranks: Ranks, objective: Objective,
@@ -249,8 +257,9 @@ def how_to_resume(run: Run) -> str:
 def keep_settings(run: Run) -> None:
     """Write the settings of the steps that this process takes. Collective: every rank must call it."""
     follow_folder(run)
-    first, settings = run.progress.step + 1, run.config.public()
-    run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, settings))
+    config, first = run.config, run.progress.step + 1
+    run.ranks.on_rank0(lambda: run_folder.write_segment(run.folder, first, config.public(),
+                                                        run.inputs.sources(config)))
 
 
 # --------------------------------------------------------------------------------------- checkpoints

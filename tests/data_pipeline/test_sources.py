@@ -5,23 +5,19 @@ import gzip
 import json
 import lzma
 import os
-from itertools import islice
 
 import pytest
 import zstandard
 
-from common.errors import DataError, SettingsError
+from common.errors import DataError
 from data_pipeline import sources
 from data_pipeline.sources import (
-    Mix,
     Reading,
     Source,
     identify,
     list_files,
-    read_mix,
     read_records,
     read_texts,
-    sample_mix,
     source_of,
 )
 
@@ -193,50 +189,3 @@ def test_the_hub_out_of_reach_is_one_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="nobody/nothing is not a local file or folder, and the request to the hub failed: "):
         identify(Source(name="nobody/nothing"), {})
-
-
-def mixed(weights, counts, **fields):
-    mix = Mix(tuple(Source(path=str(i), weight=w) for i, w in enumerate(weights)), **fields)
-    return list(sample_mix(mix, [iter([str(i)] * count) for i, count in enumerate(counts)]))
-
-
-def test_a_mix_follows_its_weights_and_its_seed():
-    documents = mixed([3, 1], [3000, 3000])
-    assert documents == mixed([3, 1], [3000, 3000]) != mixed([3, 1], [3000, 3000], seed=1)
-    head = documents[:2000]
-    assert 0.72 < head.count("0") / len(head) < 0.78
-
-
-def test_a_mix_stops_as_asked_and_repeats_nothing():
-    first, every = mixed([1, 1], [5, 500]), mixed([1, 1], [5, 500], stop="all_exhausted")
-    assert first.count("0") == 5 and first.count("1") < 30
-    assert (every.count("0"), every.count("1")) == (5, 500)
-    assert every[:len(first)] == first
-
-
-def test_a_mix_is_drawn_without_reading_ahead():
-    endless = (str(number) for number in iter(int, 1))
-    assert len(list(islice(sample_mix(Mix((Source(path="x"),)), [endless]), 9))) == 9
-
-
-@pytest.mark.parametrize("content, reason", [
-    ("{", "is not a JSON object"),
-    ("[]", "it holds a list"),
-    ('{"sources": []}', "expected"),
-    ('{"sources": [{"path": "a", "name": "b"}]}', "source 1: give either"),
-    ('{"sources": [{"path": "a"}, {"path": "b", "wieght": 2}]}', "source 2: unknown field 'wieght'"),
-    ('{"sources": [{"path": "a", "weight": 0}]}', "weight=0 must be a number above 0"),
-    ('{"sources": [{"path": "a", "column": 1}]}', "column=1 must be a string that is not empty"),
-    ('{"sources": [{"path": "a"}], "stop": "never"}', "stop must be"),
-    ('{"sources": [{"path": "a"}], "seed": "x"}', "seed a whole number"),
-    ('{"sources": [{"path": "a"}], "extra": 1}', "unknown field 'extra'"),
-])
-def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):
-    (tmp_path / "mix.json").write_text(content)
-    with pytest.raises(SettingsError, match=reason):
-        read_mix(tmp_path / "mix.json")
-
-
-def test_a_mix_file_is_read(tmp_path):
-    (tmp_path / "mix.json").write_text('{"sources": [{"path": "a", "weight": 0.7}, {"name": "b", "config": "c"}], "seed": 3}')
-    assert read_mix(tmp_path / "mix.json") == Mix((Source(path="a", weight=0.7), Source(name="b", config="c")), 3)

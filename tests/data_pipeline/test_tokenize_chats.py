@@ -18,7 +18,7 @@ from data_pipeline import tokenize_chats
 from data_pipeline.chat_templates import ChatFormat, load_chat_format
 from data_pipeline.prepare import describe_prepared
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, Verification, open_token_set
-from data_pipeline.sources import Mix, Source
+from data_pipeline.sources import Source
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
 from tokenizer import load_tokenizer
@@ -216,7 +216,7 @@ def test_whatever_changes_a_token_changes_the_folder(tmp_path, tokenizer_path, f
         return prepare(kind, source, path, tmp_path / "out", **options).name
 
     names = [name(), name("pairs"), name(path=folder_path), name(system_prompt="Be kind."), name(shard_tokens=4000),
-             name(validation_fraction=0.2), name(max_documents=30), name(source=Mix((Source(path=source), Source(path=source))))]
+             name(validation_fraction=0.2), name(max_documents=30)]
     (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE.replace(": ", ":"))
     names.append(name(path=folder_path))
     (Path(folder_path) / "chat_template.jinja").write_text(TEMPLATE)

@@ -1,0 +1,156 @@
+"""A mixture of prepared sets: mixture.json, which names them and their weights in each phase of a run."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from common.errors import DataError
+from common.files import write_json
+from data_pipeline.manifest import MANIFEST, MIXTURE, first_fault, read_manifest
+from data_pipeline.row_order import Phase, weight_units
+
+LABEL_COLUMNS = 32
+Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class Part(BaseModel, strict=True):
+    """A source: its name in the weights and in the tables, and its prepared set, relative to the mixture."""
+
+    label: str
+    set: str
+
+
+class MixPhase(BaseModel, strict=True, extra="forbid"):
+    """The weights up to a share of MAX_STEPS; a source without one is not read."""
+
+    until: float = Field(1.0, gt=0, le=1)
+    weights: dict[str, Weight]
+
+
+class Mixture(BaseModel, strict=True):
+    """What mixture.json holds."""
+
+    format: Literal[1] = 1
+    sources: list[Part] = Field(min_length=1)
+    phases: list[MixPhase] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def check_phases(self) -> "Mixture":
+        """Refuse labels and phases that contradict each other."""
+        labels = [source.label for source in self.sources]
+        if repeated := next((label for label in labels if labels.count(label) > 1), None):
+            raise ValueError(f"two sources are called {repeated!r}; give each its own label")
+        ends = [phase.until for phase in self.phases]
+        if ends[-1] != 1 or not all(one < next for one, next in pairwise(ends)):
+            raise ValueError(f"the phases end at {ends}; each must end later than the one before it, and the "
+                             "last at 1 (or without until)")
+        for number, phase in enumerate(self.phases, 1):
+            if unknown := next((label for label in phase.weights if label not in labels), None):
+                raise ValueError(f"phase {number} weighs {unknown!r}, which is no source's label; they are "
+                                 f"{', '.join(map(repr, labels))}")
+            if not any(phase.weights.values()):
+                raise ValueError(f"phase {number} has no weight above 0")
+        for label, weights in zip(labels, zip(*self.weights)):
+            if not any(weights):
+                raise ValueError(f"{label!r} has no weight above 0 in a phase; give it one, or leave it out")
+        return self
+
+    @property
+    def weights(self) -> list[list[float]]:
+        """The weights of all sources in each phase."""
+        return [[phase.weights.get(source.label, 0.0) for source in self.sources] for phase in self.phases]
+
+    def phases_of_run(self, steps: int, rows_per_step: int) -> tuple[Phase, ...]:
+        """Return the phases of a run of so many steps; each begins with a step."""
+        begins = [0, *(round(phase.until * steps) for phase in self.phases[:-1])]
+        return tuple(Phase(step * rows_per_step, weight_units(weights))
+                     for step, weights in zip(begins, self.weights))
+
+    def fingerprint(self, of_sets: Sequence[str]) -> str:
+        """Return the hash of all that decides the rows of a run, given the fingerprints of the sets."""
+        phases = [[phase.until, weight_units(weights)] for phase, weights in zip(self.phases, self.weights)]
+        return hashlib.sha256(json.dumps([*of_sets, phases]).encode()).hexdigest()
+
+
+def write_mixture(output_dir: Path, labels: Sequence[str], sets: Sequence[Path], phases: list[dict]) -> Path:
+    """Write the mixture of prepared sets beside them; return its folder, which sets and weights name.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    parts = [{"label": label, "set": os.path.join("..", path.name)} for label, path in zip(labels, sets)]
+    mixture = Mixture.model_validate({"sources": parts, "phases": phases})
+    folder = output_dir / mixture.fingerprint([path.name for path in sets])[:16]
+    folder.mkdir(exist_ok=True)
+    write_json(folder / MIXTURE, mixture.model_dump())
+    return folder
+
+
+def is_mixture(path: str | Path | None) -> bool:
+    """Whether a path is a mixture's folder."""
+    return path is not None and os.path.lexists(Path(path) / MIXTURE)
+
+
+def read_mixture(folder: Path) -> Mixture:
+    """Return the mixture in a folder.
+
+    Raises:
+        DataError: it cannot be read, violates the schema, or one of its sets is not there.
+    """
+    path = folder / MIXTURE
+    try:
+        mixture = Mixture.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; prepare the mixture again") from error
+    except ValidationError as error:
+        raise DataError(f"{path}: {first_fault(error)}; prepare the mixture again") from error
+    for source in mixture.sources:
+        if not os.path.lexists(folder / source.set / MANIFEST):
+            raise DataError(f"{path}: the prepared set of {source.label!r} is not in {folder / source.set}; "
+                            "copy it there, or prepare the mixture again")
+    return mixture
+
+
+def source_facts(folder: Path, mixture: Mixture) -> list[dict[str, Any]]:
+    """Return a table of the sources, as JSON: their training splits, weights, and shares of a run."""
+    lengths = [end - begin for begin, end in pairwise([0.0, *(phase.until for phase in mixture.phases)])]
+    totals = [sum(weights) for weights in mixture.weights]
+    facts = []
+    for number, source in enumerate(mixture.sources):
+        train = read_manifest(folder / source.set).splits["train"]
+        weights = [weights[number] / total for weights, total in zip(mixture.weights, totals)]
+        share = sum(length * weight for length, weight in zip(lengths, weights))
+        facts.append({"source": source.label, "set": os.path.normpath(folder / source.set),
+                      "documents": train.documents, "tokens": train.tokens, "weights": weights,
+                      "share": share})
+    return facts
+
+
+def describe_sources(mixture: Mixture, facts: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of `source_facts`.
+
+    If they have "passes" over each source, it shows those; else how many tokens a run takes for one.
+    """
+    ends = [f"{phase.until:.4g}" for phase in mixture.phases]
+    rows = [["source", "documents", "tokens", *(f"until {end}" for end in ends if len(ends) > 1), "share",
+             "passes" if "passes" in facts[0] else "a pass every"]]
+    for fact in facts:
+        label, room = fact["source"], LABEL_COLUMNS
+        weights = [f"{weight:.2%}" for weight in fact["weights"]] if len(ends) > 1 else []
+        read = f"{fact['passes']:.2f}" if "passes" in fact else f"{fact['tokens'] / fact['share']:,.0f}"
+        rows.append([label if len(label) <= room else f"...{label[3 - room:]}", f"{fact['documents']:,}",
+                     f"{fact['tokens']:,}", *weights, f"{fact['share']:.2%}", read])
+    return table(rows)
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return ["  ".join(cells) for cells in aligned]

@@ -1,0 +1,119 @@
+"""Show what prepared data is: its source, lengths and repeats, and a batch as the model sees it.
+
+    python scripts/inspect_data.py data/pretrain/6a923f918e8fd8b1
+    python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8 --max-seq-len 2048
+    python scripts/inspect_data.py --list
+
+FOLDER is a prepared set or mixture, or a file or folder of another trainer's tokens.
+MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED count here, from .env, the environment or as flags.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.errors import DataError, SettingsError, run_script  # noqa: E402
+from common.text import print_safely, show
+from data_pipeline.manifest import MANIFEST, MIXTURE
+from data_pipeline.mixture import read_mixture, source_facts, table
+from data_pipeline.prepare import names_of_sources, read_prepared
+from data_preparation_utils import FlagParser, count
+
+COLUMNS = 100
+
+
+def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the facts of each prepared set and mixture below a folder.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = sorted(path for name in (MANIFEST, MIXTURE) for path in folder.rglob(name)
+                   if not path.parent.name.startswith(("tmp-", ".")))
+    if not files:
+        raise DataError(f"{folder}: holds no prepared set; prepare one with scripts/load_pretrain_dataset.py,"
+                        " or name the folder that was given as --output")
+    for path in files:
+        try:
+            yield mixture_facts(path.parent) if path.name == MIXTURE else set_facts(path.parent)
+        except DataError as error:
+            print_safely(f"warning: {error}", sys.stderr)
+
+
+def set_facts(folder: Path) -> dict[str, Any]:
+    """Return what a prepared set's manifest says of it."""
+    manifest = read_prepared(folder)
+    splits = manifest["splits"].values()
+    return {"folder": str(folder), "kind": manifest.get("kind", "documents"),
+            "documents": sum(split["documents"] for split in splits),
+            "tokens": sum(split["tokens"] for split in splits), "tokenizer": manifest.get("tokenizer"),
+            "sources": names_of_sources(manifest)}
+
+
+def mixture_facts(folder: Path) -> dict[str, Any]:
+    """Return the same of a mixture; the counts are of the training splits, before anything is repeated."""
+    sources = source_facts(folder, read_mixture(folder))
+    return {"folder": str(folder), "kind": "mixture", "documents": sum(one["documents"] for one in sources),
+            "tokens": sum(one["tokens"] for one in sources), "tokenizer": None,
+            "sources": [f"{one['share']:.0%} {one['source']}" for one in sources]}
+
+
+def list_table(sets: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of a table of sets, each cut at COLUMNS."""
+    lines = table([("folder", "holds", "documents", "tokens"),
+                   *((found["folder"], found["kind"], f"{found['documents']:,}", f"{found['tokens']:,}")
+                     for found in sets)])
+    last = ["made from"]
+    for found in sets:
+        tokenizer = f", {os.path.basename(found['tokenizer'])}" if found["tokenizer"] else ""
+        last.append(f"{', '.join(found['sources'])}{tokenizer}")
+    room = COLUMNS - len(lines[0]) - 2
+    return [f"{line}  {text if len(text) <= room else '...' + text[3 - room:]}"
+            for line, text in zip(lines, last)]
+
+
+def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Return the argument that is no flag and no flag's value, and the others."""
+    for number, argument in enumerate(argv):
+        before = argv[number - 1] if number else ""
+        has_value = before.startswith("--") and "=" not in before and before != "--json"
+        if not argument.startswith("-") and not has_value:
+            return argument, argv[:number] + argv[number + 1:]
+    return None, argv
+
+
+def main() -> None:
+    parser = FlagParser(prog="python scripts/inspect_data.py", description=__doc__,
+                        usage="%(prog)s FOLDER [--batch N] [--json] [--any-setting VALUE]\n"
+                              "       %(prog)s --list [FOLDER] [--json]")
+    parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",
+                        help="list all prepared sets and mixtures below a folder [data]")
+    parser.add_argument("--batch", type=count, default=1, metavar="N",
+                        help="show the first N rows that a run reads [1]")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON, without rows")
+    folder, rest = split_folder(sys.argv[1:])
+    flags, config = parser.parse(rest)
+    if (folder is None) == (flags.list is None):
+        raise SettingsError("command line: give either a FOLDER or --list; --help shows both")
+    if flags.list is not None:
+        sets = list(find_sets(Path(flags.list)))
+        show(*([json.dumps(sets)] if flags.json else list_table(sets)))
+        return
+
+    # Here, because torch's import takes seconds.
+    from debug.data_report import open_data
+
+    data = open_data(Path(folder), config)
+    facts = data.facts()
+    show(*([json.dumps(facts)] if flags.json else data.describe(facts)))
+    if flags.batch and not flags.json:
+        show(*data.describe_rows(flags.batch))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,293 @@
+"""Mixtures: which row is where, what a batch holds, and the sets that --mix prepares."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from factories import Prepared
+from hypothesis import given
+from hypothesis import settings as settings_of
+from hypothesis import strategies as st
+
+import data_pipeline.prepare as preparation
+from common.errors import DataError, SettingsError
+from config import Config
+from data_pipeline.batch import Batch, join
+from data_pipeline.mix_file import read_mix
+from data_pipeline.mixture import Mixture, describe_sources, read_mixture, source_facts
+from data_pipeline.prepare import DOCUMENTS, Plan, PreparationOptions
+from data_pipeline.row_order import Mixing, Phase, RowOrder, rows_of_step, weight_units
+from data_pipeline.sources import Source
+from data_preparation_utils import describe, prepare_mixture
+from dataloaders import open_rows
+from tokenizer import load_tokenizer
+from training.build_objective import rows_of_run
+from training.setup import read_inputs
+
+WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))
+
+
+@st.composite
+def mixings(draw):
+    """A mixing of one to four sources in one to three phases."""
+    sources = draw(st.integers(1, 4))
+    starts = [0, *sorted(draw(st.lists(st.integers(0, 200), max_size=2)))]
+    phases = [draw(st.lists(WEIGHTS, min_size=sources, max_size=sources).filter(any)) for _ in starts]
+    sizes = tuple(draw(st.integers(1, 60)) for _ in range(sources))
+    return Mixing(sizes, tuple(Phase(start, weight_units(weights)) for start, weights in zip(starts, phases)))
+
+
+@given(mixings())
+def test_each_position_has_one_source_and_each_source_its_share_to_within_a_row_or_so(mixing):
+    taken = mixing.taken(np.arange(401))
+    steps = np.diff(taken, axis=1)
+    assert (steps.sum(axis=0) == 1).all() and steps.min() >= 0
+    ends = [phase.start for phase in mixing.phases[1:]] + [400]
+    for phase, end in zip(mixing.phases, ends):
+        share = np.array(phase.weights)[:, None] / sum(phase.weights)
+        inside = taken[:, phase.start:end + 1] - taken[:, phase.start:phase.start + 1]
+        expected = share * np.arange(inside.shape[1])
+        assert np.abs(inside - expected).max(initial=0) < len(mixing.sizes)
+        assert (inside[np.array(phase.weights) == 0] == 0).all()
+
+
+@settings_of(max_examples=40)
+@given(mixings(), st.integers(0, 2**31), st.sampled_from([1, 2, 4]))
+def test_the_rows_are_the_same_from_any_step_on_and_on_any_number_of_ranks(mixing, seed, world_size):
+    whole = mixing.rows_at(np.arange(400), seed)
+    step = seed % 50
+    orders = [RowOrder(sum(mixing.sizes), 8, 2, seed, rank, world_size, mixing) for rank in range(world_size)]
+    read = np.concatenate([order.micro_batches(step).reshape(-1) for order in orders])
+    assert read.tolist() == whole[step * 8:step * 8 + 8].tolist()
+
+
+@settings_of(max_examples=40)
+@given(mixings(), st.integers(0, 2**31))
+def test_a_source_gives_all_its_rows_once_before_it_repeats_one(mixing, seed):
+    rows, first = mixing.rows_at(np.arange(400), seed), 0
+    for size in mixing.sizes:
+        own = rows[(rows >= first) & (rows < first + size)]
+        for start in range(0, len(own), size):
+            epoch = own[start:start + size].tolist()
+            assert len(set(epoch)) == len(epoch)
+        first += size
+
+
+def test_a_mixture_of_one_source_is_the_plain_order():
+    mixing = Mixing((37,), (Phase(0, weight_units([3])),))
+    for step in range(20):
+        assert mixing.rows_at(np.arange(step * 8, step * 8 + 8), 5).tolist() == rows_of_step(step, 8, 37, 5).tolist()
+
+
+def test_two_sources_of_one_size_have_different_orders():
+    rows = Mixing((100, 100), (Phase(0, weight_units([1, 1])),)).rows_at(np.arange(200), 1)
+    first, second = rows[rows < 100], rows[rows >= 100] - 100
+    assert (first == second).sum() < 10
+
+
+def test_the_rows_of_a_mixture_stay_as_they_are():
+    """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
+    mixing = Mixing((1000, 50, 10**10), (Phase(0, weight_units([7, 2, 1])), Phase(16, weight_units([0, 1, 1]))))
+    assert mixing.rows_at(np.arange(12, 20), 1337).tolist() == [690, 1032, 448, 51, 5179066332, 1046, 4856733833, 1026]
+
+
+# ------------------------------------------------------------------------------------------ the mix file
+
+
+def write_mix(folder, content):
+    path = folder / "mix.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+A, B = {"path": "a"}, {"path": "b"}
+
+
+@pytest.mark.parametrize("content, reason", [
+    ("{", "is not a JSON object"),
+    ("[]", "it holds a list"),
+    ({"sources": []}, "expected"),
+    ({"sources": [{"path": "a", "name": "b"}]}, "source 1: give either"),
+    ({"sources": [A, {**B, "wieght": 2}]}, "source 2: unknown field 'wieght'"),
+    ({"sources": [{**A, "weight": 0}]}, "weight=0 must be a number above 0"),
+    ({"sources": [{**A, "column": 1}]}, "column=1 must be a string that is not empty"),
+    ({"sources": [A], "stop": "all_exhausted"}, "leave out 'stop': a mixture is no longer drawn when it is prepared"),
+    ({"sources": [A], "seed": 0}, "leave out 'seed'"),
+    ({"sources": [A], "extra": 1}, "unknown field 'extra'"),
+    ({"sources": [A, A]}, "two sources are called 'a'; give each its own label"),
+    ({"sources": [{**A, "weight": 1}], "phases": [{"weights": {"a": 1}}]}, "leave out its weight"),
+    ({"sources": [A], "phases": []}, "phases: list should have at least 1"),
+    ({"sources": [A], "phases": [{"weights": {"b": 1}}]}, "phase 1 weighs 'b', which is no source's label; they are 'a'"),
+    ({"sources": [A], "phases": [{"weights": {"a": -1}}]}, "phases.0.weights.a: input should be greater"),
+    ({"sources": [A], "phases": [{"weights": {"a": "1"}}]}, "phases.0.weights.a: input should be a valid number"),
+    ({"sources": [A], "phases": [{"weights": {"a": 0}}]}, "phase 1 has no weight above 0"),
+    ({"sources": [A, B], "phases": [{"weights": {"a": 1}}]}, "'b' has no weight above 0 in a phase"),
+    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}]}, "the last at 1"),
+    ({"sources": [A], "phases": [{"until": 0.5, "weights": {"a": 1}}, {"until": 0.4, "weights": {"a": 1}}]}, "each must end"),
+    ({"sources": [A], "phases": [{"until": 1.5, "weights": {"a": 1}}]}, "phases.0.until: input should be less"),
+])
+def test_a_malformed_mix_is_refused_by_field(tmp_path, content, reason):
+    with pytest.raises(SettingsError, match=reason):
+        read_mix(write_mix(tmp_path, content))
+
+
+def test_a_mix_file_is_read(tmp_path):
+    mix = read_mix(write_mix(tmp_path, {"sources": [{"path": "a", "weight": 0.7}, {"name": "b", "config": "c"}]}))
+    assert mix.sources == [Source(path="a"), Source(name="b", config="c")] and mix.labels == ["a", "b/c"]
+    assert mix.phases == [{"until": 1.0, "weights": {"a": 0.7, "b/c": 1.0}}]
+    phases = [{"until": 0.8, "weights": {"web": 9, "a": 1}}, {"weights": {"a": 1}}]
+    mix = read_mix(write_mix(tmp_path, {"sources": [A, {**B, "label": "web"}], "phases": phases}))
+    assert mix.labels == ["a", "web"] and mix.phases[1] == {"until": 1.0, "weights": {"a": 1.0}}
+
+
+def test_phases_begin_with_steps_and_weights_count_only_by_their_ratios():
+    def mixture(*phases):
+        parts = [{"label": "a", "set": "x"}, {"label": "b", "set": "y"}]
+        return Mixture.model_validate({"sources": parts, "phases": [{"until": end, "weights": weights} for end, weights in phases]})
+
+    one = mixture((0.8, {"a": 9, "b": 1}), (1, {"b": 2}))
+    assert [phase.start for phase in one.phases_of_run(10, 4)] == [0, 32]
+    assert [phase.start for phase in one.phases_of_run(3, 4)] == [0, 8]
+    hashes = [mixture(*phases).fingerprint(["x", "y"]) for phases in (
+        [(0.8, {"a": 0.9, "b": 0.1}), (1, {"b": 1})], [(0.7, {"a": 9, "b": 1}), (1, {"b": 1})], [(1, {"a": 9, "b": 1})])]
+    assert hashes[0] == one.fingerprint(["x", "y"]) and len({*hashes, one.fingerprint(["x", "z"])}) == 4
+
+
+# ---------------------------------------------------------------------------------------------- sets
+
+
+def test_the_key_of_a_set_stays_as_it_is():
+    """The same command finds what an older version prepared."""
+    options = PreparationOptions("tokenizer.model", "auto", 1000, 0.1)
+    identity = {"files": [["text", None, 3, "abc"]], "column": "text", "documents": "whole"}
+    assert Plan(DOCUMENTS, Source(path="x"), [identity], SimpleNamespace(sha256="0" * 64), options).key == "782369df4dc5b4a2"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory, prepared):
+    """A function that prepares a mix of two texts: the tiny one, and one of 40 lines of other words."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (folder / "plays.txt").write_text("".join(f"Line {number} of the play is spoken by the fox.\n" for number in range(40)))
+    files = [{"path": str(prepared.tokenizer.parent / "text.jsonl"), "label": "farm"},
+             {"path": str(folder / "plays.txt"), "documents": "line", "label": "plays"}]
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
+
+    def make(*phases, **changes):
+        described = {"sources": files, "phases": [{"until": until, "weights": dict(zip(("farm", "plays"), weights))}
+                                                  for until, weights in phases]}
+        return prepare_mixture("documents", read_mix(write_mix(folder, described)), folder / "sets",
+                               options if not changes else PreparationOptions(**vars(options) | changes))
+
+    return make
+
+
+def settings(prepared: Prepared, folder, **changes):
+    given = prepared.settings() | {"PRETRAIN_DATA_PATH": str(folder)} | changes
+    return Config(**{name.lower(): str(value) for name, value in given.items()})
+
+
+def test_other_weights_prepare_nothing_again(sources, monkeypatch):
+    first = sources((1, [3, 1]))
+    monkeypatch.setattr(preparation, "write_shards", None)
+    again, other = sources((1, [0.75, 0.25])), sources((0.5, [3, 1]), (1, [1, 1]))
+    assert again == first != other
+    assert {path.name for path in first.glob("*")} == {"mixture.json"}
+    assert [source.set for source in read_mixture(first).sources] == [source.set for source in read_mixture(other).sources]
+
+
+def test_a_batch_holds_the_rows_of_the_sets(sources, prepared):
+    folder = sources((0.5, [3, 1]), (1, [1, 1]))
+    config, tokenizer = settings(prepared, folder), load_tokenizer(str(prepared.tokenizer))
+    rows = open_rows(config, "train", tokenizer, "auto")
+    assert len(rows) == sum(map(len, rows.parts)) and len(set(map(len, rows.parts))) == 2
+    indices = np.array([len(rows) - 1, 0, len(rows.parts[0]), 3])
+    batch = rows(indices)
+    for number, index in enumerate(indices):
+        part, within = (rows.parts[0], index) if index < len(rows.parts[0]) else (rows.parts[1], index - len(rows.parts[0]))
+        alone = part(np.array([within]))
+        for name in ("tokens_BT", "targets_BT", "document_ids_BT"):
+            assert torch.equal(getattr(batch, name)[number], getattr(alone, name)[0])
+    # The sources of the run: 3 of 4 rows, then one of two.
+    order = RowOrder(len(rows), 8, 2, config.seed, mixing=rows.mixing)
+    from_first = [(order.all_rows(step) < len(rows.parts[0])).sum() for step in range(6)]
+    assert from_first == [6, 6, 6, 4, 4, 4]
+    facts = rows.facts(48)
+    assert [fact["share"] for fact in facts] == [30 / 48, 18 / 48]
+    assert facts[1]["passes"] == 18 / len(rows.parts[1]) > 0
+
+
+def test_validation_has_the_weights_of_the_last_phase(sources, prepared):
+    tokenizer = load_tokenizer(str(prepared.tokenizer))
+    config = settings(prepared, sources((0.5, [3, 1]), (1, [1, 3])), VALIDATION_ROWS=8)
+    rows = open_rows(config, "validation", tokenizer, "auto")
+    assert len(rows) == 8 and np.bincount(rows.locate(np.arange(8))[0]).tolist() == [2, 6]
+    assert rows(np.arange(8)).tokens_BT.shape == (8, 32)
+
+
+def test_a_source_that_held_out_nothing_is_left_out_of_validation(sources, prepared):
+    folder = sources((1, [1, 1]), validation_fraction=0.03)
+    config = settings(prepared, folder, VALIDATION_ROWS=3)
+    inputs = read_inputs(config, verify=False)
+    left_out = [part is None for part in inputs.validation_rows.parts]
+    assert left_out == [False, True] and "(none of plays) held out" in inputs.description
+    with pytest.raises(DataError, match="no source has a row of validation"):
+        open_rows(settings(prepared, sources((1, [1, 1]), validation_fraction=0)), "validation", inputs.tokenizer, "auto")
+
+
+def test_the_rows_that_a_run_reads_are_those_that_are_stored(sources, prepared):
+    config = settings(prepared, sources((0.5, [3, 1]), (1, [1, 1])), MAX_STEPS=4)
+    inputs = read_inputs(config, verify=False)
+    order = inputs.order(config, SimpleNamespace(rank=0, world_size=1))
+    read = np.concatenate([order.all_rows(step) for step in range(4)])
+    sources_read, within = inputs.rows.locate(read)
+    for source in (0, 1):
+        assert rows_of_run(config, inputs.rows, source).tolist() == sorted(set(within[sources_read == source].tolist()))
+
+
+def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):
+    folder, tokenizer = sources((1, [1, 1])), load_tokenizer(str(prepared.tokenizer))
+    with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
+        open_rows(settings(prepared, folder, TRAINING_STAGE="sft", SFT_DATA_PATH=folder), "train", tokenizer, "auto")
+    with pytest.raises(DataError, match="its .* tokens are fewer than a row of MAX_SEQ_LEN=2048"):
+        open_rows(settings(prepared, folder, MAX_SEQ_LEN=2048, TOTAL_BATCH_SIZE=4096), "train", tokenizer, "auto")
+    with pytest.raises(DataError, match="its sources fill .* rows of MAX_SEQ_LEN=32 tokens, but a step reads 1,024"):
+        open_rows(settings(prepared, folder, TOTAL_BATCH_SIZE=1 << 15), "train", tokenizer, "auto")
+    with pytest.raises(DataError, match=r"holds \d+ prepared sets, name one of them"):
+        open_rows(settings(prepared, folder.parent), "train", tokenizer, "auto")
+    moved = tmp_path / "alone"
+    moved.mkdir()
+    (moved / "mixture.json").write_bytes((folder / "mixture.json").read_bytes())
+    with pytest.raises(DataError, match="the prepared set of 'farm' is not in"):
+        open_rows(settings(prepared, moved), "train", tokenizer, "auto")
+    (moved / "mixture.json").write_text("{}")
+    with pytest.raises(DataError, match="mixture.json: sources: field required; prepare the mixture again"):
+        open_rows(settings(prepared, moved), "train", tokenizer, "auto")
+
+
+def test_the_table_shows_every_source(sources):
+    folder = sources((0.8, [9, 1]), (1, [1, 1]))
+    mixture = read_mixture(folder)
+    facts = source_facts(folder, mixture)
+    assert [round(fact["share"], 6) for fact in facts] == [0.82, 0.18]
+    header, farm, plays = describe_sources(mixture, facts)
+    assert header.split() == "source documents tokens until 0.8 until 1 share a pass every".split()
+    assert farm.split()[0] == "farm" and farm.split()[3:6] == ["90.00%", "50.00%", "82.00%"]
+    assert plays.split()[-1] == f"{facts[1]['tokens'] / 0.18:,.0f}"
+    assert describe(folder)[-3:] == [header, farm, plays] and describe(folder)[0] == "farm:"
+    assert describe_sources(mixture, [fact | {"passes": 2} for fact in facts])[1].split()[-1] == "2.00"
+
+
+# --------------------------------------------------------------------------------------- chats and pairs
+
+
+def test_batches_with_different_numbers_of_pairs_are_joined():
+    def batch(pairs, rows, fill):
+        ids = torch.full((rows, 4), fill)
+        return Batch(ids, torch.where(ids > 1, ids, -100), ids.int(), (ids > 1).flatten().nonzero().flatten(),
+                     {"reference_BP2": torch.full((rows, pairs, 2), float(fill))})
+
+    joined = join([batch(1, 2, 1), batch(3, 1, 2)], np.array([0, 2, 1]))
+    assert joined.tokens_BT[:, 0].tolist() == [1, 2, 1] and joined.target_index_M.tolist() == [4, 5, 6, 7]
+    assert joined.stored["reference_BP2"][:, :, 0].tolist() == [[1, 0, 0], [2, 2, 2], [1, 0, 0]]

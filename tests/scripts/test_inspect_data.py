@@ -1,0 +1,157 @@
+"""scripts/inspect_data.py, and what it counts."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from commands import ROOT
+from factories import Prepared, sentence
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import DataError, SettingsError
+from common.text import EXIT_UNREAD
+from data_pipeline import statistics
+from data_pipeline.mixture import write_mixture
+from data_pipeline.statistics import RepeatCounter, begins_at, begins_with, measure
+from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from scripts import inspect_data
+from tokenizer import load_tokenizer
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 3), max_size=12), min_size=1, max_size=12)
+
+
+@given(DOCUMENTS, st.integers(1, 9))
+def test_documents_are_measured_as_by_hand_however_they_lie_in_the_blocks(documents, block):
+    ids = np.array([token for document in documents for token in (0, *document)], np.uint16)
+    starts = np.cumsum([0, *(1 + len(document) for document in documents)])[:-1]
+    shards = SimpleNamespace(tokens=len(ids), vocab_size=5, blocks=lambda: (ids[first:first + block]
+                                                                            for first in range(0, len(ids), block)))
+    lengths = sorted(1 + len(document) for document in documents)
+    for cuts in (begins_with(0), begins_at(starts)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(statistics, "LONGEST", 64)
+            found = measure(shards, cuts)
+            assert sum(count for _, count in found.histogram()) == len(documents)
+        assert np.repeat(np.arange(len(found.lengths)), found.lengths).tolist() == lengths
+        assert (found.longest, found.documents, found.tokens) == (lengths[-1], len(documents), len(ids))
+        assert found.id_counts.tolist() == np.bincount(ids, minlength=5).tolist()
+        assert round(found.repeats.share * len(documents)) == len(documents) - len(set(map(tuple, documents)))
+        assert found.quantile(0.5) == lengths[(len(lengths) - 1) // 2]
+        longer = [length for length in lengths if length > 4]
+        assert found.longer(4) == pytest.approx((len(longer) / len(lengths), sum(longer) / len(ids)))
+
+
+def test_repeats_of_more_documents_than_are_kept_are_estimated(monkeypatch):
+    monkeypatch.setattr(statistics, "MOST_HASHES", 1000)
+    counter, dice = RepeatCounter(), Random(0)
+    originals = [dice.randbytes(8) for _ in range(15_000)]
+    for digest in originals + originals[:5000]:
+        counter.add(digest)
+        assert len(counter.hashes) <= 1000 and len(counter.waiting) < 1000
+    counter.settle()
+    assert counter.halvings == 4 and abs(counter.share - 0.25) < 0.03
+
+
+@pytest.fixture(scope="module")
+def sets(prepared: Prepared, tmp_path_factory) -> dict[str, Path]:
+    """Prepared documents, of which a third are repeated, chats, pairs and a mixture."""
+    folder, dice = tmp_path_factory.mktemp("data"), Random(3)
+    texts = [" ".join(sentence(dice) for _ in range(3)) + f" Ümlaut {number}" for number in range(60)]
+    records = {"documents": [{"text": text} for text in texts + texts[:30]],
+               "chats": [{"prompt": f"{text}?", "completion": "Yes\x1b[2J, it is."} for text in texts],
+               "pairs": [{"prompt": "So?", "chosen": f"{text}", "rejected": "No."} for text in texts[:9]]}
+    made = {}
+    for kind, lines in records.items():
+        (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
+        source = str(folder / f"{kind}.jsonl")
+        made[kind] = (prepare_pretrain(source, folder / "sets", options) if kind == "documents" else
+                      prepare_examples(kind, source, folder / "sets", options))
+    made["mixture"] = write_mixture(folder / "sets", ["a", "b"], [made["documents"]] * 2, [{"weights": {"a": 1, "b": 1}}])
+    return made
+
+
+@pytest.fixture
+def inspect(prepared, tmp_path, monkeypatch, capsys):
+    """A function that runs the script's main and returns what it prints."""
+    def run(*flags) -> str:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["inspect_data.py", *map(str, flags), "--tokenizer-path", str(prepared.tokenizer)])
+        inspect_data.main()
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 100 or "--json" in flags
+        return out
+
+    return run
+
+
+def test_documents_are_described(sets, inspect, prepared):
+    facts = json.loads(inspect(sets["documents"], "--json", "--max-seq-len", 128))
+    tokenizer = load_tokenizer(str(prepared.tokenizer))
+    texts = [json.loads(line)["text"] for line in (sets["documents"].parents[1] / "documents.jsonl").read_text().splitlines()]
+    lengths = sorted(len(tokenizer.encode_document(text)) for text in texts)
+    assert (facts["documents"], facts["tokens"], facts["longest"]) == (90, sum(lengths), lengths[-1])
+    assert facts["repeated"] == 30 and not facts["repeated_is_estimate"]
+    assert facts["bytes_per_token"] == pytest.approx(sum(len(text.encode()) for text in texts) / sum(lengths))
+    assert facts["longer"] == pytest.approx(sum(length > 128 for length in lengths) / 90)
+    said = inspect(sets["documents"], "--max-seq-len", 128, "--batch", 2)
+    assert "documents, made from " in said and "repeated: 30 documents (33.33%)" in said and "█" in said
+    assert said.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in said
+
+
+def test_a_batch_of_chats_shows_what_is_learned(sets, inspect):
+    said = inspect(sets["chats"], "--max-seq-len", 256)
+    row = said[said.index("number 1 of the run"):]
+    assert row.count("⟦Yes\\x1b[2J, it is.<|eot_id|>⟧") == row.count("slots") - 1 - row.count("padding") > 1
+    assert "\x1b" not in said and "60 chats in" in said
+    cut = inspect(sets["chats"], "--batch", 0, "--max-seq-len", 104)
+    assert "of the run" not in cut and "left out" in cut
+
+
+def test_pairs_are_marked(sets, inspect):
+    row = inspect(sets["pairs"], "--max-seq-len", 512)
+    row = row[row.index("number 1 of the run"):]
+    assert row.count("pair 1, chosen: slots 0-") == row.count("pair 1, rejected: ") == 1 and row.count("⟦No.<|eot_id|>⟧") >= 1
+
+
+def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
+    said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
+    assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
+    assert f"a: python scripts/inspect_data.py {sets['documents']}" in said.replace("\n  ", " ")
+
+
+def test_all_sets_are_listed(sets, inspect):
+    folder = sets["documents"].parent
+    header, *lines = inspect("--list", folder).splitlines()
+    assert header.split() == "folder holds documents tokens made from".split()
+    assert sorted(line.split()[1] for line in lines) == ["chats", "documents", "mixture", "pairs"]
+    listed = json.loads(inspect("--list", folder, "--json"))
+    assert {Path(entry["folder"]) for entry in listed} == set(sets.values())
+
+
+def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, monkeypatch):
+    monkeypatch.setattr("debug.data_report.find_tokenizer", lambda manifest, config: None)
+    said = inspect(sets["chats"])
+    assert "60 chats" in said and "rows: not shown, because TOKENIZER_PATH" in said and "bytes a token" not in said
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["nothing-there"], "nothing-there: no such folder"), ([], "either a FOLDER or --list"),
+    (["--list", "."], "holds no prepared set"), (["x", "--bacth", 3], "did you mean --batch"), (["."], "holds neither manifest.json")])
+def test_a_mistake_is_said(flags, reason, inspect):
+    with pytest.raises((DataError, SettingsError), match=reason):
+        inspect(*flags)
+
+
+def test_the_script_ends_silently_without_a_reader(sets, tmp_path):
+    process = subprocess.Popen([sys.executable, ROOT / "scripts/inspect_data.py", "--list", sets["documents"].parent], cwd=tmp_path,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == "" and process.wait() == EXIT_UNREAD

@@ -1,0 +1,128 @@
+"""Runs on mixtures: resumed inside a phase and across its border, on other numbers of ranks, in every stage."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step, do_in_step, prepare_stages
+
+import train
+from data_pipeline.mixture import write_mixture
+from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from debug.replay import replay
+from settings.load import read_flags
+
+
+def mixture_of(kind: str, prepared: Prepared, file: Path, sets: Path, *phases: tuple[float, int, int]) -> Path:
+    """A mixture of all and of the first 60 documents, chats or pairs of a file, by (until, weight, weight)."""
+    folders = []
+    for count in (0, 60):
+        options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1, max_documents=count)
+        folders.append(prepare_pretrain(str(file), sets, options) if kind == "documents" else
+                       prepare_examples(kind, str(file), sets, options))
+    described = [{"until": until, "weights": {"all": one, "few": other}} for until, one, other in phases]
+    return write_mixture(sets, ["all", "few"], folders, described)
+
+
+@pytest.fixture(scope="module")
+def mixture(prepared, tmp_path_factory):
+    """A function that returns the mixture of the tiny documents by some phases."""
+    sets, text = tmp_path_factory.mktemp("sets"), prepared.tokenizer.parent / "text.jsonl"
+    return lambda *phases: mixture_of("documents", prepared, text, sets, *phases)
+
+
+@pytest.fixture(scope="module")
+def whole(mixture, prepared, tmp_path_factory):
+    """A run that nothing interrupted, whose weights change after step 3 of 6."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"), PRETRAIN_DATA_PATH=mixture((0.5, 3, 1), (1, 1, 3)))
+    assert run.train() == 0
+    return run
+
+
+def die():
+    raise KeyError("as if killed")
+
+
+def die_in_step_5():
+    do_in_step(5, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_run_that_was_killed_inside_a_phase_and_beyond_its_border_is_the_uninterrupted_one(whole, tmp_path):
+    run = whole.copy(tmp_path / "runs", RUN_NAME="killed")
+    with at_step(3, die), pytest.raises(KeyError):
+        run.train()
+    assert run.start(plant=die_in_step_5).wait() == [-signal.SIGKILL] and run.steps_saved() == [2, 4]
+    assert run.train() == 0
+    assert_same_run(run, whole, 6)
+    text = (run.folder / "log" / "rank-0.txt").read_text()
+    assert text.count("until 0.5  until 1") == 3
+    table = json.loads((run.folder / "data.json").read_text())["sources"]
+    assert [(source["source"], source["share"], source["weights"]) for source in table] == [
+        ("all", 0.5, [0.75, 0.25]), ("few", 0.5, [0.25, 0.75])]
+
+
+def test_two_ranks_read_the_rows_of_one(whole, tmp_path):
+    run = whole.copy(tmp_path / "runs", RUN_NAME="two", **UNMEASURED)
+    assert run.start(2).wait() == [0, 0]
+    assert [line["rows_crc32"] for line in run.lines("ledger")] == [line["rows_crc32"] for line in whole.lines("ledger")]
+
+
+def test_other_weights_make_another_run_and_another_length_moves_the_border(whole, mixture, tmp_path, capsys):
+    run = whole.copy(tmp_path / "runs")
+    other = mixture((0.5, 3, 1), (1, 1, 1))
+    assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=8) == 5
+    assert "belongs to a different run: PRETRAIN_DATA_PATH was" in capsys.readouterr().err
+    assert run.train(MAX_STEPS=8) == 0
+    told = capsys.readouterr()
+    assert "changes the curve: MAX_STEPS was 6, is 8" in told.err and "[7/8]" in told.out
+    assert run.train(PRETRAIN_DATA_PATH=other, MAX_STEPS=9, ALLOW_RESUME_MISMATCH="PRETRAIN_DATA_PATH") == 0
+
+
+def test_the_check_shows_the_table_and_a_step_is_replayed(whole, capsys):
+    assert train.main([*whole.argv(), "--check"]) == 0
+    assert "ok    data:   source  documents" in capsys.readouterr().out
+    lines = []
+    replay(whole.folder, 6, read_flags([]).layer, rows_shown=8, info=lines.append)
+    text = "\n".join(lines)
+    assert "as in the ledger" in text and "losses equal to the ledger" in text and text.count("train-00000.bin, token") == 8
+
+
+# ------------------------------------------------------------------------------------------ other stages
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory):
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+MODES = [("sft", "chats", ""), ("dpo-stored", "pairs", "reference-*"), ("distilled-stored", "documents", "teacher-*"),
+         ("lora-sft", "chats", "")]
+
+
+@pytest.mark.parametrize("mode, kind, stored", MODES)
+def test_every_stage_takes_a_mixture_and_resumes(mode, kind, stored, stages, tmp_path, capsys):
+    """What is computed once is stored beside each set, so other weights compute nothing again."""
+    file = stages.prepared.tokenizer.parent / "text.jsonl" if kind == "documents" else stages.chats.parents[1] / f"{kind}.jsonl"
+    setting = {"documents": "PRETRAIN_DATA_PATH", "chats": "SFT_DATA_PATH", "pairs": "DPO_DATA_PATH"}[kind]
+    sets = tmp_path / "sets"
+    phases = [(0.5, 3, 1), (1, 1, 3)]
+    changes = {setting: mixture_of(kind, stages.prepared, file, sets, *phases), "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
+    whole = stages.run(mode, tmp_path / "whole", **changes)
+    assert whole.train() == 0
+    if stored:
+        assert sorted({path.parents[0].name for path in sets.glob(f"*/{stored}")}) == sorted(
+            path.parent.name for path in sets.glob("*/manifest.json"))
+        before = {path: path.stat().st_mtime_ns for path in sets.glob(f"*/{stored}")}
+    killed = stages.run(mode, tmp_path / "killed", **changes)
+    with at_step(4, die), pytest.raises(KeyError):
+        killed.train()
+    assert killed.train() == 0
+    assert_same_run(killed, whole, 4)
+    if stored == "reference-*":
+        capsys.readouterr()
+        other = mixture_of(kind, stages.prepared, file, sets, (1, 1, 1))
+        assert stages.run(mode, tmp_path / "other", **changes | {setting: other}).train() == 0
+        assert before == {path: path.stat().st_mtime_ns for path in sets.glob(f"*/{stored}")}
+        assert "are computed once" not in capsys.readouterr().out
