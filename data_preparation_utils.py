@@ -27,7 +27,7 @@ NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
 OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
 # Flags that describe a source: their field of `Source`.
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
-                 "column": "column", "documents": "documents"}
+                 "map": "map", "column": "column", "documents": "documents"}
 
 
 def prepare_pretrain(source: str | Source | Mix, output_dir: str | Path, options: PreparationOptions) -> Path:
@@ -128,15 +128,18 @@ A preparation that was stopped continues where it was.""")
 
     # Where the records are.
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
-        f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
-        f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
+        f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), a "
+        f"folder that `datasets` saved; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
     add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
-        f'0.7, and any of config split revision files{" column documents" if is_text else ""}}}, ...], '
+        f'0.7, and any of config split revision files map{" column documents" if is_text else ""}}}, ...], '
         f'"seed": 0, "stop": "first_exhausted" | "all_exhausted"}}; weights are fractions of the {items}')
     add("--config-name", "NAME", "the hub dataset's config")
-    add("--split", "NAME", "the hub dataset's split [train]")
+    add("--split", "NAME", "the split of the hub dataset or of a folder that `datasets` saved [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
+    example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",
+               "pairs": "prompt=question,chosen=better,rejected=worse"}[kind]
+    add("--map", "NAME=COLUMN,...", f"other names of the columns, such as {example}; no others are read then")
     if is_text:
         add("--column", "NAME", "the column that holds the text [text]")
         add("--documents", "HOW", "how plain text is split into documents: whole (a file is one), line, "

@@ -32,15 +32,15 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
+from data_pipeline.readers import Reading, kind_of
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for
 from data_pipeline.shard_writer import SplitWriter, Tokens
 from data_pipeline.sources import (
+    Document,
     Mix,
-    Reading,
     Source,
     fraction_read,
     identify,
-    kind_of,
     mix_of,
     read_texts,
     sample_mix,
@@ -158,12 +158,12 @@ def worker_tokenizer(encoding: Encoding):
     return tokenizer
 
 
-def tokenize_documents(encoding: Encoding, texts: list[str]) -> Tokenized:
+def tokenize_documents(encoding: Encoding, texts: list[Document]) -> Tokenized:
     """Return the documents of each split as one flat array of ids, in order."""
     tokenizer = worker_tokenizer(encoding)
     ids = {split: array(TYPECODES[encoding.dtype]) for split in SPLITS}
     documents = dict.fromkeys(SPLITS, 0)
-    for text in texts:
+    for _, text in texts:
         split = split_of(text, encoding.options.validation_fraction)
         ids[split].fromlist(tokenizer.encode_document(text))
         documents[split] += 1
@@ -181,7 +181,8 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
             for start, end in zip(starts[:3], ends)]
 
 
-DOCUMENTS = Kind("", read_texts, len, tokenize_documents, decode_documents, {})
+DOCUMENTS = Kind("", read_texts, lambda document: len(document.text), tokenize_documents, decode_documents,
+                 {})
 
 
 def prepare(kind: Kind, source: str | Source | Mix, tokenizer, output_dir: str | Path,

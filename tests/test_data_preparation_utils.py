@@ -107,7 +107,7 @@ def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
     source = write_jsonl(tmp_path / "x.jsonl", stories(50))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     monkeypatch.setattr(preparation, "write_shards", None)
-    monkeypatch.setattr("data_pipeline.sources.sha256", None)
+    monkeypatch.setattr("data_pipeline.readers.sha256", None)
     assert prepare(source, tokenizer_path, tmp_path / "out") == folder
 
 

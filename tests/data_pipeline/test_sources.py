@@ -12,12 +12,11 @@ import zstandard
 
 from common.errors import DataError, SettingsError
 from data_pipeline import sources
+from data_pipeline.readers import Reading, list_files
 from data_pipeline.sources import (
     Mix,
-    Reading,
     Source,
     identify,
-    list_files,
     read_mix,
     read_records,
     read_texts,
@@ -28,7 +27,7 @@ from data_pipeline.sources import (
 
 def texts_of(path, skip_bad=False, **fields):
     reading = Reading(skip_bad=skip_bad)
-    return list(read_texts(Source(path=str(path), **fields), reading)), reading
+    return [document.text for document in read_texts(Source(path=str(path), **fields), reading)], reading
 
 
 def jsonl(*texts):
@@ -77,7 +76,7 @@ def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(packed.compress(jsonl("one", "two").encode()))
     assert texts_of(path)[0] == ["one", "two"]
-    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("data_pipeline.readers.MAX_LINE_BYTES", 1 << 20)
     path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))
     with pytest.raises(DataError, match=f"{path.name}:2: a line of more than 1 MiB"):
         texts_of(path)
@@ -181,10 +180,10 @@ def test_what_a_user_types_is_a_shortcut_a_path_or_a_hub_name(tmp_path):
 
 def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text(jsonl(" = A = \n", "one\n", "", " = B = \n"))
-    monkeypatch.setattr(sources, "hub_revision", lambda name, revision: "c0ffee")
+    monkeypatch.setattr(sources, "hub_revision", lambda *named: "c0ffee")
     source = Source(name=str(tmp_path), documents="wikitext")
     assert identify(source, {})["revision"] == "c0ffee"
-    assert list(read_texts(source, Reading())) == [" = A = \none\n", " = B = \n"]
+    assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
     with pytest.raises(DataError, match="row 1: has no column 'body'"):
         list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
 
