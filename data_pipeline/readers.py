@@ -350,20 +350,21 @@ def read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Ite
     """
     before = reading.bytes_done
     # A byte that is not UTF-8 becomes a lone surrogate, for which its record alone is refused.
-    array = _ArrayText(file.url, io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline=""))
-    sign, number = array.take_sign("["), 0
-    if array.next_sign() == "]":
-        sign = array.take_sign("]")
-    while sign != "]":
-        number += 1
-        array.next_sign()
-        where = f"{file.url}:{array.line} (item {number})"
-        yield where, array.item()
-        sign = array.take_sign(",]")
-        if number % 64 == 0:
-            reading.bytes_done = before + raw.tell()
-    if array.next_sign():
-        raise array.fault("more follows after the end of the array")
+    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text:
+        array = _ArrayText(file.url, text)
+        sign, number = array.take_sign("["), 0
+        if array.next_sign() == "]":
+            sign = array.take_sign("]")
+        while sign != "]":
+            number += 1
+            array.next_sign()
+            where = f"{file.url}:{array.line} (item {number})"
+            yield where, array.item()
+            sign = array.take_sign(",]")
+            if number % 64 == 0:
+                reading.bytes_done = before + raw.tell()
+        if array.next_sign():
+            raise array.fault("more follows after the end of the array")
 
 
 def read_text(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
