@@ -148,6 +148,11 @@ A preparation that was stopped continues where it was.""")
 
     # What is done with them.
     add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
+    add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, as "
+        "0.8: the share of their runs of 5 words that both have (Jaccard, estimated by MinHash)",
+        type=float, default=0.0)
+    add("--decontaminate", "FILE", f"leave out {items} with 13 words in a row of an evaluation item; FILE is "
+        "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
         default="fail")
     add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
@@ -185,7 +190,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
-        system_prompt=config.system_prompt)
+        system_prompt=config.system_prompt, near_duplicates=flags.near_duplicates,
+        decontaminate=flags.decontaminate or "")
     if kind == "documents":
         return prepare_pretrain(source, local_path(flags.output), options)
     return prepare_examples(kind, source, local_path(flags.output), options)

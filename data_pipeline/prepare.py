@@ -9,19 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import threading
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
+from operator import attrgetter
 from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +27,7 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
+from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
 from data_pipeline.readers import Reading, kind_of
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for
 from data_pipeline.shard_writer import SplitWriter, Tokens
@@ -45,6 +41,7 @@ from data_pipeline.sources import (
     read_texts,
     sample_mix,
 )
+from data_pipeline.workers import core_count, open_workers
 from tokenizer import load_tokenizer
 
 # Part of the key: raise it when the same text would give other tokens, or the same tokens other files.
@@ -74,6 +71,8 @@ class PreparationOptions:
     max_documents: int = 0  # only the first so many documents or examples; 0 = all
     on_bad_record: str = "fail"  # or "skip": count and list records that cannot be used
     system_prompt: str = ""  # for chats and pairs without a system message; "" = none
+    near_duplicates: float = 0.0  # remove those at least so similar to an earlier one (Jaccard); 0 = none
+    decontaminate: str = ""  # a path of evaluation items: remove what has 13 words in a row of one
     journal_seconds: float = 10.0  # between two entries of the journal
 
     def __post_init__(self):
@@ -84,6 +83,15 @@ class PreparationOptions:
             raise SettingsError(f"VALIDATION_FRACTION={self.validation_fraction} must be at least 0, below 1")
         if self.on_bad_record not in ("fail", "skip"):
             raise SettingsError(f"--on-bad-record {self.on_bad_record}: must be fail or skip")
+        if self.near_duplicates and not 0.5 <= self.near_duplicates <= 1:
+            raise SettingsError(f"--near-duplicates {self.near_duplicates}: must be at least 0.5 and at most "
+                                "1, such as 0.8")
+
+    @property
+    def filters(self) -> FilterOptions:
+        """Which documents are removed."""
+        evaluation = Source(path=self.decontaminate, column="") if self.decontaminate else None
+        return FilterOptions(self.near_duplicates, evaluation)
 
 
 class Encoding(NamedTuple):
@@ -107,6 +115,7 @@ class Kind(NamedTuple):
     name: str  # the manifest's "kind"; "" = documents
     read: Callable[[Source, Reading], Iterator]  # yields the items of a source
     characters: Callable[[Any], int]  # in an item
+    text: Callable[[Any], str]  # of an item, for the filters; runs in a worker
     tokenize: Callable[[Encoding, list], Tokenized]  # runs in a worker
     decode: Callable[[Path, dict, Any, str], list[str]]  # as `decode_documents`
     settings: dict  # what else decides the tokens; part of the key
@@ -117,7 +126,7 @@ class Plan(NamedTuple):
 
     kind: Kind
     mix: Mix
-    identities: list[dict]  # of the mix's sources
+    identities: list[dict]  # of `inputs`
     tokenizer: Any
     options: PreparationOptions
 
@@ -125,10 +134,13 @@ class Plan(NamedTuple):
     def settings(self) -> dict:
         """The settings that the manifest lists."""
         options, mix = self.options, self.mix
+        filters = {"near_duplicates": options.near_duplicates} if options.near_duplicates else {}
+        filters |= {"decontaminate": OVERLAP_WORDS} if options.decontaminate else {}
+        filters |= {"filters_version": FILTERS_VERSION} if filters else {}
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
                 "seed": mix.seed, "stop": mix.stop, "weights": [source.weight for source in mix.sources],
-                **self.kind.settings}
+                **self.kind.settings, **filters}
 
     @property
     def key(self) -> str:
@@ -181,8 +193,13 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
             for start, end in zip(starts[:3], ends)]
 
 
-DOCUMENTS = Kind("", read_texts, lambda document: len(document.text), tokenize_documents, decode_documents,
-                 {})
+DOCUMENTS = Kind("", read_texts, lambda document: len(document.text), attrgetter("text"),
+                 tokenize_documents, decode_documents, {})
+
+
+def inputs_of(mix: Mix, options: PreparationOptions) -> list[Source]:
+    """Return the sources of a mix and, after them, the evaluation items that it is compared with."""
+    return [*mix.sources, *filter(None, [options.filters.evaluation])]
 
 
 def prepare(kind: Kind, source: str | Source | Mix, tokenizer, output_dir: str | Path,
@@ -205,7 +222,8 @@ def prepare(kind: Kind, source: str | Source | Mix, tokenizer, output_dir: str |
     # The key names the folder; whoever gets the lock first builds it.
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        plan = Plan(kind, mix, identify_all(mix, output_dir), tokenizer, options)
+        identities = identify_all(inputs_of(mix, options), output_dir)
+        plan = Plan(kind, mix, identities, tokenizer, options)
         folder = output_dir / plan.key
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
@@ -228,7 +246,7 @@ def build(plan: Plan, folder: Path) -> None:
         if not (working / JOURNAL).is_file():  # there is nothing to continue from
             shutil.rmtree(working, ignore_errors=True)
         raise
-    if identify_all(plan.mix, folder.parent) != plan.identities:
+    if identify_all(inputs_of(plan.mix, plan.options), folder.parent) != plan.identities:
         shutil.rmtree(working)
         raise DataError("a source changed while it was read; start again when nothing writes to it")
     sources = [{name: value for name, value in asdict(source).items() if value != ""} | {"identity": identity}
@@ -243,15 +261,16 @@ def build(plan: Plan, folder: Path) -> None:
         "settings": plan.settings, "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
-    (folder / JOURNAL).unlink(missing_ok=True)
+    for name in (JOURNAL, SIGNATURES):
+        (folder / name).unlink(missing_ok=True)
 
 
-def identify_all(mix: Mix, output_dir: Path) -> list[dict]:
+def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
     """Return the identity of each source; the hashes of local files are kept for the next call."""
     known = read_own_json(output_dir / KNOWN_HASHES)
     before = json.dumps(known)
     with progress_bar(desc="Hashing the sources", unit="B", delay=1, leave=False) as bar:
-        identities = [identify(source, known, bar.update) for source in mix.sources]
+        identities = [identify(source, known, bar.update) for source in sources]
     if json.dumps(known) != before:
         write_json(output_dir / KNOWN_HASHES, known)
     return identities
@@ -273,6 +292,7 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     items = sample_mix(plan.mix, [kind.read(source, reading) for source, reading in zip(sources, readings)])
     chunks = cut_chunks(islice(items, options.max_documents or None), kind.characters,
                         partial(fraction_read, plan.mix, readings))
+    filters = Filters(options.filters, kind.text, folder, journal.get("filters", {}))
     # Tokens are written in order; now and then they are synced, and the journal says how far.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -281,24 +301,26 @@ def write_shards(plan: Plan, folder: Path) -> dict:
         tokens_before = sum(writer.ids.tokens for writer in writers.values())
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
-        results = stack.enter_context(closing(tokenize_in_order(
-            partial(kind.tokenize, plan.encoding), islice(chunks, journal["chunks"], None),
-            options.workers or core_count())))
+        in_order = stack.enter_context(open_workers(options.workers or core_count()))
+        passed = filters.apply(islice(chunks, journal["chunks"], None), in_order)
+        results = stack.enter_context(closing(in_order(partial(kind.tokenize, plan.encoding), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = time.monotonic()
-        for chunks_done, (tokenized, fraction) in enumerate(results, journal["chunks"] + 1):
+        for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
+            filters.count(chunk.removed)
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
-            if fraction:
+            if chunk.fraction:
                 tokens = sum(writer.ids.tokens for writer in writers.values())
-                bar.total = round(tokens / min(fraction, 1.0))
+                bar.total = round(tokens / min(chunk.fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
-                    "bad": refused.bad, "bad_records": refused.bad_records}})
+                    "bad": refused.bad, "bad_records": refused.bad_records},
+                    "filters": filters.sync(chunk.signatures)})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
     # What was skipped, by the reader and by the workers.
@@ -306,16 +328,20 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     skipped = {"empty": sum(reading.empty for reading in readings),
                "bad": sum(reading.bad for reading in readings),
                "bad_records": [where for reading in readings for where in reading.bad_records]}
+    removed = {"removed": filters.removed} if filters.removed else {}
+    prepared = {"splits": splits, "skipped": skipped, **removed}
     if not splits["train"]["documents"]:
-        raise DataError(_nothing_to_train_on(plan, splits["validation"]["documents"], skipped))
-    return {"splits": splits, "skipped": skipped}
+        raise DataError(_nothing_to_train_on(plan, prepared))
+    return prepared
 
 
-def _nothing_to_train_on(plan: Plan, held_out: int, skipped: dict) -> str:
+def _nothing_to_train_on(plan: Plan, prepared: dict) -> str:
     """Return what became of the documents of a set without any to train on, and what to do."""
     paths = [source.path for source in plan.mix.sources]
     names = ", ".join(without_passwords(source.path) or source.name for source in plan.mix.sources)
-    counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"]}
+    held_out, skipped = prepared["splits"]["validation"]["documents"], prepared["skipped"]
+    counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"],
+              "were removed": sum(removed["count"] for removed in prepared.get("removed", {}).values())}
     why = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     advice = how_to_get_more(plan.kind.name, paths)
@@ -344,57 +370,6 @@ def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
             chunk, characters = [], 0
     if chunk:
         yield chunk, fraction()
-
-
-def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[tuple[list, float | None]],
-                      workers: int) -> Iterator[tuple[Tokenized, float | None]]:
-    """Yield each chunk's tokens and fraction in the order of the chunks, with a few per worker in progress.
-
-    Workers are spawned, not forked, so that they inherit neither this process's lock nor its torch.
-    """
-    if workers == 1:
-        yield from ((tokenize(items), fraction) for items, fraction in chunks)
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
-    pending: deque = deque()
-    try:
-        for items, fraction in chunks:
-            with interrupts_blocked():
-                pending.append((pool.submit(tokenize, items), fraction))
-            if len(pending) > 2 * workers:
-                future, fraction = pending.popleft()
-                yield future.result(), fraction
-        yield from ((future.result(), fraction) for future, fraction in pending)
-    except BrokenProcessPool as error:
-        raise PaddockError("a worker process was killed, maybe for lack of memory; set PREPARATION_WORKERS="
-                           f"{workers // 2} and start again, it continues there") from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def core_count() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def exit_with_parent() -> None:
-    """Make a worker exit when the process that started it is gone, even by kill -9."""
-
-    def watch() -> None:
-        parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C. A process that is started meanwhile inherits this: only the parent handles the signal."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def progress_bar(**options) -> tqdm:
@@ -454,10 +429,13 @@ def describe_prepared(folder: Path) -> str:
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
-    lines.append(f"Skipped: {empty}{skipped['bad']:,} bad records")
-    lines += [f"  {where}" for where in skipped["bad_records"][:20]]
-    if skipped["bad"] > 20:
-        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    left_out = [(f"Skipped: {empty}{skipped['bad']:,} bad records", skipped["bad"], skipped["bad_records"])]
+    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'}, {REASONS[reason]}", removed["count"],
+                  removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]
+    for line, number, listed in left_out:
+        lines += [line, *(f"  {where}" for where in listed[:20])]
+        if number > 20:
+            lines.append(f"  ... more of them in {folder / MANIFEST}")
     for number, example in enumerate(manifest["examples"], 1):
         # Further lines are indented, so that none looks like a line of ours.
         first, *further = (example if kind else repr(example[:300])).split("\n")
