@@ -148,8 +148,8 @@ A preparation that was stopped continues where it was.""")
 
     # What is done with them.
     add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
-    add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, as "
-        "0.8: the share of their runs of 5 words that both have (Jaccard, estimated by MinHash)",
+    add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, from "
+        "0.5 to 1, such as 0.8: the share of their runs of 5 words that both have (Jaccard, by MinHash)",
         type=float, default=0.0)
     add("--decontaminate", "FILE", f"leave out {items} with 13 words in a row of an evaluation item; FILE is "
         "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")

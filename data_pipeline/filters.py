@@ -35,7 +35,8 @@ BLOCK = 1024  # runs of words that are hashed at once: a megabyte
 BAND_RECALL = 0.95  # at least, of the pairs exactly as similar as the threshold
 WAYS = 8  # documents that a set of the table has room for
 SIGNATURES = "signatures.bin"
-REASONS = {"near_duplicates": "near-duplicates", "overlaps": "with words of evaluation items"}
+REASONS = {"near_duplicates": "that nearly repeat an earlier one",
+           "overlaps": "with words of evaluation items"}
 
 
 class FilterOptions(NamedTuple):
@@ -48,7 +49,7 @@ class FilterOptions(NamedTuple):
 class Examined(NamedTuple):
     """What a worker found in a chunk of documents."""
 
-    signatures: np.ndarray | None  # (documents, HASHES) uint8
+    signatures: np.ndarray  # (documents, HASHES) uint8; without columns if they are not asked for
     overlaps: list[str | None]  # for each document: what it shares with an evaluation item
 
 
@@ -68,8 +69,8 @@ class Passed(NamedTuple):
 
 
 def words_of(text: str) -> list[str]:
-    """Return the words of a text without letter case and punctuation."""
-    return WORD.findall(text.casefold())
+    """Return the words of a text without letter case and punctuation; a text without words is one."""
+    return WORD.findall(text.casefold()) or [text.strip()]
 
 
 def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
@@ -86,13 +87,12 @@ def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
     return hashes
 
 
-def signature_of(text: str) -> np.ndarray:
+def signature_of(words: list[str]) -> np.ndarray:
     """Return the MinHash of a text's 5-word runs: a byte of each of HASHES minima.
 
     Two signatures agree in a share of J + (1 - J) / 256 of their bytes on average, where J is the Jaccard
     similarity of the two sets of runs. Source: b-bit minwise hashing, arXiv:0910.3349.
     """
-    words = words_of(text) or [text.strip()]
     runs = hashes_of_runs(words, min(SIMILAR_WORDS, len(words)))
     minima = np.full(HASHES, np.iinfo(np.uint64).max, np.uint64)
     for start in range(0, len(runs), BLOCK):
@@ -188,9 +188,8 @@ class EvaluationItems:
         self.text_of = np.repeat(np.arange(len(texts)), [len(found) for found in hashes])[first]
         self.texts, self.places = [f" {' '.join(words)} " for words in texts], places
 
-    def overlap(self, text: str) -> str | None:
+    def overlap(self, words: list[str]) -> str | None:
         """Return the first 13 words that a text has in common with an item, and the item's place; or None."""
-        words = words_of(text)
         hashes = hashes_of_runs(words, OVERLAP_WORDS)
         found = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
         for start in np.flatnonzero(self.hashes[found] == hashes):
@@ -219,11 +218,14 @@ evaluation_items = lru_cache(maxsize=1)(EvaluationItems)
 
 def examine(options: FilterOptions, text_of: Callable[[Any], str], items: list) -> Examined:
     """Return what each document's text alone tells; runs in a worker."""
-    texts = [text_of(item) for item in items]
-    overlaps: list[str | None] = [None] * len(texts)
-    if options.evaluation:
-        overlaps = [evaluation_items(options.evaluation).overlap(text) for text in texts]
-    signatures = np.stack([signature_of(text) for text in texts]) if options.similarity else None
+    signatures = np.empty((len(items), HASHES if options.similarity else 0), np.uint8)
+    overlaps: list[str | None] = [None] * len(items)
+    for number, item in enumerate(items):
+        words = words_of(text_of(item))
+        if options.similarity:
+            signatures[number] = signature_of(words)
+        if options.evaluation:
+            overlaps[number] = evaluation_items(options.evaluation).overlap(words)
     return Examined(signatures, overlaps)
 
 

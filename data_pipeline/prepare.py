@@ -430,7 +430,7 @@ def describe_prepared(folder: Path) -> str:
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
     left_out = [(f"Skipped: {empty}{skipped['bad']:,} bad records", skipped["bad"], skipped["bad_records"])]
-    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'}, {REASONS[reason]}", removed["count"],
+    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],
                   removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]
     for line, number, listed in left_out:
         lines += [line, *(f"  {where}" for where in listed[:20])]
