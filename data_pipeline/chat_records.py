@@ -207,7 +207,7 @@ def _joined_parts(name: str, parts: list) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in TEXT_PARTS:
             raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text can be "
-                            f"trained on ({', '.join(TEXT_PARTS)}); leave the record out")
+                            f"trained on ({', '.join(TEXT_PARTS)})")
         if flaw := flaw_of(part.get("text")):
             raise DataError(f"{name}[{number}].text {flaw}")
         texts.append(part["text"])
