@@ -22,8 +22,9 @@ from data_pipeline.manifest import MIXTURE
 from data_pipeline.mix_file import Mix, read_mix
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_facts, write_mixture
 from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, disk_errors, prepare
+from data_pipeline.readers import kind_of
 from data_pipeline.shard_reader import KINDS, MANIFEST
-from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
+from data_pipeline.sources import SHORTCUTS, Source, source_of
 from data_pipeline.tokenize_chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.tokenize_chats import kind_of_examples
 from settings.load import export, load_config
@@ -33,7 +34,7 @@ NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
 OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
 # Flags that describe a source: their field of `Source`.
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
-                 "column": "column", "documents": "documents"}
+                 "map": "map", "column": "column", "documents": "documents"}
 
 
 def prepare_pretrain(source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
@@ -173,19 +174,22 @@ A preparation that was stopped continues where it was.""")
 
     group = parser.add_argument_group("where the records are")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
-        f"folder or glob of .jsonl .parquet{' .txt' if is_text else ''} (also compressed), local or on any "
-        f"fsspec URL{' [fineweb-edu]' if is_text else ''}")
+        f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), a "
+        f"folder that `datasets` saved; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
     add("--mix", "FILE", 'several sources by weight, as JSON: {"sources": [{"path" or "name": ..., "weight": '
-        f'0.7, and any of label config split revision files{" column documents" if is_text else ""}}}, '
+        f'0.7, and any of label config split revision files map{" column documents" if is_text else ""}}}, '
         '...]}; '
         'or with weights that change during the run: {"sources": [...], "phases": [{"until": 0.8, "weights": '
         '{LABEL: 0.9, ...}}, {"weights": ...}]}, where 0.8 is a share of MAX_STEPS and a label is by default '
         "the path or name. Weights are shares of the training's tokens; each source is prepared as a set of "
         "its own")
     add("--config-name", "NAME", "the hub dataset's config")
-    add("--split", "NAME", "the hub dataset's split [train]")
+    add("--split", "NAME", "the split of the hub dataset or of a folder that `datasets` saved [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
+    example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",
+               "pairs": "prompt=question,chosen=better,rejected=worse"}[kind]
+    add("--map", "NAME=COLUMN,...", f"other names of the columns, such as {example}; no others are read then")
     if is_text:
         add("--column", "NAME", "the column that holds the text [text]")
         add("--documents", "HOW", "how plain text is split into documents: whole (a file is one), line, "
@@ -194,6 +198,11 @@ A preparation that was stopped continues where it was.""")
 
     group = parser.add_argument_group("what is done with them")
     add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
+    add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, from "
+        "0.5 to 1, such as 0.8: the share of their runs of 5 words that both have (Jaccard, by MinHash)",
+        type=float, default=0.0)
+    add("--decontaminate", "FILE", f"leave out {items} with 13 words in a row of an evaluation item; FILE is "
+        "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
         default="fail")
     add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
@@ -229,7 +238,8 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
         max_documents=given.get("max_documents", given.get("max_examples")),
-        system_prompt=config.system_prompt)
+        system_prompt=config.system_prompt, near_duplicates=flags.near_duplicates,
+        decontaminate=flags.decontaminate or "")
     output = local_path(flags.output)
     if flags.mix:
         return prepare_mixture(kind, read_mix(flags.mix), output, options)

@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.errors import DataError
 from common.files import plain
-from data_pipeline.sources import flaw_of
+from data_pipeline.readers import flaw_of
 from fused.chunked_head import IGNORE_INDEX
 from model import SHARED_PREFIX, Transformer
 

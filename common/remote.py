@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -180,11 +181,49 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
     return retry(name, download)
 
 
-def hub_revision(name: str, revision: str) -> str:
+def cached_dataset(name: str, config: str, revision: str) -> Path | None:
+    """Return the local copy of a dataset of the hub, without a request; its folder has the commit's name.
+
+    It is a whole snapshot of the repository (`hf download`), or else the Arrow files that `datasets` made of
+    a config (`load_dataset`); None if there is neither.
+
+    Args:
+        revision: a branch, tag or commit; empty = the newest.
+    """
+    if not HUB_NAME.fullmatch(name):
+        return None
+    with requires_package("datasets", f"{name}, a dataset of the hub,"):
+        from datasets.config import HF_DATASETS_CACHE
+        from datasets.naming import camelcase_to_snakecase
+        from huggingface_hub import snapshot_download
+    try:
+        snapshot = Path(snapshot_download(name, repo_type="dataset", revision=revision or None,
+                                          local_files_only=True))
+        # The client has compared it with the list of its files. Where single files were requested, there is
+        # no list, and some may be missing.
+        if (snapshot.parents[1] / "trees" / f"{snapshot.name}.json").is_file():
+            return snapshot
+    except (OSError, ValueError):
+        pass
+    owner, _, own_name = name.rpartition("/")
+    folder = (f"{owner}___" if owner else "") + camelcase_to_snakecase(own_name)
+    commits = [info.parent for info in Path(HF_DATASETS_CACHE, folder, config or "default").glob(
+               "*/*/dataset_info.json") if revision in ("", "main", info.parent.name)]
+    return max(commits, key=lambda commit: commit.stat().st_mtime, default=None)
+
+
+@cache
+def _say_once(line: str) -> None:
+    print_safely(line, sys.stderr)
+
+
+def hub_revision(name: str, revision: str, config: str = "") -> str:
     """Return the commit that a revision (empty = the newest) of a dataset on the hub is now.
 
+    If the hub does not answer, it is that of the local copy, and a line says so.
+
     Raises:
-        DataError: the name is not valid, the hub does not have it, or the hub cannot be reached.
+        DataError: the name is not valid, the hub does not have it, or neither hub nor copy can be reached.
     """
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name} is not a valid name of a dataset on the hub (owner/name); correct it, or "
@@ -195,6 +234,10 @@ def hub_revision(name: str, revision: str) -> str:
         return ask_hub(name, lambda: HfApi().dataset_info(
             name, revision=revision or None, timeout=HUB_SECONDS).sha)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
+        if status_of(error) is None and (copy := cached_dataset(name, config, revision)):
+            _say_once(f"{name}: the hub cannot be reached; its local copy is used, commit {copy.name}")
+            return copy.name
+        without_copy = f" (no local copy has its config {config or 'default'!r})" * (status_of(error) is None)
         raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "
                         f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or "
-                        "give a path") from error
+                        "give a path" + without_copy) from error

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.errors import DataError
-from data_pipeline.sources import Reading, Source, columns_of, flaw_of, read_records
+from data_pipeline.readers import Reading, columns_of, contents_of, flaw_of
+from data_pipeline.sources import Source, read_records
 
 Messages = list[dict[str, str]]
 
@@ -26,6 +27,7 @@ PAIR_SHORTCUTS = {
 }
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
          "model": "assistant"}
+TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions, and of its responses
 UNPAIRED = ("has a label of its own (prompt, completion, label), and training on unpaired labels is not "
             "supported; give ")
 # Anthropic's format of a dialog in one text.
@@ -99,8 +101,8 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
     elif {"chosen", "rejected"} <= filled:
         raise DataError("is a preference, not a chat; prepare it with scripts/load_dpo_dataset.py")
     else:
-        raise DataError(f"is not a chat: it has {columns_of(record)}, expected messages, conversations, "
-                        "instruction and output, or prompt and completion")
+        raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
+                        "instruction and output, or prompt and completion (--map gives columns other names)")
     return [Chat(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
             for dialog in dialogs]
 
@@ -115,8 +117,8 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
     if missing and {"completion", "label"} <= set(record):
         raise DataError(f"{UNPAIRED}pairs of a chosen and a rejected answer")
     if missing:
-        raise DataError(f"has no {' and no '.join(missing)}: it has {columns_of(record)}, expected chosen "
-                        "and rejected, with or without a prompt")
+        raise DataError(f"has no {' and no '.join(missing)}: it has {contents_of(record)}, expected "
+                        "chosen and rejected, with or without a prompt (--map gives columns other names)")
     prompt = _prompt_in(record)
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -191,9 +193,25 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
         raise DataError(f"{name} is excluded from training (weight, train), which is not supported; leave "
                         "the mark out")
     content = message[content_name]
+    if isinstance(content, list):
+        content = _joined_parts(f"{name}.{content_name}", content)
     if ROLES[role] == "system" and _is_blank(content):
         return {"role": "system", "content": ""}
     return {"role": ROLES[role], "content": text_in(f"{name}.{content_name}", content)}
+
+
+def _joined_parts(name: str, parts: list) -> str:
+    """Return the text of a content that is a list of parts, as OpenAI's API takes it."""
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in TEXT_PARTS:
+            raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text can be "
+                            f"trained on ({', '.join(TEXT_PARTS)})")
+        if flaw := flaw_of(part.get("text")):
+            raise DataError(f"{name}[{number}].text {flaw}")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _instruction_in(record: Mapping[str, Any]) -> Messages:

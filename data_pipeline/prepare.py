@@ -1,7 +1,7 @@
-"""Prepares a set: a source becomes token shards and a manifest, on all cores, however often it is killed.
+"""Prepares a set: sources become token shards and a manifest, on all cores, however often it is killed.
 
 What a set holds is a `Kind`: documents (here), chats or preference pairs (tokenize_chats). One process reads
-the source and hands chunks of items to workers; their tokens are written in the order of the chunks, so that
+the sources and hands chunks of items to workers; their tokens are written in the order of the chunks, so that
 the number of workers does not matter. A journal counts what is on disk: a killed preparation continues there.
 """
 
@@ -9,19 +9,14 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import threading
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
+from operator import attrgetter
 from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +27,12 @@ from tqdm import tqdm
 from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
+from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
+from data_pipeline.readers import Reading, kind_of
 from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for
 from data_pipeline.shard_writer import SplitWriter, Tokens
-from data_pipeline.sources import Reading, Source, identify, kind_of, read_texts, source_of
+from data_pipeline.sources import Document, Source, identify, read_texts, source_of
+from data_pipeline.workers import core_count, open_workers
 from tokenizer import load_tokenizer
 
 # Part of the key: raise it when the same text would give other tokens, or the same tokens other files.
@@ -45,8 +43,8 @@ CHUNK_CHARACTERS = 1_000_000
 TYPECODES = {"uint16": "H", "uint32": "I"}
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
-SHOWN_BAD_RECORDS = 20
 LOCK_POLL_SECONDS = 0.2
+SHOWN_LEFT_OUT = 20
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,8 @@ class PreparationOptions:
     max_documents: int = 0  # only the first so many documents or examples; 0 = all
     on_bad_record: str = "fail"  # or "skip": count and list records that cannot be used
     system_prompt: str = ""  # for chats and pairs without a system message; "" = none
+    near_duplicates: float = 0.0  # remove those at least so similar to an earlier one (Jaccard); 0 = none
+    decontaminate: str = ""  # a path of evaluation items: remove what has 13 words in a row of one
     journal_seconds: float = 10.0  # between two entries of the journal
 
     def __post_init__(self):
@@ -75,6 +75,15 @@ class PreparationOptions:
             raise SettingsError(f"VALIDATION_FRACTION={self.validation_fraction} must be at least 0, below 1")
         if self.on_bad_record not in ("fail", "skip"):
             raise SettingsError(f"--on-bad-record {self.on_bad_record}: must be fail or skip")
+        if self.near_duplicates and not 0.5 <= self.near_duplicates <= 1:
+            raise SettingsError(f"--near-duplicates {self.near_duplicates}: must be at least 0.5 and at most "
+                                "1, such as 0.8")
+
+    @property
+    def filters(self) -> FilterOptions:
+        """Which documents are removed."""
+        evaluation = Source(path=self.decontaminate, column="") if self.decontaminate else None
+        return FilterOptions(self.near_duplicates, evaluation)
 
 
 class Encoding(NamedTuple):
@@ -98,6 +107,7 @@ class Kind(NamedTuple):
     name: str  # the manifest's "kind"; "" = documents
     read: Callable[[Source, Reading], Iterator]  # yields the items of a source
     characters: Callable[[Any], int]  # in an item
+    text: Callable[[Any], str]  # of an item, for the filters; runs in a worker
     tokenize: Callable[[Encoding, list], Tokenized]  # runs in a worker
     decode: Callable[[Path, dict, Any, str], list[str]]  # as `decode_documents`
     settings: dict  # what else decides the tokens; part of the key
@@ -108,7 +118,7 @@ class Plan(NamedTuple):
 
     kind: Kind
     source: Source
-    identities: list[dict]  # of the source
+    identities: list[dict]  # of `inputs_of`
     tokenizer: Any
     options: PreparationOptions
 
@@ -116,10 +126,13 @@ class Plan(NamedTuple):
     def settings(self) -> dict:
         """The settings that the manifest lists."""
         options = self.options
-        # The last three, of a time when a set could hold several sources, keep the keys as they were.
+        filters = {"near_duplicates": options.near_duplicates} if options.near_duplicates else {}
+        filters |= {"decontaminate": OVERLAP_WORDS} if options.decontaminate else {}
+        filters |= {"filters_version": FILTERS_VERSION} if filters else {}
+        # Seed, stop and weights, of a time when a set could hold several sources, keep the keys as they were.
         return {"code_version": CODE_VERSION, "shard_tokens": options.shard_tokens,
                 "validation_fraction": options.validation_fraction, "max_documents": options.max_documents,
-                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings}
+                "seed": 0, "stop": "first_exhausted", "weights": [1.0], **self.kind.settings, **filters}
 
     @property
     def key(self) -> str:
@@ -149,12 +162,12 @@ def worker_tokenizer(encoding: Encoding):
     return tokenizer
 
 
-def tokenize_documents(encoding: Encoding, texts: list[str]) -> Tokenized:
+def tokenize_documents(encoding: Encoding, texts: list[Document]) -> Tokenized:
     """Return the documents of each split as one flat array of ids, in order."""
     tokenizer = worker_tokenizer(encoding)
     ids = {split: array(TYPECODES[encoding.dtype]) for split in SPLITS}
     documents = dict.fromkeys(SPLITS, 0)
-    for text in texts:
+    for _, text in texts:
         split = split_of(text, encoding.options.validation_fraction)
         ids[split].fromlist(tokenizer.encode_document(text))
         documents[split] += 1
@@ -172,7 +185,13 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
             for start, end in zip(starts[:3], ends)]
 
 
-DOCUMENTS = Kind("", read_texts, len, tokenize_documents, decode_documents, {})
+DOCUMENTS = Kind("", read_texts, lambda document: len(document.text), attrgetter("text"),
+                 tokenize_documents, decode_documents, {})
+
+
+def inputs_of(source: Source, options: PreparationOptions) -> list[Source]:
+    """Return what is read: the source and, after it, the evaluation items that it is compared with."""
+    return [source, *filter(None, [options.filters.evaluation])]
 
 
 def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
@@ -195,7 +214,8 @@ def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
     # The key names the folder; whoever gets the lock first builds it.
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        plan = Plan(kind, source, identify_all([source], output_dir), tokenizer, options)
+        identities = identify_all(inputs_of(source, options), output_dir)
+        plan = Plan(kind, source, identities, tokenizer, options)
         folder = output_dir / plan.key
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
@@ -218,9 +238,9 @@ def build(plan: Plan, folder: Path) -> None:
         if not (working / JOURNAL).is_file():  # there is nothing to continue from
             shutil.rmtree(working, ignore_errors=True)
         raise
-    if identify_all([plan.source], folder.parent) != plan.identities:
+    if identify_all(inputs_of(plan.source, plan.options), folder.parent) != plan.identities:
         shutil.rmtree(working)
-        raise DataError("the source changed while it was read; start again when nothing writes to it")
+        raise DataError("a source changed while it was read; start again when nothing writes to it")
     source = {name: without_passwords(value) for name, value in asdict(plan.source).items() if value}
     kind, tokenizer, dtype = plan.kind, plan.tokenizer, plan.encoding.dtype
     write_json(working / MANIFEST, {
@@ -232,7 +252,8 @@ def build(plan: Plan, folder: Path) -> None:
         "settings": plan.settings, "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
-    (folder / JOURNAL).unlink(missing_ok=True)
+    for name in (JOURNAL, SIGNATURES):
+        (folder / name).unlink(missing_ok=True)
 
 
 def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
@@ -260,6 +281,7 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     refused = Reading(skip_bad, **journal.get("refused", {}))  # by workers
     items = islice(kind.read(source, reading), options.max_documents or None)
     chunks = cut_chunks(items, kind.characters, lambda: reading.fraction)
+    filters = Filters(options.filters, kind.text, folder, journal.get("filters", {}))
     # Tokens are written in order; now and then they are synced, and the journal says how far.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
@@ -268,38 +290,44 @@ def write_shards(plan: Plan, folder: Path) -> dict:
         tokens_before = sum(writer.ids.tokens for writer in writers.values())
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
-        results = stack.enter_context(closing(tokenize_in_order(
-            partial(kind.tokenize, plan.encoding), islice(chunks, journal["chunks"], None),
-            options.workers or core_count())))
+        in_order = stack.enter_context(open_workers(options.workers or core_count()))
+        passed = filters.apply(islice(chunks, journal["chunks"], None), in_order)
+        results = stack.enter_context(closing(in_order(partial(kind.tokenize, plan.encoding), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = time.monotonic()
-        for chunks_done, (tokenized, fraction) in enumerate(results, journal["chunks"] + 1):
+        for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
+            filters.count(chunk.removed)
             for where, reason in tokenized.refused:
                 refused.refuse(where, reason)
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
-            if fraction:
+            if chunk.fraction:
                 tokens = sum(writer.ids.tokens for writer in writers.values())
-                bar.total = round(tokens / min(fraction, 1.0))
+                bar.total = round(tokens / min(chunk.fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:
                 splits = {split: writer.sync() for split, writer in writers.items()}
                 write_json(folder / JOURNAL, {"chunks": chunks_done, "splits": splits, "refused": {
-                    "bad": refused.bad, "bad_records": refused.bad_records}})
+                    "bad": refused.bad, "bad_records": refused.bad_records},
+                    "filters": filters.sync(chunk.signatures)})
                 last_sync = time.monotonic()
         splits = {split: writer.sync(finish=True) for split, writer in writers.items()}
     # What was skipped, by the reader and by the workers.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
+    removed = {"removed": filters.removed} if filters.removed else {}
+    prepared = {"splits": splits, "skipped": skipped, **removed}
     if not splits["train"]["documents"]:
-        raise DataError(_nothing_to_train_on(plan, splits["validation"]["documents"], skipped))
-    return {"splits": splits, "skipped": skipped}
+        raise DataError(_nothing_to_train_on(plan, prepared))
+    return prepared
 
 
-def _nothing_to_train_on(plan: Plan, held_out: int, skipped: dict) -> str:
+def _nothing_to_train_on(plan: Plan, prepared: dict) -> str:
     """Return what became of the documents of a set without any to train on, and what to do."""
     name = without_passwords(plan.source.path) or plan.source.name
-    counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"]}
+    held_out, skipped = prepared["splits"]["validation"]["documents"], prepared["skipped"]
+    counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"],
+              "were removed": sum(removed["count"] for removed in prepared.get("removed", {}).values())}
     why = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
     advice = how_to_get_more(plan.kind.name, [plan.source.path])
@@ -328,57 +356,6 @@ def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
             chunk, characters = [], 0
     if chunk:
         yield chunk, fraction()
-
-
-def tokenize_in_order(tokenize: Callable[[list], Tokenized], chunks: Iterable[tuple[list, float | None]],
-                      workers: int) -> Iterator[tuple[Tokenized, float | None]]:
-    """Yield each chunk's tokens and fraction in the order of the chunks, with a few per worker in progress.
-
-    Workers are spawned, not forked, so that they inherit neither this process's lock nor its torch.
-    """
-    if workers == 1:
-        yield from ((tokenize(items), fraction) for items, fraction in chunks)
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=exit_with_parent)
-    pending: deque = deque()
-    try:
-        for items, fraction in chunks:
-            with interrupts_blocked():
-                pending.append((pool.submit(tokenize, items), fraction))
-            if len(pending) > 2 * workers:
-                future, fraction = pending.popleft()
-                yield future.result(), fraction
-        yield from ((future.result(), fraction) for future, fraction in pending)
-    except BrokenProcessPool as error:
-        raise PaddockError("a worker process was killed, maybe for lack of memory; set PREPARATION_WORKERS="
-                           f"{workers // 2} and start again, it continues there") from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def core_count() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def exit_with_parent() -> None:
-    """Make a worker exit when the process that started it is gone, even by kill -9."""
-
-    def watch() -> None:
-        parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C. A process that is started meanwhile inherits this: only the parent handles the signal."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def progress_bar(**options) -> tqdm:
@@ -427,9 +404,7 @@ def read_own_json(path: Path) -> dict:
 def describe_prepared(folder: Path) -> str:
     """Return a description of a prepared set for the user: counts, what was skipped, and the examples."""
     manifest = read_prepared(folder)
-    lines = describe_counts(manifest)
-    if len(manifest["skipped"]["bad_records"]) > SHOWN_BAD_RECORDS:
-        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    lines = describe_counts(folder, manifest)
     for number, example in enumerate(manifest["examples"], 1):
         # Further lines are indented, so that none looks like a line of ours.
         first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
@@ -437,7 +412,7 @@ def describe_prepared(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def describe_counts(manifest: dict) -> list[str]:
+def describe_counts(folder: Path, manifest: dict) -> list[str]:
     """Return the lines with a prepared set's counts, and what was skipped."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
     lines = []
@@ -450,8 +425,14 @@ def describe_counts(manifest: dict) -> list[str]:
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
-    lines.append(f"Skipped: {empty}{skipped['bad']:,} bad records")
-    return lines + [f"  {where}" for where in skipped["bad_records"][:SHOWN_BAD_RECORDS]]
+    left_out = [(f"Skipped: {empty}{skipped['bad']:,} bad records", skipped["bad"], skipped["bad_records"])]
+    left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],
+                  removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]
+    for line, number, listed in left_out:
+        lines += [line, *(f"  {where}" for where in listed[:SHOWN_LEFT_OUT])]
+        if number > SHOWN_LEFT_OUT:
+            lines.append(f"  ... more of them in {folder / MANIFEST}")
+    return lines
 
 
 def read_prepared(folder: Path) -> dict:

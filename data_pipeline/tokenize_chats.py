@@ -43,8 +43,8 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
         DataError: the tokenizer has no chat format.
     """
     sha256 = load_chat_format(tokenizer).sha256
-    return Kind(kind, READERS[kind], count_characters, partial(tokenize_examples, sha256),
-                partial(decode_examples, kind),
+    tokenize, decode = partial(tokenize_examples, sha256), partial(decode_examples, kind)
+    return Kind(kind, READERS[kind], count_characters, text_of, tokenize, decode,
                 {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
                  "examples_version": EXAMPLES_VERSION})
 
@@ -55,6 +55,14 @@ def count_characters(example: Chat | Pair) -> int:
         return sum(len(message["content"]) for message in example.messages)
     prompt = sum(len(message["content"]) for message in example.prompt)
     return prompt + len(example.chosen) + len(example.rejected)
+
+
+def text_of(example: Chat | Pair) -> str:
+    """Return all messages of an example as one text."""
+    if isinstance(example, Chat):
+        return "\n".join(message["content"] for message in example.messages)
+    prompt = [message["content"] for message in example.prompt]
+    return "\n".join([*prompt, example.chosen, example.rejected])
 
 
 def split_key(example: Chat | Pair) -> str:

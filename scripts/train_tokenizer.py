@@ -13,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import print_safely, show
-from data_pipeline.sources import READABLE, Reading, read_texts, source_of
+from data_pipeline.readers import READABLE, Reading
+from data_pipeline.sources import read_texts, source_of
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from tokenizer import SPECIALS
 
@@ -41,7 +42,7 @@ def main() -> None:
     args = parse_args()
     reading = Reading(skip_bad=args.on_bad_record == "skip")
     sources = (source_of(source, column=args.column) for source in args.sources)
-    texts = (text for source in sources for text in read_texts(source, reading))
+    texts = (document.text for source in sources for document in read_texts(source, reading))
     ranks = train_bpe(texts, args.vocab_size)
     write_tiktoken(ranks, args.output)
     for record in reading.bad_records:

@@ -107,7 +107,7 @@ def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
     source = write_jsonl(tmp_path / "x.jsonl", stories(50))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     monkeypatch.setattr(preparation, "write_shards", None)
-    monkeypatch.setattr("data_pipeline.sources.sha256", None)
+    monkeypatch.setattr("data_pipeline.readers.sha256", None)
     assert prepare(source, tokenizer_path, tmp_path / "out") == folder
 
 
@@ -145,7 +145,7 @@ from data_pipeline import prepare as preparation
 from data_preparation_utils import PreparationOptions, prepare_pretrain
 preparation.CHUNK_CHARACTERS = 4000
 prepare_pretrain(sys.argv[1], sys.argv[3], PreparationOptions(
-    sys.argv[2], "tiktoken", 50_000, 0.1, workers=2, journal_seconds=0.0))
+    sys.argv[2], "tiktoken", 50_000, 0.1, workers=2, journal_seconds=0.0, near_duplicates=float(sys.argv[4])))
 """
 
 
@@ -153,14 +153,14 @@ def prepare_under_fire(source, tokenizer_path, output, kills, draw):
     """Prepare in a process that is killed as often at random moments after its first new journal, or until one ends by itself."""
     for _ in range(kills):
         before = [path.read_text() for path in output.glob("tmp-*/journal.json")]
-        process = start_preparation(source, tokenizer_path, output)
+        process = start_preparation(source, tokenizer_path, output, 0.8)
         while process.poll() is None and [path.read_text() for path in output.glob("tmp-*/journal.json")] == before:
             time.sleep(0.005)
         time.sleep(draw.uniform(0, 0.15))
         process.kill()
         _, error = process.communicate()
         assert process.returncode in (0, -signal.SIGKILL), error
-    _, error = (process := start_preparation(source, tokenizer_path, output)).communicate()
+    _, error = (process := start_preparation(source, tokenizer_path, output, 0.8)).communicate()
     assert process.returncode == 0, error
 
 
@@ -171,11 +171,14 @@ def start_preparation(*arguments):
 
 @pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.soak)])
 def test_killed_and_started_again_it_ends_with_the_same_bytes(tmp_path, tokenizer_path, kills):
-    source = write_jsonl(tmp_path / "x.jsonl", stories(1000 * kills))
-    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000)
+    texts = stories(1000 * kills)
+    source = write_jsonl(tmp_path / "x.jsonl", [text for number in range(len(texts)) for text in texts[number::-700][:2]])
+    undisturbed = prepare(source, tokenizer_path, tmp_path / "calm", shard_tokens=50_000, near_duplicates=0.8)
+    assert json.loads((undisturbed / MANIFEST).read_text())["removed"]["near_duplicates"]["count"] == len(texts) - 700
     prepare_under_fire(source, tokenizer_path, tmp_path / "out", kills, random.Random())
     folder = tmp_path / "out" / undisturbed.name
     assert shards_of(folder) == shards_of(undisturbed) and len(shards_of(folder)) > 4
+    assert {path.name for path in folder.iterdir()} == {MANIFEST, *shards_of(folder)}
     assert json.loads((folder / MANIFEST).read_text()) == json.loads((undisturbed / MANIFEST).read_text())
     assert not list((tmp_path / "out").glob("tmp-*"))
 
@@ -280,6 +283,7 @@ def test_the_script_ends_with_the_line_for_env(tmp_path, tokenizer_path):
     (["--sauce", "x"], 2, "unknown flag --sauce"),
     (["--mix", "m.json", "--column", "x"], 2, "--mix describes"),
     (["--max-documents", "-1"], 2, "--max-documents"),
+    (["--source", "none.jsonl", "--near-duplicates", "80"], 2, "--near-duplicates 80.0: must be at least 0.5"),
 ])
 def test_the_script_refuses_in_one_line_with_the_errors_exit_code(tmp_path, tokenizer_path, flags, code, reason):
     process = run_script("load_pretrain_dataset.py", *flags, "--tokenizer-path", tokenizer_path, cwd=tmp_path)
@@ -332,7 +336,7 @@ def test_a_worker_that_dies_ends_it_with_advice(tmp_path, tokenizer_path, monkey
 
 def test_two_at_once_make_one_set(tmp_path, tokenizer_path):
     source, output = write_jsonl(tmp_path / "x.jsonl", stories(1000)), tmp_path / "out"
-    both = [start_preparation(source, tokenizer_path, output) for _ in range(2)]
+    both = [start_preparation(source, tokenizer_path, output, 0) for _ in range(2)]
     for process in both:
         _, error = process.communicate()
         assert process.returncode == 0, error

@@ -14,7 +14,8 @@ from factories import free_port
 from common import remote
 from common.errors import DataError
 from common.remote import TRIES, hub_folder, is_transient, retry
-from data_pipeline.sources import Reading, Source, list_files, read_texts, source_of
+from data_pipeline.readers import Reading, list_files
+from data_pipeline.sources import Source, read_texts, source_of
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
 CONTENT = "".join(LINES).encode()
@@ -101,7 +102,7 @@ def server(request):
 
 
 def texts(url: str) -> list[str]:
-    return [json.dumps({"text": text}) + "\n" for text in read_texts(Source(path=url), Reading())]
+    return [json.dumps({"text": document.text}) + "\n" for document in read_texts(Source(path=url), Reading())]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.jsonl.gz"])
@@ -278,7 +279,7 @@ def test_what_is_given_comes_back_and_a_bug_is_raised_at_once(capfd):
 
 
 def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_pipeline.sources.hub_revision", lambda name, revision: "")
+    monkeypatch.setattr("data_pipeline.sources.hub_revision", lambda *named: "")
     folder = tmp_path / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")

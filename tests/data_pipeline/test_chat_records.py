@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import DataError
 from data_pipeline.chat_records import read_chats, read_pairs
-from data_pipeline.sources import Reading, Source
+from data_pipeline.readers import Reading
+from data_pipeline.sources import Source
 
 ASK, SAY = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -40,6 +41,8 @@ def read(reader, tmp_path, *records, **options):
      [{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]),
     ({"prompt": "Why?", "completion": "So."}, [ASK, SAY]),
     ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY]),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "input_text", "text": "y?"}]},
+                   {"role": "assistant", "content": [{"type": "output_text", "text": "So.", "annotations": []}]}]}, [ASK, SAY]),
     ({"messages": [{"role": "user", "content": " Why?\n"}, SAY]}, [{"role": "user", "content": " Why?\n"}, SAY]),
 ])
 def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
@@ -80,6 +83,12 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"messages": [ASK, {**SAY, "content": "a\0"}]}, "holds a NUL at character 2"),
     ({"messages": [ASK, {**SAY, "content": "\ud800"}]}, "holds a lone surrogate at character 1"),
     ({"messages": [ASK, {**SAY, "tool_calls": [{"name": "f"}]}]}, "calls a tool"),
+    ({"messages": [{**ASK, "content": [{"type": "text", "text": "Why?"}, {"type": "image_url", "image_url": {}}]}, SAY]},
+     r"messages\[0\].content\[1\] is not text, its type is 'image_url'; only text can be trained on"),
+    ({"messages": [{**ASK, "content": ["Why?"]}, SAY]}, r"content\[0\] is not text, its type is None"),
+    ({"messages": [{**ASK, "content": [{"type": "text", "text": None}]}, SAY]}, r"content\[0\].text is null"),
+    ({"messages": [{**ASK, "content": []}, SAY]}, "content is empty"),
+    ({"turns": [ASK, SAY]}, "it has 'turns' .if 'turns' is the list of records"),
     ({"messages": [ASK, SAY], "system": 5}, "system is int"),
     ({"instruction": "Why?", "output": None}, "is not a chat"),
     ({"instruction": "Why?", "output": ""}, "output is empty"),

@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 from checkpoint import store
 from common.errors import CheckpointError, DataError
 from data_pipeline.packing import pack
+from data_pipeline.readers import Reading, flaw_of
 from data_pipeline.row_order import RowOrder, rows_of_step
 from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, Verification, dtype_for, open_token_set
 from data_pipeline.shard_writer import ShardWriter
-from data_pipeline.sources import Reading, Source, flaw_of, read_texts
+from data_pipeline.sources import Source, read_texts
 
 fewer = settings(max_examples=40)
 any_text = st.text(st.characters(), max_size=12)  # lone surrogates and NUL among it
@@ -38,7 +39,7 @@ def folder(tmp_path_factory) -> Path:
 
 def read(path: Path, skip_bad: bool, **fields) -> tuple[list[str], Reading]:
     reading = Reading(skip_bad=skip_bad)
-    return list(read_texts(Source(path=str(path), **fields), reading)), reading
+    return [document.text for document in read_texts(Source(path=str(path), **fields), reading)], reading
 
 
 def check_reading(path: Path, records: int, sound: list[str], **fields) -> None:

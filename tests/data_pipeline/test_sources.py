@@ -5,17 +5,19 @@ import gzip
 import json
 import lzma
 import os
+import re
+from dataclasses import replace
 
 import pytest
 import zstandard
 
-from common.errors import DataError
+from common.errors import DataError, SettingsError
 from data_pipeline import sources
+from data_pipeline.chat_records import read_chats
+from data_pipeline.readers import Reading, list_files
 from data_pipeline.sources import (
-    Reading,
     Source,
     identify,
-    list_files,
     read_records,
     read_texts,
     source_of,
@@ -24,7 +26,7 @@ from data_pipeline.sources import (
 
 def texts_of(path, skip_bad=False, **fields):
     reading = Reading(skip_bad=skip_bad)
-    return list(read_texts(Source(path=str(path), **fields), reading)), reading
+    return [document.text for document in read_texts(Source(path=str(path), **fields), reading)], reading
 
 
 def jsonl(*texts):
@@ -73,7 +75,7 @@ def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(packed.compress(jsonl("one", "two").encode()))
     assert texts_of(path)[0] == ["one", "two"]
-    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("data_pipeline.readers.MAX_LINE_BYTES", 1 << 20)
     path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))
     with pytest.raises(DataError, match=f"{path.name}:2: a line of more than 1 MiB"):
         texts_of(path)
@@ -146,6 +148,153 @@ def test_an_unreadable_file_is_named(tmp_path, name, content, reason):
         texts_of(tmp_path / name)
 
 
+# JSON arrays
+
+
+def array_of(path, content, skip_bad=False):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    reading = Reading(skip_bad=skip_bad)
+    return list(read_records(Source(path=str(path), column=""), reading)), reading
+
+
+RECORDS = [{"text": "one, ] \" \\u00e9 é 👩‍👧 \u2028"}, {"text": "", "n": [1.5, {"a": [None, True]}]}, {}, {"text": "x" * 300}]
+
+
+@pytest.mark.parametrize("block", [1, 7, 1 << 16])
+@pytest.mark.parametrize("how", [{}, {"indent": 4}, {"ensure_ascii": False, "separators": (",", ":")}])
+def test_an_array_is_what_json_reads_in_it_however_it_is_written_and_cut(tmp_path, monkeypatch, block, how):
+    monkeypatch.setattr("data_pipeline.readers.BLOCK_CHARACTERS", block)
+    for around in (" \r\n\t{}\n", "\ufeff{}"):
+        written = around.format(json.dumps(RECORDS, **how))
+        found, reading = array_of(tmp_path / "x.json", written)
+        assert [record for _, record in found] == RECORDS and reading.bytes_done == reading.bytes_total
+        for number, (where, record) in enumerate(found, 1):
+            line, item = re.fullmatch(rf"{tmp_path}/x.json:(\d+) \(item (\d+)\)", where).groups()
+            assert int(item) == number and (not record or written.split("\n")[int(line) - 1].lstrip("[ \t\ufeff")[0] == "{")
+    assert array_of(tmp_path / "x.json", " [ ]\n")[0] == []
+
+
+def test_a_packed_array_of_alpaca_s_records_is_chats(tmp_path):
+    records = [{"instruction": f"Say {n}.", "input": "", "output": str(n)} for n in range(300)]
+    (tmp_path / "alpaca_data.json.gz").write_bytes(gzip.compress(json.dumps(records, indent=4).encode()))
+    chats = list(read_chats(Source(path=str(tmp_path / "alpaca_data.json.gz")), Reading()))
+    assert [chat.messages[1]["content"] for chat in chats] == [str(n) for n in range(300)]
+
+
+@pytest.mark.parametrize("content, reason", [
+    ('[{"a": 1},\n {"b": tru}]', ":2: not valid JSON: Expecting value"),
+    ('[{"a": 1},\n {"b": 2}', ":2: the array has no end"),
+    ('[{"a": 1},\n {"b": "2', ":2: not valid JSON: Unterminated string"),
+    ('[{"a": 1}\n {"b": 2}]', ":2: not valid JSON: expected , or ], got '{'"),
+    ('[{"a": 1},\n]', ":2: not valid JSON: Expecting value"),
+    ('[{"a": 1}]\n[]', ":2: more follows after the end of the array"),
+    ("[" * 100_000, ":1: not valid JSON: nested too deeply"),
+], ids=["value", "cut off", "string", "comma", "last comma", "two", "deep"])
+def test_an_array_that_is_not_valid_json_is_refused_by_line(tmp_path, content, reason):
+    for skip_bad in (False, True):
+        with pytest.raises(DataError, match=re.escape(f"x.json{reason}")):
+            array_of(tmp_path / "x.json", content, skip_bad)
+
+
+def test_an_item_that_is_no_record_is_refused_by_line_and_item_or_skipped(tmp_path):
+    content = b'[{"text": "a"},\n 7,\n{"text": "\xff"}, {"text": "b"}]'
+    with pytest.raises(DataError, match=r"x.json:2 \(item 2\): expected an object as each item, got int"):
+        array_of(tmp_path / "x.json", content)
+    texts, reading = texts_of(tmp_path / "x.json", skip_bad=True)
+    assert texts == ["a", "b"] and "x.json:3 (item 3): column 'text' holds a lone surrogate" in reading.bad_records[1]
+
+
+@pytest.mark.parametrize("how", [{}, {"indent": 1}])
+def test_an_object_around_the_array_is_refused_and_the_advice_works(tmp_path, how):
+    (tmp_path / "x.json").write_text(json.dumps({"version": 1, "data": [{"text": "a"}]}, **how))
+    with pytest.raises(DataError, match="x.json:1: .*(write it alone into a .json file|must be taken away)"):
+        texts_of(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text(json.dumps(json.loads((tmp_path / "x.json").read_text())["data"], **how))
+    assert texts_of(tmp_path / "x.json")[0] == ["a"]
+
+
+# What `datasets` writes
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two splits, saved as one data set, as a dictionary, and with a cache of `datasets` beside them."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("saved")
+    train = datasets.Dataset.from_dict({"text": [f"train {number}" for number in range(2300)], "n": range(2300)})
+    test = datasets.Dataset.from_dict({"text": ["test"]})
+    train.save_to_disk(folder / "one", num_shards=3)
+    datasets.DatasetDict(train=train, test=test).save_to_disk(folder / "both")
+    datasets.load_from_disk(folder / "one").map(lambda row: {"text": row["text"].upper()})
+    assert list((folder / "one").glob("cache-*.arrow"))
+    return folder
+
+
+def test_a_folder_that_datasets_saved_is_read_by_split(saved):
+    texts = [f"train {number}" for number in range(2300)]
+    for source in ("one", "both", "both/train", "one/data-*.arrow"):
+        assert texts_of(saved / source)[0] == texts, source
+    assert texts_of(saved / "both", split="test")[0] == ["test"]
+    reading = Reading()
+    where, record = list(read_records(Source(path=str(saved / "one"), column=""), reading))[1000]
+    assert (where, record) == (f"{saved}/one/data-00001-of-00003.arrow: row 234", {"text": "train 1000", "n": 1000})
+    assert reading.bytes_done == reading.bytes_total
+    with pytest.raises(DataError, match="both has no split 'val'; it has train, test: name one with --split"):
+        texts_of(saved / "both", split="val")
+    with pytest.raises(DataError, match="has folders that `datasets` saved, such as .*; give one of them"):
+        texts_of(saved)
+
+
+def test_an_arrow_file_with_an_index_is_read_and_a_damaged_one_is_named(saved, tmp_path):
+    import pyarrow as pa
+    import pyarrow.feather
+
+    pyarrow.feather.write_feather(pa.table({"text": ["one", "two"]}), tmp_path / "x.arrow")
+    assert texts_of(tmp_path / "x.arrow")[0] == ["one", "two"]
+    whole = next((saved / "one").glob("data-*.arrow")).read_bytes()
+    (tmp_path / "x.arrow").write_bytes(whole[:-len(whole) // 3])
+    with pytest.raises(DataError, match="x.arrow: "):
+        texts_of(tmp_path / "x.arrow")
+
+
+# Other names of columns
+
+
+@pytest.mark.parametrize("record, names, expected", [
+    ({"id": "1", "dialogue": "A: hi\nB: ho", "summary": "They greet."}, "prompt=dialogue,completion=summary",
+     ["A: hi\nB: ho", "They greet."]),
+    ({"problem": "1+1?", "generated_solution": "2", "expected_answer": "2", "messages": [{"role": "user", "content": "no"}]},
+     " prompt=problem, completion=generated_solution", ["1+1?", "2"]),
+    ({"instruction": "Say it.", "response": "It.", "label": 0}, "instruction,output=response", ["Say it.", "It."]),
+], ids=["samsum", "OpenMath", "own"])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_columns_of_other_names_are_chats(tmp_path, record, names, expected, suffix):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist([record]), path)
+    else:
+        path.write_text(json.dumps([record] if suffix == "json" else record))
+    source = Source(path=str(path), map=names)
+    assert [message["content"] for chat in read_chats(source, Reading()) for message in chat.messages] == expected
+    with pytest.raises(DataError, match=f"x.{suffix}: ?.*1.*: has no column 'solution'; it has '{next(iter(record))}', .*--map"):
+        list(read_chats(replace(source, map="prompt=solution"), Reading()))
+
+
+def test_a_text_of_another_name_is_read_and_names_count_in_the_identity_only_if_given(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"body": "a", "text": "b"}\n')
+    (tmp_path / "x.txt").write_text("a")
+    assert texts_of(tmp_path / "x.jsonl", map="text=body")[0] == texts_of(tmp_path / "x.txt", map="text=body")[0] == ["a"]
+    plain, named = (identify(Source(path=str(tmp_path / "x.jsonl"), map=names), {}) for names in ("", "text=body"))
+    assert "map" not in plain and {**plain, "map": {"text": "body"}} == named
+    for wrong in ("=", "text=a,text=b", "text=a,", ","):
+        with pytest.raises(SettingsError, match="--map .*: expected name=column"):
+            texts_of(tmp_path / "x.jsonl", map=wrong)
+
+
 def test_a_missing_place_or_unknown_protocol_is_named():
     for path in ("nowhere/x.jsonl", "nowhere/*.jsonl", "nosuch://x/y.jsonl"):
         with pytest.raises(DataError, match=path.split("/")[0]):
@@ -177,10 +326,10 @@ def test_what_a_user_types_is_a_shortcut_a_path_or_a_hub_name(tmp_path):
 
 def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monkeypatch):
     (tmp_path / "train.jsonl").write_text(jsonl(" = A = \n", "one\n", "", " = B = \n"))
-    monkeypatch.setattr(sources, "hub_revision", lambda name, revision: "c0ffee")
+    monkeypatch.setattr(sources, "hub_revision", lambda *named: "c0ffee")
     source = Source(name=str(tmp_path), documents="wikitext")
     assert identify(source, {})["revision"] == "c0ffee"
-    assert list(read_texts(source, Reading())) == [" = A = \none\n", " = B = \n"]
+    assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
     with pytest.raises(DataError, match="row 1: has no column 'body'"):
         list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
 
@@ -189,3 +338,71 @@ def test_the_hub_out_of_reach_is_one_error(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="nobody/nothing is not a local file or folder, and the request to the hub failed: "):
         identify(Source(name="nobody/nothing"), {})
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """An empty cache of the hub and of `datasets`, and no network."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return tmp_path
+
+
+def test_a_snapshot_in_the_hub_s_cache_is_read_offline_if_it_is_whole(offline):
+    repository = offline / "hub" / "datasets--my--Texts"
+    snapshot = repository / "snapshots" / COMMIT
+    for folder in (repository / "refs", repository / "trees", repository / "blobs", snapshot / "data"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "README.md").write_text("---\nconfigs:\n- config_name: small\n  data_files: data/a*.jsonl\n---\n")
+    for name in ("a1", "a2", "b"):
+        (repository / "blobs" / name).write_text(jsonl(name))
+        (snapshot / "data" / f"{name}.jsonl").symlink_to(repository / "blobs" / name)
+    source = Source(name="my/Texts", config="small")
+    with pytest.raises(DataError, match="request to the hub failed: .*no local copy has its config 'small'"):
+        identify(source, {})  # nobody knows whether the snapshot is whole
+    files = {str(path.relative_to(snapshot)): {"size": 1, "blob_id": "0"} for path in snapshot.rglob("*.*")}
+    (repository / "trees" / f"{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": files}))
+    assert identify(source, {})["revision"] == COMMIT
+    assert texts_in(source) == texts_in(replace(source, revision=COMMIT)) == ["a1", "a2"]
+    assert texts_in(replace(source, config="", files="data/b.jsonl")) == ["b"]
+    (snapshot / "data" / "b.jsonl").unlink()
+    with pytest.raises(DataError, match="request to the hub failed"):
+        identify(source, {})
+
+
+def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
+    import datasets
+
+    folder = offline / "datasets" / "my___my_texts" / "default" / "0.0.0" / COMMIT
+    for split in ("train", "test"):
+        data = datasets.Dataset.from_dict({"text": [f"{split} {number}" for number in range(9)]})
+        data.save_to_disk(offline / split)
+        folder.mkdir(parents=True, exist_ok=True)
+        next((offline / split).glob("*.arrow")).rename(folder / f"my_texts-{split}.arrow")
+    splits = {split: {"name": split, "num_bytes": 1, "num_examples": 9, "dataset_name": "my_texts"} for split in ("train", "test")}
+    (folder / "dataset_info.json").write_text(json.dumps({"config_name": "default", "splits": splits, "builder_name": "json",
+                                                          "dataset_name": "my_texts", "version": {"version_str": "0.0.0"}}))
+    # The library itself finds its cache there.
+    assert [row["text"] for row in datasets.load_dataset("my/MyTexts", split="test")] == [f"test {number}" for number in range(9)]
+    for split in ("train", "test"):
+        source = Source(name="my/MyTexts", split=split)
+        assert identify(source, {})["revision"] == COMMIT
+        assert texts_in(source) == [f"{split} {number}" for number in range(9)]
+    with pytest.raises(DataError, match="has no split 'val'; it has train, test"):
+        texts_in(replace(source, split="val"))
+    for other in (replace(source, config="big"), replace(source, revision="v2")):
+        with pytest.raises(DataError, match="request to the hub failed"):
+            identify(other, {})
+
+
+def texts_in(source):
+    return [document.text for document in read_texts(source, Reading())]

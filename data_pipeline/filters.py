@@ -1,0 +1,292 @@
+"""Filters of a preparation: near-duplicates of earlier documents, and documents with evaluation items.
+
+Both see a text as its runs of words, without punctuation and letter case. Workers examine the texts; what
+needs the documents before is decided in one process, in their order, so that the number of workers does not
+matter. Documents, chats and pairs are filtered alike; `text_of` gives the text of one.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from hashlib import shake_128
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from common.errors import DataError
+from data_pipeline.readers import LISTED_BAD_RECORDS, Reading
+from data_pipeline.sources import Source, read_records
+from data_pipeline.workers import InOrder
+
+# Part of the key: raise it when the same filter would remove other documents.
+FILTERS_VERSION = 1
+SIMILAR_WORDS = 5  # as FineWeb (arXiv:2406.17557)
+OVERLAP_WORDS = 13  # as GPT-3 (arXiv:2005.14165, appendix C) and lm-evaluation-harness
+# Chinese and Japanese are written without spaces: there each character counts as a word.
+UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+WORD = re.compile(rf"[{UNSPACED}]|[^\W_{UNSPACED}]+")
+
+HASHES = 128  # in a signature
+SEEDS = np.frombuffer(shake_128(b"near-duplicates").digest(8 * HASHES), "<u8") | np.uint64(1)
+BLOCK = 1024  # runs of words that are hashed at once: a megabyte
+BAND_RECALL = 0.95  # at least, of the pairs exactly as similar as the threshold
+WAYS = 8  # documents that a set of the table has room for
+SIGNATURES = "signatures.bin"
+REASONS = {"near_duplicates": "that nearly repeat an earlier one",
+           "overlaps": "with words of evaluation items"}
+
+
+class FilterOptions(NamedTuple):
+    """Which documents are removed."""
+
+    similarity: float = 0.0  # of the 5-word runs to those of an earlier document, as Jaccard; 0 = no filter
+    evaluation: Source | None = None  # items of which no document may contain 13 words in a row
+
+
+class Examined(NamedTuple):
+    """What a worker found in a chunk of documents."""
+
+    signatures: np.ndarray  # (documents, HASHES) uint8; without columns if they are not asked for
+    overlaps: list[str | None]  # for each document: what it shares with an evaluation item
+
+
+class Removed(NamedTuple):
+    """A document that was left out."""
+
+    reason: str  # of REASONS
+    what: str  # its place and more
+
+
+class Passed(NamedTuple):
+    """What is known after a chunk: the fraction of the sources read, and what the filters did."""
+
+    fraction: float | None
+    removed: list[Removed]  # of this chunk
+    signatures: int  # of all documents kept so far
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text without letter case and punctuation; a text without words is one."""
+    return WORD.findall(text.casefold()) or [text.strip()]
+
+
+def hashes_of_runs(words: list[str], length: int) -> np.ndarray:
+    """Return a hash of each run of so many words, in order: uint64; empty if there are fewer words."""
+    count = len(words) - length + 1
+    if count < 1:
+        return np.empty(0, np.uint64)
+    encoded = (word.encode("utf-8", "surrogatepass") for word in words)
+    numbers = np.fromiter(map(crc32, encoded), np.uint64, len(words))
+    hashes = np.zeros(count, np.uint64)
+    for place in range(length):
+        hashes = (hashes + numbers[place:place + count]) * SEEDS[0]
+        hashes ^= hashes >> np.uint64(29)
+    return hashes
+
+
+def signature_of(words: list[str]) -> np.ndarray:
+    """Return the MinHash of a text's 5-word runs: a byte of each of HASHES minima.
+
+    Two signatures agree in a share of J + (1 - J) / 256 of their bytes on average, where J is the Jaccard
+    similarity of the two sets of runs. Source: b-bit minwise hashing, arXiv:0910.3349.
+    """
+    runs = hashes_of_runs(words, min(SIMILAR_WORDS, len(words)))
+    minima = np.full(HASHES, np.iinfo(np.uint64).max, np.uint64)
+    for start in range(0, len(runs), BLOCK):
+        np.minimum(minima, (SEEDS[:, None] * runs[start:start + BLOCK]).min(axis=1), out=minima)
+    return (minima >> np.uint64(32)).astype(np.uint8)
+
+
+def bands_for(similarity: float) -> tuple[int, int]:
+    """Return (bands, rows) for locality-sensitive hashing: the longest bands that miss few enough pairs."""
+    rows = max(rows for rows in range(1, HASHES + 1)
+               if 1 - (1 - similarity ** rows) ** (HASHES // rows) >= BAND_RECALL)
+    return HASHES // rows, rows
+
+
+class NearDuplicates:
+    """The signatures of the documents that were kept, and a table that finds those similar to a new one.
+
+    Not datasketch, whose tables are Python objects: ten times the memory. A band of a signature names a set
+    of the table, which lists the first WAYS documents that come to it; those are then compared as a whole.
+    All follows from the signatures in their order, so that these alone are kept on disk.
+    """
+
+    def __init__(self, similarity: float, signatures: np.ndarray | None = None):
+        self.bands, self.rows = bands_for(similarity)
+        # Agreeing bytes, of which some agree by chance.
+        self.least_equal = HASHES * (similarity + (1 - similarity) / 256)
+        self.count = 0 if signatures is None else len(signatures)
+        self.signatures = np.empty((max(1024, 2 * self.count), HASHES), np.uint8)
+        if signatures is not None:
+            self.signatures[:self.count] = signatures
+        self._build_table()
+
+    def _build_table(self) -> None:
+        """Make a table that is a quarter to half full, and list the documents in it."""
+        self.sets = 1 << max(8, (2 * self.count // WAYS).bit_length())
+        self.table = np.zeros((self.bands, self.sets, WAYS), np.uint32)  # numbers from 1; 0 = free
+        for band in range(self.bands):
+            chosen = self._sets_of(self.signatures[:self.count], band)
+            order = np.argsort(chosen, kind="stable")
+            chosen = chosen[order]
+            way = np.arange(self.count) - np.searchsorted(chosen, chosen)
+            fits = way < WAYS
+            self.table[band, chosen[fits], way[fits]] = order[fits] + 1
+
+    def _sets_of(self, signatures: np.ndarray, band: int) -> np.ndarray:
+        """Return the set that a band of each signature names."""
+        part = signatures[..., band * self.rows:(band + 1) * self.rows]
+        hashes = np.zeros(part.shape[:-1], np.uint64)
+        for row in range(self.rows):
+            hashes = (hashes + part[..., row]) * SEEDS[0]
+            hashes ^= hashes >> np.uint64(29)
+        return (hashes & np.uint64(self.sets - 1)).astype(np.int64)
+
+    def add(self, signature: np.ndarray) -> float | None:
+        """Add a document, or return its similarity to the most similar one if that reaches the threshold."""
+        bands = signature[:self.bands * self.rows].reshape(self.bands, self.rows)
+        chosen = self._sets_of(bands, 0)
+        listed = self.table[np.arange(self.bands), chosen]
+        found = listed[listed > 0]
+        if len(found):
+            equal = (self.signatures[found - 1] == signature).sum(axis=1).max()
+            if equal >= self.least_equal:
+                return float((equal / HASHES - 1 / 256) / (1 - 1 / 256))
+        # New: it takes the first free way in each set.
+        if self.count == len(self.signatures):
+            self.signatures = np.concatenate([self.signatures, np.empty_like(self.signatures)])
+        self.signatures[self.count] = signature
+        self.count += 1
+        way = (listed > 0).sum(axis=1)
+        fits = np.flatnonzero(way < WAYS)
+        self.table[fits, chosen[fits], way[fits]] = self.count
+        if 2 * self.count >= self.sets * WAYS:
+            self._build_table()
+        return None
+
+
+class EvaluationItems:
+    """All runs of 13 words in evaluation items."""
+
+    def __init__(self, source: Source):
+        texts, places = [], []
+        for where, record in read_records(source, Reading(advice="correct it, or leave it out")):
+            for text in texts_of_item(record):
+                words = words_of(text)
+                if len(words) >= OVERLAP_WORDS:
+                    texts.append(words)
+                    places.append(where)
+        if not texts:
+            raise DataError(f"--decontaminate {source.path}: no item has a text of {OVERLAP_WORDS} words, "
+                            "and runs of so many are compared; give another file")
+        hashes = [hashes_of_runs(words, OVERLAP_WORDS) for words in texts]
+        self.hashes, first = np.unique(np.concatenate(hashes), return_index=True)
+        self.text_of = np.repeat(np.arange(len(texts)), [len(found) for found in hashes])[first]
+        self.texts, self.places = [f" {' '.join(words)} " for words in texts], places
+
+    def overlap(self, words: list[str]) -> str | None:
+        """Return the first 13 words that a text has in common with an item, and the item's place; or None."""
+        hashes = hashes_of_runs(words, OVERLAP_WORDS)
+        found = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
+        for start in np.flatnonzero(self.hashes[found] == hashes):
+            run, item = " ".join(words[start:start + OVERLAP_WORDS]), self.text_of[found[start]]
+            if f" {run} " in self.texts[item]:  # no collision of hashes
+                return f"{run!r} is in {self.places[item]}"
+        return None
+
+
+def texts_of_item(record: dict) -> list[str]:
+    """Return the texts of an evaluation item: HellaSwag's context with each ending, of others all strings."""
+    if isinstance(record.get("ctx"), str) and isinstance(record.get("endings"), list):
+        return [f"{record['ctx']} {ending}" for ending in record["endings"]]
+    texts, values = [], list(record.values())
+    while values:
+        value = values.pop(0)
+        if isinstance(value, str):
+            texts.append(value)
+        elif isinstance(value, dict | list):
+            values[:0] = value.values() if isinstance(value, dict) else value
+    return texts
+
+
+evaluation_items = lru_cache(maxsize=1)(EvaluationItems)
+
+
+def examine(options: FilterOptions, text_of: Callable[[Any], str], items: list) -> Examined:
+    """Return what each document's text alone tells; runs in a worker."""
+    signatures = np.empty((len(items), HASHES if options.similarity else 0), np.uint8)
+    overlaps: list[str | None] = [None] * len(items)
+    for number, item in enumerate(items):
+        words = words_of(text_of(item))
+        if options.similarity:
+            signatures[number] = signature_of(words)
+        if options.evaluation:
+            overlaps[number] = evaluation_items(options.evaluation).overlap(words)
+    return Examined(signatures, overlaps)
+
+
+class Filters:
+    """The filters of one preparation, which continue after what its journal says."""
+
+    def __init__(self, options: FilterOptions, text_of: Callable[[Any], str], folder: Path, done: dict):
+        """Continue after `done`, a result of `sync`; {} begins.
+
+        Raises:
+            DataError: the signatures on disk are damaged.
+        """
+        self.options, self.text_of, self.path = options, text_of, folder / SIGNATURES
+        self.removed = done.get("removed") or {reason: {"count": 0, "listed": []} for reason in self.reasons}
+        self.on_disk = done.get("signatures", 0)
+        if options.similarity:
+            signatures = np.fromfile(self.path, np.uint8, self.on_disk * HASHES) if self.on_disk else None
+            if self.on_disk and len(signatures) < self.on_disk * HASHES:
+                raise DataError(f"{self.path}: is cut off; delete {folder} and start again")
+            self.seen = NearDuplicates(options.similarity,
+                                       None if signatures is None else signatures.reshape(-1, HASHES))
+
+    @property
+    def reasons(self) -> list[str]:
+        """Those of REASONS for which documents are removed."""
+        options = self.options
+        return [reason for reason, used in zip(REASONS, (options.similarity, options.evaluation)) if used]
+
+    def apply(self, chunks: Iterable[tuple[list, float | None]],
+              in_order: InOrder) -> Iterator[tuple[list, Passed]]:
+        """Yield the chunks without the documents that are removed."""
+        if not self.reasons:
+            yield from ((items, Passed(fraction, [], 0)) for items, fraction in chunks)
+            return
+        with_items = ((items, (items, fraction)) for items, fraction in chunks)
+        for examined, (items, fraction) in in_order(partial(examine, self.options, self.text_of), with_items):
+            kept, removed = [], []
+            for number, (item, overlap) in enumerate(zip(items, examined.overlaps)):
+                if overlap:
+                    removed.append(Removed("overlaps", f"{item.where}: {overlap}"))
+                elif self.options.similarity and (similar := self.seen.add(examined.signatures[number])):
+                    what = f"{item.where}: {similar:.2f} similar to an earlier one"
+                    removed.append(Removed("near_duplicates", what))
+                else:
+                    kept.append(item)
+            yield kept, Passed(fraction, removed, self.seen.count if self.options.similarity else 0)
+
+    def count(self, removed: list[Removed]) -> None:
+        """Count and list what was removed from a chunk that is written now."""
+        for reason, what in removed:
+            self.removed[reason]["count"] += 1
+            if len(self.removed[reason]["listed"]) < LISTED_BAD_RECORDS:
+                self.removed[reason]["listed"].append(what)
+
+    def sync(self, signatures: int) -> dict:
+        """Write so many signatures to disk; return what `done` takes."""
+        if signatures > self.on_disk:
+            with open(self.path, "r+b" if self.on_disk else "wb") as file:
+                file.seek(self.on_disk * HASHES)
+                file.write(self.seen.signatures[self.on_disk:signatures].tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            self.on_disk = signatures
+        return {"signatures": self.on_disk, "removed": self.removed} if self.reasons else {}
