@@ -45,7 +45,6 @@ CHUNK_CHARACTERS = 1_000_000
 TYPECODES = {"uint16": "H", "uint32": "I"}
 JOURNAL, KNOWN_HASHES = "journal.json", ".known-files.json"
 EXAMPLE_SEARCH_TOKENS, EXAMPLE_TOKENS = 1_000_000, 256
-SHOWN_BAD_RECORDS = 20
 LOCK_POLL_SECONDS = 0.2
 
 
@@ -427,9 +426,7 @@ def read_own_json(path: Path) -> dict:
 def describe_prepared(folder: Path) -> str:
     """Return a description of a prepared set for the user: counts, what was skipped, and the examples."""
     manifest = read_prepared(folder)
-    lines = describe_counts(manifest)
-    if len(manifest["skipped"]["bad_records"]) > SHOWN_BAD_RECORDS:
-        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    lines = describe_counts(folder, manifest)
     for number, example in enumerate(manifest["examples"], 1):
         # Further lines are indented, so that none looks like a line of ours.
         first, *further = (example if manifest.get("kind") else repr(example[:300])).split("\n")
@@ -437,7 +434,7 @@ def describe_prepared(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def describe_counts(manifest: dict) -> list[str]:
+def describe_counts(folder: Path, manifest: dict) -> list[str]:
     """Return the lines with a prepared set's counts, and what was skipped."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
     lines = []
@@ -451,7 +448,10 @@ def describe_counts(manifest: dict) -> list[str]:
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
     lines.append(f"Skipped: {empty}{skipped['bad']:,} bad records")
-    return lines + [f"  {where}" for where in skipped["bad_records"][:SHOWN_BAD_RECORDS]]
+    lines += [f"  {where}" for where in skipped["bad_records"][:20]]
+    if skipped["bad"] > 20:
+        lines.append(f"  ... more of them in {folder / MANIFEST}")
+    return lines
 
 
 def read_prepared(folder: Path) -> dict:
