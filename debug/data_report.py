@@ -102,7 +102,7 @@ class DataReport:
             name = facts.get("tokenizer") or (self.config.tokenizer_path if self.tokenizer else "unknown")
             lines.append(f"tokenizer: {name}, {facts['vocab_size']:,} ids, SHA-256 "
                          f"{facts['tokenizer_sha256'][:12]}")
-            lines += describe_counts(self.manifest)
+            lines += describe_counts(self.folder, self.manifest)
         else:
             lines.append(f"train: {facts['tokens']:,} tokens in {facts['documents']:,} documents")
         if "bytes_per_token" in facts:
