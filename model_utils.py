@@ -331,7 +331,7 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
 
     if others := differing(*map(str.lower, MODEL_SHAPE)):
         raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, remove "
-                              f"these settings, or {assignments(others)}")
+                              f"what differs, or {assignments(others)}")
 
     # With these the same weights compute something else, which may be intended, to learn longer contexts.
     names = ["norm_eps", "rope_theta", "rope_scaling_factor"]

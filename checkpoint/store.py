@@ -314,8 +314,8 @@ def places(name: str, run_dir: Path) -> tuple[Path, ...]:
     A step or folder of this run, a path, or a run beside this one.
     """
     run_dir = Path(run_dir)
-    return (run_dir / "checkpoints" / name, run_dir / name, Path(name).expanduser(),
-            run_dir.parent / Path(name).expanduser())
+    beside = () if name.startswith((".", "/", "~")) else (run_dir.parent / name,)  # ./ is a path
+    return run_dir / "checkpoints" / name, run_dir / name, Path(name).expanduser(), *beside
 
 
 def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
@@ -338,12 +338,11 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     if not found:
         raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir.parent} nor at that "
                               "path")
-    folder, last = found[0], found[-1]
-    by_path, by_run = places(name, run_dir)[2:]
-    if [folder, last] == [by_path, by_run] and not os.path.samefile(folder, last):
-        raise CheckpointError(f"{name!r} means both {by_path.absolute()} and {last}; write one of these "
+    by_path_and_name = list(places(name, run_dir)[2:])
+    if len(found) == 2 and found == by_path_and_name and not os.path.samefile(*found):
+        raise CheckpointError(f"{name!r} means both {found[0].absolute()} and {found[1]}; write one of these "
                               "paths")
-    return _newest_in(folder, warn)
+    return _newest_in(found[0], warn)
 
 
 def _newest_in(folder: Path, warn: Warn) -> Path:

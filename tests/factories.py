@@ -258,6 +258,23 @@ def settings_of(way: str) -> dict[str, str]:
     return found | ({"RUN_NAME": "another"} if "RUN_NAME" in way or "run-name" in way else {})
 
 
+def cached_on_the_hub(model: Path, name: str, cache: Path, monkeypatch) -> Path:
+    """Put a model folder into a cache of the hub as huggingface_hub does; returns its place. The hub cannot be reached."""
+    import huggingface_hub.constants as constants
+
+    repository, commit = cache / f"models--{name.replace('/', '--')}", hashlib.sha1(name.encode()).hexdigest()
+    for folder in ("refs", "blobs", f"snapshots/{commit}"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    for file in model.iterdir():
+        if file.name not in ("MANIFEST.json", "trainer_state.json", "optimizer.safetensors"):
+            shutil.copy(file, repository / "blobs")
+            (repository / "snapshots" / commit / file.name).symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return repository / "snapshots" / commit
+
+
 # --------------------------------------------------------------------------------------- one step
 
 

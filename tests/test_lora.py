@@ -23,6 +23,7 @@ from model import Linear, Transformer, padded
 from model_utils import wrap_model
 from parallel.collectives import Ranks, start_ranks, stop_ranks
 from tokenizer import Tokenizer
+from training.preflight import describe_adapters
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
 SCRIPT = Path(lora.__file__).parent / "scripts" / "merge_lora.py"
@@ -337,6 +338,19 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     for reduction in ("sum", "none"):
         of_ours = peft_format.to_peft(learn(ours, reduction=reduction), config, VOCAB)
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [{}, dict(lora_rank=3, lora_target_modules="wk,w2"), dict(lora_train_head=True), ROWS])
+def test_trainable_parameters_are_counted_as_peft_counts_them(peft, changes, tokenizer):
+    config = shape(tie_embeddings=False)
+    content = peft_format.peft_config(settings(**changes), False, "", ids_of(config, changes)) | {
+        "inference_mode": False, "base_model_name_or_path": None}
+    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
+    trained, whole = theirs.get_nb_trainable_parameters()
+    model = base_model(config)
+    lora.add_adapters(model, settings(**changes), torch.Generator(), ids_of(config, changes))
+    said = describe_adapters(model, tokenizer)
+    assert said.startswith(f"{trained:,} trainable parameters of {whole:,} ({100 * trained / whole:.2f} %)")
 
 
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:

@@ -24,7 +24,7 @@ from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
 from lora import adapter_state_dict, trained_token_ids
 from model import Transformer
-from model_utils import check_model, choose_dtype, why_not_compile
+from model_utils import check_model, choose_dtype, is_vocabulary, why_not_compile
 from objectives.preference import reference_is_stored
 from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
@@ -53,7 +53,9 @@ def describe_model(config: Config, vocab_size: int) -> str:
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
     """How many parameters are trained, and the rows of which tokens."""
-    learned = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    vocab_size, trained = tokenizer.vocab_size, adapter_state_dict(model)
+    learned = sum((weight[:vocab_size] if is_vocabulary(name) else weight).numel()
+                  for name, weight in trained.items())
     ids = next(iter(trained_token_ids(model).values()), [])
     control = {number: name for name, number in tokenizer.special_ids.items()}
     # Control tokens have the highest ids, and are the most interesting.
@@ -61,7 +63,7 @@ def describe_adapters(model: Transformer, tokenizer) -> str:
     shown = " ".join(names[:5]) + (" ..." if len(ids) > 5 else "")
     rows = f", including the rows of {len(ids)} tokens: {shown} (LORA_TRAIN_TOKENS)" if ids else ""
     # As PEFT counts them: what is trained is beside the base, also where it replaces rows or matrices of it.
-    whole = parameter_count(model.config, tokenizer.vocab_size) + learned
+    whole = parameter_count(model.config, vocab_size) + learned
     return f"{learned:,} trainable parameters of {whole:,} ({100 * learned / whole:.2f} %){rows}"
 
 

@@ -530,6 +530,17 @@ def test_locate_takes_names_and_paths(tmp_path, capsys):
         store.locate("step-00000009", run)
 
 
+def test_locate_takes_the_name_of_a_run_of_the_same_folder(tmp_path, monkeypatch):
+    first = save(tmp_path / "runs" / "first" / "checkpoints", 1)
+    monkeypatch.chdir(tmp_path)
+    for run_dir in (Path("runs/other"), tmp_path / "runs" / "other"):
+        assert store.locate("first", run_dir).resolve() == first
+    other = save(tmp_path / "first" / "checkpoints", 2)
+    with pytest.raises(CheckpointError, match=f"'first' means both {tmp_path}/first and runs/first"):
+        store.locate("first", Path("runs/other"))
+    assert store.locate("./first/checkpoints", Path("runs/other")).resolve() == other
+
+
 def test_locate_takes_a_model_folder_but_no_checkpoint_without_its_manifest(tmp_path):
     write_model(tmp_path)
     assert store.locate(str(tmp_path), tmp_path / "run") == tmp_path

@@ -9,10 +9,13 @@ import pytest
 import torch
 from factories import prepare
 
-from checkpoint import hf_format
+import lora
+from checkpoint import hf_format, peft_format, store
+from common.errors import CheckpointError
 from common.text import printable
-from config import ModelConfig
+from config import Config, LoraConfig, ModelConfig
 from model import Transformer
+from model_utils import load_model
 from tokenizer import load_tokenizer
 from training.generate import Sampling
 
@@ -44,9 +47,33 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     return path
 
 
-def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens: int) -> str:
+@pytest.fixture
+def adapter(tmp_path, folder, tokenizer) -> Path:
+    """Adapters on the model of `folder`, strong enough to change what it writes, as a run in `runs/adapted` saves them."""
+    model, config = load_model(folder)[0], LoraConfig(lora_enabled=True, lora_rank=4)
+    lora.add_adapters(model, config, torch.Generator().manual_seed(0))
+    state = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.3
+             for number, (name, tensor) in enumerate(lora.adapter_state_dict(model).items())}
+    sha256 = hf_format.weights_sha256(hf_format.load_model_weights(folder))
+    path = tmp_path / "runs" / "adapted" / "checkpoints" / "step-00000001"
+    contents = peft_format.Adapter(state, config, str(folder), sha256, {})
+    settings = Config().public() | {"LORA_BASE_QUANTIZATION": "none", "PRETRAIN_CHECKPOINT": "gone"}
+    saved = {"progress": {"step": 1, "base": str(folder), "base_sha256": sha256}, "identity": {}, "world_size": 1,
+             "settings": settings}
+
+    def write(place: Path) -> None:
+        peft_format.save_adapter_folder(place, contents, model.config, tokenizer)
+        (place / store.STATE).write_text(json.dumps(saved))
+
+    store.publish(path, write, {"step": 1})
+    return path
+
+
+def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens: int, adapter: Path | None = None) -> str:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    if adapter:
+        model = pytest.importorskip("peft").PeftModel.from_pretrained(model, adapter)
     ids = torch.tensor([[tokenizer.document_start_id, *tokenizer.encode(prompt)]])
     stops = [tokenizer.eos_id, tokenizer.document_start_id]
     written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
@@ -58,6 +85,40 @@ def test_greedy_text_is_that_of_transformers(script, folder, tokenizer):
     ours = script.continuations(*script.load(str(folder)), PROMPTS, 24, Sampling())
     assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
     assert all(ours) and len(set(ours)) == 3
+
+
+def test_adapters_are_applied_to_their_base_as_peft_does(script, folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    alone = script.continuations(*script.load(str(folder)), PROMPTS, 24, Sampling())
+    assert capsys.readouterr().err == ""
+    for name in ("adapted", "runs/adapted", str(adapter)):
+        ours = script.continuations(*script.load(name), PROMPTS, 24, Sampling())
+        assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
+    assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
+def test_a_base_that_was_quantised_in_training_is_quantised_again(script, folder, adapter, monkeypatch):
+    monkeypatch.setattr(script, "read_state", lambda _: {"settings": {"LORA_BASE_QUANTIZATION": "int8"}})
+    model, tokenizer = script.load(str(adapter))
+    assert model.layers[0].attention.wq.weight.dtype == torch.int8
+    assert all(script.continuations(model, tokenizer, PROMPTS, 8, Sampling()))
+
+
+def test_a_base_that_is_gone_is_named_with_where_it_was(script, folder, adapter, tmp_path, monkeypatch):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    moved = folder.rename(folder.with_name("moved"))
+    try:
+        with pytest.raises(CheckpointError, match=f"no checkpoint 'gone'.*{folder} does not exist.* --base"):
+            script.load(str(adapter))
+        assert script.load(str(adapter), str(copy))
+        with pytest.raises(CheckpointError, match="belong to another base"):
+            tensors = hf_format.load_model_weights(copy)
+            hf_format.save_weights(copy, {name: tensor * 2 for name, tensor in tensors.items()})
+            script.load(str(adapter), str(copy))
+    finally:
+        moved.rename(folder)
 
 
 def test_the_command_prints_prompt_and_continuation(script, folder):

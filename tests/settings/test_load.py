@@ -24,6 +24,7 @@ from config import (
     ModelConfig,
     PreferenceConfig,
     on_resume,
+    rules,
 )
 from parallel.exit_report import first_on_machine
 from settings.load import (
@@ -33,6 +34,7 @@ from settings.load import (
     describe_settings,
     exit_with,
     export,
+    find_run,
     help_text,
     load_config,
     misspelt,
@@ -490,6 +492,46 @@ def test_a_script_can_do_without_what_training_needs():
 # Rules between settings
 
 
+def test_a_start_completes_the_shape_below_all_layers():
+    """Until it has, the shape is not judged; afterwards only what no layer sets is taken from it."""
+    assert problems("--n-kv-heads", "5")
+    loaded = load("--n-kv-heads", "5", "--pretrain-checkpoint", "a", env="DIM=100\n")
+    completed = loaded.with_defaults({"dim": 7, "n_heads": 10, "n_kv_heads": 2, "rope_scaling_factor": None}).config
+    assert (completed.dim, completed.n_heads, completed.n_kv_heads) == (100, 10, 5)
+    assert not [*rules(completed, start_is_read=True)]
+    assert "N_KV_HEADS=5 must divide N_HEADS=12" in " ".join(rules(loaded.config, start_is_read=True))
+    assert load("--keep-layers", "3", "--n-layers", "16", "--pretrain-checkpoint", "a").config.n_layers == 3
+
+
+@pytest.mark.parametrize("layers, told", [
+    ({"env": "TEACHER_MODEL=x\n"}, True), ({"env": "TEACHER_MODEL=x\nDISTILLATION_ENABLED=false\n"}, False),
+    ({"env": "DISTILLATION_ENABLED=false\n", "flags": ("--teacher-model", "x")}, False),
+    ({"env": "TEACHER_MODEL=x\n", "flags": ("--preset", "sample")}, False),
+    ({"flags": ("--preset", "sample", "--teacher-model", "x")}, True),
+    ({"env": "TEACHER_MODEL=x\n", "flags": ("--distillation-enabled", "true")}, False)])
+def test_a_teacher_is_ignored_only_if_the_user_says_so(layers, told):
+    if told:
+        assert ["TEACHER_MODEL=x has no effect" in line for line in problems(*layers.pop("flags", ()), **layers)] == [True]
+    else:
+        load(*layers.pop("flags", ()), **layers)
+
+
+def test_layers_for_adapters_have_one_spelling():
+    for spelling in ("wq,w2", " w2 ,q_proj", "down_proj,wq,q_proj"):
+        assert load("--lora-target-modules", spelling).config.lora_target_modules == "wq,w2"
+    assert load(config={"lora_target_modules": ["all-linear"]}).config.lora_target_modules == Config().lora_target_modules
+    assert "must be some of wq, " in problems("--lora-target-modules", "q_proj,query", "--lora-enabled", "--pretrain-checkpoint", "a")[0]
+
+
+def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
+    run = tmp_path / "outputs" / "first"
+    (run / "checkpoints" / "step-00000002").mkdir(parents=True)
+    Path(".env").write_text("OUTPUT_DIR=outputs\n")
+    for name in ("first", "outputs/first", "first/checkpoints", run / "checkpoints" / "step-00000002"):
+        assert find_run(str(name)).resolve() == run
+    assert find_run("second") == Path("second")
+
+
 @pytest.mark.parametrize("flags, words", [
     (("--total-batch-size", "500000"), "TOTAL_BATCH_SIZE=500000 must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN * "
                                        "WORLD_SIZE = 8 * 1024 * 1 = 8192; try 499712 or 507904"),
@@ -518,6 +560,9 @@ def test_a_script_can_do_without_what_training_needs():
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--distillation-enabled",
       "--teacher-model", "b"), "DISTILLATION_ENABLED works in the stages pretrain and sft"),
     (("--lora-enabled",), "LORA_ENABLED=true needs a base to adapt"),
+    (("--keep-layers", "2"), "KEEP_LAYERS=2 takes layers of a start; set PRETRAIN_CHECKPOINT"),
+    (("--keep-layers", "2", "--pretrain-checkpoint", "a", "--lora-enabled"), "KEEP_LAYERS=2 conflicts with LORA_ENABLED=true"),
+    (("--teacher-model", "b"), "command line: TEACHER_MODEL=b has no effect without DISTILLATION_ENABLED=true"),
     (("--distillation-enabled",), "DISTILLATION_ENABLED=true needs TEACHER_MODEL"),
     (("--pretrain-checkpoint", "a", "--dpo_checkpoint", "b"), "both set"),
     (("--pretrain-data-path=",), "PRETRAIN_DATA_PATH is not set"),

@@ -12,6 +12,7 @@ from factories import (
     UNMEASURED,
     Stages,
     TinyRun,
+    cached_on_the_hub,
     contents,
     prepare,
     prepare_stages,
@@ -19,12 +20,14 @@ from factories import (
     ways_out,
     without_clocks,
 )
+from safetensors.torch import load_file, save_file
 
 import train
 from checkpoint import store
 from checkpoint.hf_format import read_json
 from debug.replay import replay
 from settings.load import Layer, load_config
+from training.adapters import base_of_adapters
 from training.diagnostics import write_dump
 from training.optim import learning_rate
 
@@ -253,6 +256,117 @@ def test_a_dpo_run_of_a_version_that_kept_no_hash_goes_on(stages, tmp_path, caps
     forget(moved.checkpoint(3), "base_sha256", "base_beside")
     assert moved.train(MAX_STEPS=4) == 5
     assert "does not exist" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------- the shape comes with the start
+
+SHAPE = ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF")
+
+
+def without_shape(run: TinyRun) -> TinyRun:
+    for name in SHAPE:
+        del run.settings[name]
+    return run
+
+
+def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path, capsys):
+    """The same bits as with the shape in the settings; resuming needs the start no more, and adapters' own state says it."""
+    base = shutil.copytree(stages.base.parent.parent, tmp_path / "named" / "base")
+    given = stages.run("sft", tmp_path / "given", **UNMEASURED, MAX_STEPS=2)
+    taken = without_shape(stages.run("sft", tmp_path / "named", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="base"))
+    adapted = without_shape(stages.run("lora-sft", tmp_path / "named", **UNMEASURED, MAX_STEPS=1, RUN_NAME="adapted"))
+    assert given.train() == 0
+    capsys.readouterr()
+    assert train.main([*taken.argv(), "--check"]) == taken.train() == adapted.train() == 0
+    told = capsys.readouterr().out
+    said = "base/checkpoints/step-00000002: DIM=32 N_LAYERS=2 N_HEADS=4 N_KV_HEADS=2 FFN_DIM=96"
+    assert told.count(said) == 3 and "2 layers, dim 32, heads 4/2, feed-forward 96" in told
+    written = read_json(taken.folder / "config.json")
+    assert [written[name] for name in (*SHAPE[:4], "FFN_DIM")] == [32, 2, 4, 2, 96]
+    shutil.rmtree(base)
+    assert train.main([*taken.argv(MAX_STEPS=2), "--check"]) == taken.train(MAX_STEPS=2) == adapted.train(MAX_STEPS=2) == 0
+    assert taken.hashes(2) == given.hashes(2)
+    assert capsys.readouterr().out.count("step-00000001: DIM=32 N_LAYERS=2") == 3
+    again = []
+    replay(taken.folder, 2, Layer({}, []), info=again.append)
+    assert " ".join(again).count("the same") == 2
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"N_HEADS": 8}, "N_HEADS is 4 there and 8 here (command line). To start from it, remove what differs, or set N_HEADS=4"),
+    ({"MULTIPLE_OF": 64}, "FFN_DIM is 96 there and 128 here (command line)")])
+def test_what_contradicts_the_start_is_named_with_its_place(changes, told, stages, tmp_path, capsys):
+    run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1))
+    assert run.train(**changes) == 5 and told in capsys.readouterr().err and not run.folder.exists()
+    assert run.train() == 0
+    assert run.train(MAX_STEPS=2, **changes) == 5
+    (name, value), = changes.items()
+    assert f" is {value} (command line)" in capsys.readouterr().err or name == "MULTIPLE_OF"
+
+
+def model_from_elsewhere(stages: Stages, folder: Path, layers: int = 2, unused_rows: int = 0) -> Path:
+    """A Hugging Face folder, with the first layers of the base, and rows of the vocabulary that no token has."""
+    tensors = load_file(stages.base / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if f"layers.{layers}" not in name}
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([embedding, torch.ones(unused_rows, embedding.shape[1])])
+    folder.mkdir(parents=True)
+    for file in stages.base.glob("*token*"):
+        shutil.copy(file, folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    described = read_json(stages.base / "config.json")
+    changes = {"num_hidden_layers": layers, "vocab_size": described["vocab_size"] + unused_rows}
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    return folder
+
+
+def test_the_first_layers_of_a_start_are_a_model_of_so_many_layers(stages, tmp_path, capsys):
+    cut = model_from_elsewhere(stages, tmp_path / "cut", layers=1)
+    whole, pruned = (without_shape(stages.run("sft", tmp_path / name, **UNMEASURED, MAX_STEPS=1, **changes)) for name, changes in (
+        ("whole", {"PRETRAIN_CHECKPOINT": cut}), ("pruned", {"KEEP_LAYERS": 1})))
+    assert whole.train() == train.main([*pruned.argv(), "--check"]) == pruned.train() == 0
+    assert "weights from the first 1 layers of" in capsys.readouterr().out
+    assert pruned.hashes(1) == whole.hashes(1)
+    assert pruned.train(MAX_STEPS=2) == pruned.train(MAX_STEPS=3, KEEP_LAYERS="none", PRETRAIN_CHECKPOINT="none") == 0
+    assert pruned.train(KEEP_LAYERS=2) == 5
+    assert "Set KEEP_LAYERS=" in (error := capsys.readouterr().err), error
+    assert pruned.train(MAX_STEPS=4, **settings_of(ways_out(error)[0])) == 0
+    assert pruned.train(KEEP_LAYERS=3, RUN_NAME="more") == 5
+    assert "KEEP_LAYERS=3, but the model in" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch, capsys):
+    """With more rows than tokens, which are left out. Its adapters name it as PEFT does, and are merged into it."""
+    source = model_from_elsewhere(stages, tmp_path / "source", unused_rows=9)
+    place = cached_on_the_hub(source, "acme/tiny", tmp_path / "cache", monkeypatch)
+    usual, run, adapted = (without_shape(stages.run(mode, tmp_path / "runs", **UNMEASURED, MAX_STEPS=1, RUN_NAME=name,
+                                                    **({"PRETRAIN_CHECKPOINT": "acme/tiny"} if name != "usual" else {})))
+                           for mode, name in (("sft", "usual"), ("sft", "run"), ("lora-sft", "adapted")))
+    assert usual.train() == run.train() == adapted.train() == adapted.train(MAX_STEPS=2) == 0
+    assert "the last 9 rows of the model's vocabulary have no token" in capsys.readouterr().out
+    assert usual.hashes(1) == run.hashes(1)
+    described = read_json(adapted.checkpoint(2) / "adapter_config.json")
+    assert (described["base_model_name_or_path"], described["revision"]) == ("acme/tiny", place.name)
+    assert base_of_adapters(adapted.checkpoint(2)) == place
+    for name in (store.STATE, store.MANIFEST):  # which PEFT's own folders lack
+        (adapted.checkpoint(2) / name).unlink()
+    assert base_of_adapters(adapted.checkpoint(2)) == place
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"model_type": "mistral"}, "describes a 'mistral' model; only Llamas are read"),
+    ({"attention_bias": True, "sliding_window": 64}, "attention_bias=True, sliding_window=64, which this model lacks"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"vocab_size": 9}, "the model in"), (None, "has pytorch_model.bin, but no model.safetensors; pickled weights")])
+def test_a_model_that_cannot_be_a_start_is_refused_by_what_it_has(changes, told, stages, tmp_path, capsys):
+    folder = model_from_elsewhere(stages, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | (changes or {})))
+    if changes is None:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, PRETRAIN_CHECKPOINT=folder))
+    assert run.train() == train.main([*run.argv(), "--check"]) == 5
+    shown = capsys.readouterr()
+    assert told in shown.err and told in shown.out and not run.folder.exists()
 
 
 # --------------------------------------------------------------------------------- random weights
