@@ -70,7 +70,8 @@ class RunConfig(Section):
 class DataConfig(Section):
     """What is read, and how it becomes rows."""
 
-    pretrain_data_path: Optional[str] = safe(None, "prepared token shards: a folder, a file or a glob")
+    pretrain_data_path: Optional[str] = safe(
+        None, "prepared token shards: a folder, a file or a glob; text and hub names are prepared by run.sh")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
     cache_dir: Optional[str] = safe(
