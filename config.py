@@ -71,7 +71,8 @@ class RunConfig(Section):
 class DataConfig(Section):
     """What is read, and how it becomes rows."""
 
-    pretrain_data_path: Optional[str] = safe(None, "prepared text, a mixture, or token files (also a glob)")
+    pretrain_data_path: Optional[str] = safe(
+        None, "prepared text, a mixture, or token files (also a glob); run.sh prepares text and hub names")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
     cache_dir: Optional[str] = safe(

@@ -339,8 +339,9 @@ def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
     """Return the error for what is no prepared set, with the command that makes one of it."""
     script = KINDS[kind][1]
     command = f"prepare it with {script} --source {shlex.quote(str(path))}"
-    if os.path.exists(path) or glob.glob(str(path), recursive=True):
-        return DataError(f"{path}: {what}; {command}, or start with bash scripts/run.sh, which does so")
+    if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
+        name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
+        return DataError(f"{path}: {what}; {name}{command}, or start with bash scripts/run.sh, which does so")
     on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
     advice = f"if it is a dataset on the hub, {command}" if on_hub else f"prepare data with {script}"
     return DataError(f"{path}: no such file or folder; {advice}")
@@ -441,8 +442,7 @@ def _llmc_shard(path: Path, status: os.stat_result, head: bytes, sha256: str | N
 
 def _wrong_magic(path: Path, head: bytes) -> DataError:
     if b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
-        name = "" if path.suffix else "; call it .txt or .jsonl"
-        return _unprepared(path, f"holds text or records, not tokens{name}")
+        return _unprepared(path, "holds text or records, not tokens")
     known = " or ".join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())
     return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
                      f"({known}) or .npy; files without a header are called train.bin or val.bin")

@@ -62,7 +62,8 @@ def make_parser() -> CommandParser:
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
                        help="seconds that ranks have to save after a signal (default: %(default)s)")
     group = parser.add_argument_group(
-        "several machines", "With --nnodes, the environment may give NODE_RANK, MASTER_ADDR, MASTER_PORT.")
+        "several machines", "With --nnodes the environment may give NODE_RANK, MASTER_ADDR and MASTER_PORT, "
+                            "and .env the last two.")
     group.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
     group.add_argument("--node-rank", "--node_rank", type=int, metavar="R",
                        help="the number of this machine, from 0")

@@ -24,7 +24,7 @@ class NVMLError_NotSupported(NVMLError):  # noqa: N801
 
 
 # What nvidia-smi shows of a machine: processes, GiB in use, percent, partitioned.
-MACHINE = [(0, 1, 0, False), (2, 40, 98, False), (0, 1, 3, False), (0, 70, 0, False), (0, 1, 55, False), (0, 1, 0, True)]
+MACHINE = [(0, 1, 0, False), (2, 1, 0, False), (0, 1, 3, False), (0, 70, 0, False), (0, 1, 55, False), (0, 1, 0, True)]
 
 
 class Pynvml(ModuleType):
@@ -95,7 +95,7 @@ def test_every_gpu_is_read_as_it_is(nvml):
     module = nvml()
     found = gpus.read_gpus()
     assert not module.is_open
-    assert found[1] == Gpu(1, "GPU-10f3", False, 2, 40 * GIB, 80 * GIB, 98)
+    assert found[1] == Gpu(1, "GPU-10f3", False, 2, 1 * GIB, 80 * GIB, 0)
     assert [gpu.number for gpu in found if gpu.is_idle] == [0, 2]
     nvml("nvmlDeviceGetUtilizationRates")  # as on some cards
     assert [gpu.number for gpu in gpus.read_gpus() if gpu.is_idle] == [0, 2, 4]
@@ -115,7 +115,7 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
 
 
 @pytest.mark.parametrize(("asked", "visible", "reason"), [
-    ("idle:3", None, "idle:3: of 6 GPUs 2 are idle (GPU 1 has 2 processes, 40.0 of 80 GiB in use, is 98 % busy; GPU 3 has 0"),
+    ("idle:3", None, "idle:3: of 6 GPUs 2 are idle (GPU 1 has 2 processes, 1.0 of 80 GiB in use, is 0 % busy; GPU 3 has 0"),
     ("idle:1", "1", "of 1 GPUs 0 are idle (GPU 1 has "), ("idle:1", "", "of 0 GPUs 0 are idle; wait"),
     ("6", None, "there is no GPU 6 in this machine; choose from 0, 1, 2, 3, 4, 5"),
     ("1,2", "0,2", "there is no GPU 1 in CUDA_VISIBLE_DEVICES=0,2; choose from 0, 2"),

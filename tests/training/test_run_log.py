@@ -53,7 +53,16 @@ def test_without_a_known_peak_the_line_has_no_mfu():
         "Step [1/2] | Loss: 2.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,345 | ETA: 0:00")
 
 
-def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_path):
+def test_lines_begin_with_the_number_of_the_gpu_in_nvidia_smi(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    for rank in (0, 1):
+        make_log(None, rank, "cuda", log_all_ranks=True).info("hello")
+    make_log(None).info("hello")
+    assert capsys.readouterr().out == "[GPU3] hello\n[GPU5] hello\n[CPU0] hello\n"
+
+
+def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for rank in (0, 1):
         log = make_log(tmp_path, rank, "cuda")
         log.info("hello")
