@@ -11,8 +11,7 @@ COPY scripts/setup.sh scripts/
 RUN . scripts/setup.sh && PIP_NO_CACHE_DIR=1 set_up requirements.txt
 ENV VIRTUAL_ENV=/paddock/.venv PATH=/paddock/.venv/bin:$PATH
 # --user may name a user that the image does not have; torch and wandb want a name and a home.
-ENV HOME=/tmp/home USER=paddock
-RUN mkdir -m 1777 "$HOME"
+ENV HOME=/tmp USER=paddock
 
 # For .devcontainer/: the tests' packages, and the checkout mounted.
 FROM base AS dev
