@@ -126,7 +126,7 @@ class Plan(NamedTuple):
 
     kind: Kind
     mix: Mix
-    identities: list[dict]  # of `inputs`
+    identities: list[dict]  # of `inputs_of` the mix and the options
     tokenizer: Any
     options: PreparationOptions
 
