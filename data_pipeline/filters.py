@@ -173,20 +173,19 @@ class EvaluationItems:
     """All runs of 13 words in evaluation items."""
 
     def __init__(self, source: Source):
-        texts, places = [], []
+        self.texts, self.places, hashes = [], [], []
         for where, record in read_records(source, Reading(advice="correct it, or leave it out")):
-            for text in texts_of_item(record):
-                words = words_of(text)
+            for words in map(words_of, texts_of_item(record)):
                 if len(words) >= OVERLAP_WORDS:
-                    texts.append(words)
-                    places.append(where)
-        if not texts:
+                    self.texts.append(f" {' '.join(words)} ")
+                    self.places.append(where)
+                    hashes.append(hashes_of_runs(words, OVERLAP_WORDS))
+        if not hashes:
             raise DataError(f"--decontaminate {source.path}: no item has a text of {OVERLAP_WORDS} words, "
                             "and runs of so many are compared; give another file")
-        hashes = [hashes_of_runs(words, OVERLAP_WORDS) for words in texts]
         self.hashes, first = np.unique(np.concatenate(hashes), return_index=True)
-        self.text_of = np.repeat(np.arange(len(texts)), [len(found) for found in hashes])[first]
-        self.texts, self.places = [f" {' '.join(words)} " for words in texts], places
+        ends = np.cumsum([len(found) for found in hashes])
+        self.text_of = np.searchsorted(ends, first, side="right").astype(np.int32)
 
     def overlap(self, words: list[str]) -> str | None:
         """Return the first 13 words that a text has in common with an item, and the item's place; or None."""

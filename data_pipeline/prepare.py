@@ -118,7 +118,7 @@ class Plan(NamedTuple):
 
     kind: Kind
     source: Source
-    identities: list[dict]  # of `inputs_of`
+    identities: list[dict]  # of `inputs_of` the source and the options
     tokenizer: Any
     options: PreparationOptions
 
@@ -413,7 +413,7 @@ def describe_prepared(folder: Path) -> str:
 
 
 def describe_counts(folder: Path, manifest: dict) -> list[str]:
-    """Return the lines with a prepared set's counts, and what was skipped."""
+    """Return the lines with a prepared set's counts, and what was skipped or removed."""
     kind, splits, skipped = manifest.get("kind"), manifest["splits"], manifest["skipped"]
     lines = []
     for name, split in splits.items():

@@ -338,8 +338,8 @@ class _ArrayText:
                     continue
                 self._go_to(error.pos)
                 raise self.fault(f"not valid JSON: {error.msg}") from error
-            except RecursionError as error:
-                raise self.fault("not valid JSON: nested too deeply") from error
+            except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
+                raise self.fault(f"not valid JSON: {error}") from error
             if end < len(self.text) or not self._fill():  # a number may go on
                 self._go_to(end)
                 return value

@@ -188,8 +188,9 @@ def test_a_packed_array_of_alpaca_s_records_is_chats(tmp_path):
     ('[{"a": 1}\n {"b": 2}]', ":2: not valid JSON: expected , or ], got '{'"),
     ('[{"a": 1},\n]', ":2: not valid JSON: Expecting value"),
     ('[{"a": 1}]\n[]', ":2: more follows after the end of the array"),
-    ("[" * 100_000, ":1: not valid JSON: nested too deeply"),
-], ids=["value", "cut off", "string", "comma", "last comma", "two", "deep"])
+    ("[" * 100_000, ":1: not valid JSON: "),
+    ('[\n{"a": ' + "1" * 5000 + "}]", ":2: not valid JSON: "),
+], ids=["value", "cut off", "string", "comma", "last comma", "two", "deep", "digits"])
 def test_an_array_that_is_not_valid_json_is_refused_by_line(tmp_path, content, reason):
     for skip_bad in (False, True):
         with pytest.raises(DataError, match=re.escape(f"x.json{reason}")):

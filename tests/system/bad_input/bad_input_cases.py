@@ -220,7 +220,7 @@ EXAMPLES = [
     ("empty", {"messages": []}, "has no messages"), ("dict", {"messages": {}}, r"messages\[0\] has no 'role'"),
     ("number", {"messages": 5}, "messages is int"),
     ("text", {"messages": "[]"}, "messages is str"), ("nested", {"messages": [[USER, SAYS]]}, r"messages\[0\] is list"),
-    ("parts", {"messages": [{**USER, "content": [{"type": "text", "text": "x"}]}, SAYS]}, "content is list"),
+    ("parts", {"messages": [{**USER, "content": [{"type": "image", "text": "x"}]}, SAYS]}, "is not text, its type is 'image'"),
     ("null", chat("a", None), "content is null"),
     ("nan", chat("a", float("nan")), "content is float"), ("blank", chat("a", " \n"), "content is empty"),
     ("nul", chat("a\0", "b"), "NUL"),
