@@ -182,7 +182,7 @@ A preparation that was stopped continues where it was.""")
             "separator line of your own, such as '<|endoftext|>' [whole]")
 
     # What is done with them.
-    add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
+    add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
         default="fail")
     add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
