@@ -197,7 +197,7 @@ A preparation that was stopped continues where it was.""")
             "separator line of your own, such as '<|endoftext|>' [whole]")
 
     group = parser.add_argument_group("what is done with them")
-    add(f"--max-{items}", "N", f"only the first N {items}; 0 = all [0]", type=count, default=0)
+    add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
     add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, from "
         "0.5 to 1, such as 0.8: the share of their runs of 5 words that both have (Jaccard, by MinHash)",
         type=float, default=0.0)

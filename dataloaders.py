@@ -139,19 +139,19 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     phases = mixture.phases_of_run(config.max_steps, config.rows_per_step)
     if split == "validation":
         phases = (phases[-1]._replace(start=0),)
+    shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
     for number, source in enumerate(mixture.sources):
         path = Path(os.path.normpath(folder / source.set))
         stream = read_manifest(path).splits.get(split)
-        held_out = stream is not None and stream.tokens > config.max_seq_len * (
-            config.training_stage == "pretrain")
-        if split == "validation" and not (held_out and phases[0].weights[number]):
+        tokens = stream.tokens if stream else 0
+        if split == "validation" and (tokens < shortest_row or not phases[0].weights[number]):
             parts.append(None)
             continue
         parts.append(open_set(config, path, split, tokenizer, verify))
-        if not len(parts[-1]):
-            raise DataError(f"{path}: its {stream.tokens:,} tokens are fewer than a row of MAX_SEQ_LEN="
-                            f"{config.max_seq_len}; prepare more text, or leave {source.label!r} out of the "
-                            "mixture")
+        if tokens < shortest_row:
+            raise DataError(f"{path}: its {tokens:,} tokens are fewer than a row of MAX_SEQ_LEN="
+                            f"{config.max_seq_len} and one more; prepare more text, or leave "
+                            f"{source.label!r} out of the mixture")
     if not any(parts):
         raise DataError(f"{folder}: no source has a row of validation; prepare more text, with a larger "
                         "VALIDATION_FRACTION, or set VALIDATE_EVERY=0")

@@ -114,6 +114,11 @@ def read_mixture(folder: Path) -> Mixture:
         if not os.path.lexists(folder / source.set / MANIFEST):
             raise DataError(f"{path}: the prepared set of {source.label!r} is not in {folder / source.set}; "
                             "copy it there, or prepare the mixture again")
+        try:
+            read_manifest(folder / source.set)
+        except OSError as error:
+            raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions, or "
+                            "prepare the mixture again") from error
     return mixture
 
 

@@ -250,7 +250,7 @@ def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):
     folder, tokenizer = sources((1, [1, 1])), load_tokenizer(str(prepared.tokenizer))
     with pytest.raises(DataError, match="holds documents, but SFT_DATA_PATH needs chats"):
         open_rows(settings(prepared, folder, TRAINING_STAGE="sft", SFT_DATA_PATH=folder), "train", tokenizer, "auto")
-    with pytest.raises(DataError, match="its .* tokens are fewer than a row of MAX_SEQ_LEN=2048"):
+    with pytest.raises(DataError, match="its .* tokens are fewer than a row of MAX_SEQ_LEN=2048 and one more"):
         open_rows(settings(prepared, folder, MAX_SEQ_LEN=2048, TOTAL_BATCH_SIZE=4096), "train", tokenizer, "auto")
     with pytest.raises(DataError, match="its sources fill .* rows of MAX_SEQ_LEN=32 tokens, but a step reads 1,024"):
         open_rows(settings(prepared, folder, TOTAL_BATCH_SIZE=1 << 15), "train", tokenizer, "auto")
