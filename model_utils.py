@@ -236,8 +236,7 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     """
     refuse_adapters(folder)
     tensors, rows = hf_format.load_model_weights(folder), padded(model.vocab_size)
-    if model.config.keep_layers or hf_format.vocabulary_rows(tensors) > model.vocab_size:
-        tensors = hf_format.first_part(tensors, model.vocab_size, model.config.n_layers)
+    tensors = hf_format.first_part(tensors, model.vocab_size, model.config.keep_layers)
     model.load_state_dict(hf_format.from_huggingface(tensors, model.config, rows, finite=finite))
 
 

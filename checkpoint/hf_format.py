@@ -116,12 +116,20 @@ def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
     return len(embedding)
 
 
-def first_part(tensors: Mapping[str, Tensor], vocab_size: int, n_layers: int) -> dict[str, Tensor]:
-    """Return a Hugging Face Llama's tensors without the later layers and the ids that no token has."""
-    outer = {huggingface_name(name) for name in VOCABULARY}
-    layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in tensors}
-    return {name: tensor[:vocab_size] if name in outer else tensor for name, tensor in tensors.items()
-            if layers[name] is None or int(layers[name][1]) < n_layers}
+def first_part(tensors: Mapping[str, Tensor], vocab_size: int,
+               keep_layers: Optional[int]) -> dict[str, Tensor]:
+    """Return a Hugging Face Llama's tensors without ids that no token has, and with the first layers only.
+
+    Args:
+        keep_layers: how many; None = all.
+    """
+    def is_kept(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return keep_layers is None or layer is None or int(layer[1]) < keep_layers
+
+    by_id = {huggingface_name(name) for name in VOCABULARY}
+    return {name: tensor[:vocab_size] if name in by_id else tensor
+            for name, tensor in tensors.items() if is_kept(name)}
 
 
 def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int,

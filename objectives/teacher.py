@@ -38,13 +38,12 @@ LogitsOfPart = Callable[[slice], Tensor]
 # --------------------------------------------------------------------------------------------------- finding
 
 
-def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
+def find_teacher(config: Config, tokenizer) -> Path:
     """Return the folder of TEACHER_MODEL: a checkpoint or model folder, given by path or by its name in
     OUTPUT_DIR, or a model of the hub.
 
     Args:
         tokenizer: the student's.
-        verify: hash a checkpoint's files; one rank does it for all.
     Raises:
         CheckpointError: it does not exist, or is damaged.
         SettingsError: it has another vocabulary.
@@ -57,13 +56,13 @@ def find_teacher(config: Config, tokenizer, verify: bool = True) -> Path:
         folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
     except CheckpointError as error:
         raise CheckpointError(f"{setting}: {error}") from error
-    if verify and (folder / store.MANIFEST).exists():
-        store.verify(folder)
     if not (folder / "config.json").exists():
         has_adapters = (folder / "adapter_config.json").exists()
         raise CheckpointError(f"{setting}: {folder} " + (
             "holds adapters only; merge them into their base with scripts/merge_lora.py" if has_adapters else
             "has no config.json; name a checkpoint or a model folder"))
+    if (folder / store.MANIFEST).exists():
+        store.verify(folder)
     check_vocabulary(folder, name, tokenizer)
     return folder
 

@@ -266,7 +266,7 @@ def test_adapters_alone_are_no_teacher(copied, tokenizer):
     (copied / "config.json").rename(copied / "adapter_config.json")
     (copied / store.MANIFEST).touch()
     with pytest.raises(CheckpointError, match="merge them"):
-        find_teacher(settings(copied), tokenizer, verify=False)
+        find_teacher(settings(copied), tokenizer)
 
 
 def test_another_size_of_vocabulary_is_refused_with_both_sizes(copied, tokenizer, tmp_path):
