@@ -37,7 +37,7 @@ from training.state import Inputs, Run
 T = TypeVar("T")
 
 GIB = 2**30
-TOO_LONG_SECONDS = 30  # of a micro-batch in --check
+TOO_LONG_SECONDS = 10  # of a micro-batch in --check
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
