@@ -43,8 +43,8 @@ def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
         DataError: the tokenizer has no chat format.
     """
     sha256 = load_chat_format(tokenizer).sha256
-    return Kind(kind, READERS[kind], count_characters, partial(tokenize_examples, sha256),
-                partial(decode_examples, kind),
+    tokenize, decode = partial(tokenize_examples, sha256), partial(decode_examples, kind)
+    return Kind(kind, READERS[kind], count_characters, tokenize, decode,
                 {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
                  "examples_version": EXAMPLES_VERSION})
 

@@ -117,7 +117,7 @@ def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(
     parameters = int(told["model"].split()[0].replace(",", ""))
     matrices, tokens = parameters - 5 * 32, 6 * 256  # without five norms of 32; the head is the embedding's matrix
     flops = tokens * (6 * matrices + 12 * 2 * 32 * 32)
-    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:.2g} per parameter (about 20 is compute-optimal by "
+    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:,.2f} per parameter (about 20 is compute-optimal by "
                               f"Chinchilla); {flops:.2e} FLOPs")
     config = load_config(run.argv(), {}).config.model_copy(update={"training_stage": "sft"})
     assert preflight.describe_length(config, 512).startswith("1,536 tokens in all; "), "Chinchilla is about pretraining"
