@@ -64,6 +64,14 @@ def test_the_byte_lengths_of_ids_add_up_to_the_text(ours, theirs, text):
     assert not sum(ours.byte_lengths[token] for token in ours.special_ids.values())
 
 
+def test_a_tokenizer_that_is_not_byte_level_has_no_byte_lengths(folder, tmp_path):
+    document = json.loads((folder / "tokenizer.json").read_text())
+    for part in ("pre_tokenizer", "decoder"):
+        document[part] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert load_tokenizer(str(tmp_path)).byte_lengths is None
+
+
 @with_hard_texts
 @given(any_text)
 def test_both_backends_and_transformers_give_the_same_ids(ours, theirs, transformers_tokenizer, text):

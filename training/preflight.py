@@ -41,7 +41,7 @@ from training.state import Inputs, Run
 T = TypeVar("T")
 
 GIB = 2**30
-TOO_LONG_SECONDS = 30  # of a micro-batch in --check
+TOO_LONG_SECONDS = 10  # of a micro-batch in --check
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -135,7 +135,7 @@ def first_metrics(run: Run) -> dict[str, float]:
         with suppress(CheckpointError):
             entries = read_entries(run.folder / "metrics.jsonl")
             found |= next(({name: entry[name]} for entry in entries
-                           if entry.get(name) is not None and entry["step"] < run.progress.step), {})
+                           if isinstance(entry.get(name), float) and entry["step"] < run.progress.step), {})
     return found
 
 
@@ -368,7 +368,7 @@ def describe_length(config: Config, vocab_size: int) -> str:
     tokens = config.max_steps * config.total_batch_size
     ratio = ""
     if config.training_stage == "pretrain" and not config.lora_enabled:
-        ratio = (f", {tokens / parameter_count(config, vocab_size):.2g} per parameter (about 20 is "
+        ratio = (f", {tokens / parameter_count(config, vocab_size):,.2f} per parameter (about 20 is "
                  "compute-optimal by Chinchilla)")
     flops = tokens * flops_per_token(config, vocab_size, config.max_seq_len)
     return f"{tokens:,} tokens in all{ratio}; {flops:.2e} FLOPs"

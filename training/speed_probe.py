@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import count, cycle
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from parallel.collectives import Ranks
 from training.optim import Optimizer
 from training.state import Inputs
 
-PROBE_SECONDS = 2.0  # of micro-batches, after a first one that compiles
+PROBE_SECONDS = 2.0  # of micro-batches
 
 
 def free_memory(device: torch.device) -> int:
@@ -70,7 +70,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed))
         lora.cast_base(model, dtype)
     optimizer, objective = Optimizer(model, config), probe_objective(config, model)
-    compile_where_possible(model, config, device.type)
+    is_eager = not config.compile or compile_where_possible(model, config, device.type) is not None
     model.train()
     rows = inputs.order(config, ranks).micro_batches(0)[:8]
     batches = cycle([inputs.rows(micro_batch).to(device) for micro_batch in rows])
@@ -83,16 +83,14 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         optimizer.step(config.learning_rate, scale, torch.zeros((), device=device))
 
     with tqdm(desc="Measuring the speed", unit="micro-batch", delay=1, leave=False, disable=None) as bar:
-        for work in (micro_batch, update):  # the first calls compile and allocate
-            timed(device, work)
+        seconds, done = timed(device, micro_batch), 1
+        if not (is_eager and seconds > PROBE_SECONDS):  # the first one compiles, and allocates memory
+            timed(device, update)
+            seconds, done = 0.0, 0
+        while seconds < PROBE_SECONDS and done < 8:
+            seconds, done = seconds + timed(device, micro_batch), done + 1
             bar.update()
-        seconds = 0.0
-        for done in count(1):
-            seconds += timed(device, micro_batch)
-            bar.update()
-            if seconds > PROBE_SECONDS or done == 8:
-                break
-    return config.accumulation_steps * seconds / done + timed(device, update)
+        return config.accumulation_steps * seconds / done + timed(device, update)
 
 
 def probe_objective(config: Config, model: Transformer) -> Objective:

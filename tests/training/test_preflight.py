@@ -117,7 +117,7 @@ def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(
     parameters = int(told["model"].split()[0].replace(",", ""))
     matrices, tokens = parameters - 5 * 32, 6 * 256  # without five norms of 32; the head is the embedding's matrix
     flops = tokens * (6 * matrices + 12 * 2 * 32 * 32)
-    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:.2g} per parameter (about 20 is compute-optimal by "
+    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:,.2f} per parameter (about 20 is compute-optimal by "
                               f"Chinchilla); {flops:.2e} FLOPs")
     config = load_config(run.argv(), {}).config.model_copy(update={"training_stage": "sft"})
     assert preflight.describe_length(config, 512).startswith("1,536 tokens in all; "), "Chinchilla is about pretraining"
@@ -144,9 +144,11 @@ def test_nothing_is_measured_where_it_would_not_fit_or_take_minutes(prepared, tm
 def test_the_speed_is_that_of_real_micro_batches_and_an_update(prepared, tmp_path, monkeypatch):
     config = load_config(TinyRun(prepared, tmp_path).argv(), {}).config
     inputs, work = read_inputs(config, verify=False), []
-    monkeypatch.setattr(speed_probe, "timed", lambda device, done: [done(), work.append(done.__name__)] and 0.25)
-    assert speed_probe.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32) == config.accumulation_steps * 0.25 + 0.25
-    assert work == ["micro_batch", "update", *["micro_batch"] * 8, "update"]
+    for seconds, expected in ((0.25, ["micro_batch", "update", *["micro_batch"] * 8, "update"]), (5.0, ["micro_batch", "update"])):
+        work.clear()
+        monkeypatch.setattr(speed_probe, "timed", lambda device, do: [do(), work.append(do.__name__)] and seconds)  # noqa: B023
+        found = speed_probe.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32)
+        assert found == (config.accumulation_steps + 1) * seconds and work == expected
 
 
 # Where the run would start

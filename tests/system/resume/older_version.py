@@ -228,6 +228,10 @@ def compare_runs(commands: Commands, data: Mapping[str, Any], case: str) -> list
     train("new", "new-continued", "cache-old")
     used = files_of(folder / "cache-old", modified)
     train("new", "new", "cache-new")
+    known = {key for line in facts["old"]["metrics"] for key in line}  # a newer version may add metrics
+    for found in facts.values():
+        found["metrics"] = [{key: value for key, value in line.items() if key in known}
+                            for line in found["metrics"]]
     rows = [Row(f"{case}: {what}", *((facts[version][what], facts[f"{version}-continued"][what])
                                      for version in commands.trees)) for what in facts["old"]]
     # The outputs of a reference or teacher model, which are computed once.
