@@ -118,7 +118,8 @@ def test_the_notebook_goes_from_text_to_chat(tmp_path):
     (tmp_path / "docs" / "tour.py").write_text(
         "import subprocess\n\ndef shell(command):\n    subprocess.run(command, shell=True, check=True)\n\n"
         + "\n".join(map(as_script, few)))
-    result = subprocess.run([sys.executable, "tour.py"], cwd=tmp_path / "docs", capture_output=True, text=True,
+    result = subprocess.run([sys.executable, "-u", "tour.py"], cwd=tmp_path / "docs", capture_output=True, text=True,
                             env={**os.environ, "MPLBACKEND": "agg", "PYTHONWARNINGS": "ignore"})
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "(right: " in result.stdout.splitlines()[-2] and result.stdout.splitlines()[-1]
+    *_, last = result.stdout.split("(right: ")
+    assert result.stdout.count("(right: ") == 3 and last.rpartition("?\n")[2].strip(), "an answer after the last question"
