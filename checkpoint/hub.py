@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub, as folders of its local cache."""
 
+import os
 import re
 from pathlib import Path
 from typing import Optional
@@ -12,8 +13,13 @@ FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja"], "ignore_patte
 
 
 def is_model_name(name: str) -> bool:
-    """Return whether this can name a model of the hub, perhaps with a revision: `owner/name@revision`."""
-    return HUB_NAME.fullmatch(name.partition("@")[0]) is not None
+    """Return whether this can name a model of the hub, perhaps with a revision: `owner/name@revision`.
+
+    A path into a local folder, such as a misspelt `runs/frist`, names none.
+    """
+    model = name.partition("@")[0]
+    is_path = "/" in model and os.path.isdir(model.partition("/")[0])
+    return not is_path and HUB_NAME.fullmatch(model) is not None
 
 
 def hub_model(name: str) -> Path:

@@ -49,7 +49,7 @@ _paddock_flags() {
     done
     case "$script" in *train.py | *run.sh) echo --check ;; esac
     case "$script" in
-        *train.py | *.sh | *launch.py | *pipeline.py | *load_*.py | *verify_resume.py | *replay_step.py)
+        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *load_*.py | *verify_resume.py | *replay_step.py)
             echo --config --env-file
             awk '/^# /{secret = /^# secret/} /^#[A-Z]/ && !secret {sub(/=.*/, ""); gsub("_", "-"); print "--" tolower(substr($0, 2))}' \
                 "$root/.env.example" ;;

@@ -88,7 +88,7 @@ def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def main() -> None:
-    parser = FlagParser(prog="python scripts/inspect_data.py", description=__doc__,
+    parser = FlagParser(__doc__, prog="python scripts/inspect_data.py",
                         usage="%(prog)s FOLDER [--batch N] [--json] [--any-setting VALUE]\n"
                               "       %(prog)s --list [FOLDER] [--json]")
     parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",

@@ -19,13 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, local_path, run_script  # noqa: E402
 from common.text import show  # noqa: E402
 from settings.load import load_config  # noqa: E402
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("--depths", nargs="+", default=["1", "2", "4"], help="(default: 1 2 4)")
     parser.add_argument("--factors", nargs="+", type=float, default=[0.25, 0.5, 1, 2, 4],
                         help="of DEPTH's rate (default: 0.25 0.5 1 2 4)")

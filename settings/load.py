@@ -4,32 +4,30 @@ A preset that `.env` itself names lies below `.env`. All mistakes in all layers 
 with its file and line. Nothing is read at import.
 """
 
-import difflib
 import io
 import json
 import os
 import re
 import sys
-from collections import ChainMap, Counter
+from collections import ChainMap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
+from typing import Any, NamedTuple, NoReturn, Optional
 
 from dotenv.parser import parse_stream
 from dotenv.variables import Variable, parse_variables
 from pydantic import ValidationError
 
-from common.command_line import VERSION, filled
+from common.command_line import VERSION
 from common.errors import SettingsError
 from common.files import read_text
-from common.text import exit_if_unread, print_safely, printable, show, without_passwords
-from config import SECRETS, SECTIONS, Config, on_resume, rules
+from common.text import exit_if_unread, print_safely, show, without_passwords
+from config import SECRETS, Config, rules
 from parallel.exit_report import first_on_machine
 from settings.depth import settings_of_depth
-
-PRESETS_DIR = Path(__file__).parent / "presets"
+from settings.help import PRESETS_DIR, help_text
+from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag
 
 
 class Layer(NamedTuple):
@@ -40,40 +38,6 @@ class Layer(NamedTuple):
     exports: Mapping[str, str] = {}
 
 
-# What other trainers call these settings.
-FOREIGN_NAMES = {foreign: name for name, names in {
-    "learning_rate": "max_lr lr max_learning_rate peak_lr", "min_learning_rate": "min_lr",
-    "micro_batch_size": "batch_size max_batch_size train_batch_size local_batch_size per_device_batch_size "
-                        "per_device_train_batch_size per_device_eval_batch_size device_batch_size",
-    "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
-    "max_seq_len": "block_size context_length context_size seq_len seq_length sequence_length max_length "
-                   "max_seq_length max_position_embeddings n_ctx n_positions",
-    "max_steps": "max_iters num_iterations num_steps train_steps total_steps steps iters iterations epochs "
-                 "num_epochs num_train_epochs max_epochs",
-    "warmup_steps": "warmup warmup_iters warmup_ratio", "decay_fraction": "lr_decay_iters decay_ratio",
-    "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr",
-    "max_grad_norm": "grad_clip clip_grad gradient_clipping max_norm", "weight_decay": "wd",
-    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_eps": "eps adam_epsilon",
-    "precision": "dtype bf16 fp16 mixed_precision",
-    "validate_every": "eval_interval eval_every eval_steps eval_freq val_every val_steps val_interval "
-                      "validation_every validation_steps", "validation_rows": "eval_iters",
-    "save_every": "save_interval save_steps save_freq checkpoint_every checkpoint_interval checkpoint_steps",
-    "keep_last": "save_total_limit",
-    "log_every": "log_interval log_steps log_freq logging_steps print_every print_freq",
-    "sample_every": "sample_interval sample_steps",
-    "output_dir": "out_dir save_dir checkpoint_dir", "run_name": "name exp_name experiment_name",
-    "pretrain_data_path": "data data_path data_dir dataset dataset_path train_data train_file train_files",
-    "resume": "resume_from resume_from_checkpoint",
-    "pretrain_checkpoint": "init_from model_name_or_path pretrained_model base_model checkpoint",
-    "preset": "model_size model model_flavor flavor size",
-    "n_layers": "n_layer num_layers num_hidden_layers",
-    "n_heads": "n_head num_heads num_attention_heads",
-    "n_kv_heads": "num_kv_heads num_key_value_heads n_kv_head",
-    "dim": "n_embd d_model hidden_size model_dim embedding_dim width",
-    "ffn_dim": "intermediate_size hidden_dim d_ff", "tokenizer_path": "vocab_size tokenizer tokenizer_name",
-    "lora_rank": "lora_r", "lora_enabled": "use_lora", "dpo_beta": "beta", "teacher_model": "teacher",
-    "activation_checkpointing": "gradient_checkpointing", "wandb_enabled": "use_wandb",
-}.items() for foreign in names.split()}
 # Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
 LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|"}
 # Environment variables of libraries, which `.env` may contain too.
@@ -82,58 +46,7 @@ LIBRARIES = re.compile(
     "|NVIDIA|NCCL|GLOO|TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|TRITON|OMP|KMP|GOMP|MKL|OPENBLAS|ONEDNN|DNNL"
     "|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
-SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
 LOADER_FLAGS = ("env_file", "config", "check")
-
-
-def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
-    """Return the known name that a misspelt one most likely means, or None."""
-    name, known = name.lower().replace("-", "_")[:60], [*known]
-    if FOREIGN_NAMES.get(name) in known:
-        return FOREIGN_NAMES[name]
-
-    def words(name: str) -> set[str]:
-        return {word.removesuffix("s") for word in name.split("_")}
-
-    # A whole word says more than letters, and the more the fewer settings have it: `log` more than `steps`.
-    frequency = Counter(chain.from_iterable(map(words, known)))
-    scores = {}
-    for candidate in known:
-        letters = difflib.SequenceMatcher(None, candidate, name).ratio()
-        shared = sum(1 / frequency[word] for word in words(name) & words(candidate))
-        if letters >= 0.6 or shared and letters >= 0.5:
-            scores[candidate] = letters + min(shared, 1) / 2
-    return max(scores, key=scores.__getitem__, default=None)
-
-
-def unknown(where: str, name: str) -> str:
-    """Return the message for an unknown name in a file."""
-    guess = nearest(name)
-    advice = f"did you mean {guess.upper()}?" if guess else "--help lists every setting"
-    return f"{where}: unknown setting {shortened(name)}; {advice}"
-
-
-def shortened(text: str) -> str:
-    """Return a user's text on one line of at most 80 characters."""
-    text = printable(text)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def misspelt(key: str) -> Optional[str]:
-    """Return the setting that an environment variable seems to mean, or None.
-
-    Stricter than `nearest`, because the environment holds other programs' variables: COMPILER, DEVICES and
-    LOCAL_WORLD_SIZE are no mistakes.
-    """
-    name = key.lower()
-    if key != key.upper():
-        return name if name in Config.model_fields and "_" in name else None
-    if name in Config.model_fields or len(name) < 6:
-        return None
-    if name in FOREIGN_NAMES and "_" in name:
-        return FOREIGN_NAMES[name]
-    match = next(iter(difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)), None)
-    return None if match is None or ("_" not in match and name.startswith(match)) else match
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -277,16 +190,6 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
         else:
             values[name] = (value, "command line")
     return Flags(Layer(values, problems), env_file, config_files, check, rest)
-
-
-def unknown_flag(flag: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown flag."""
-    name = flag.lstrip("-").lower().replace("-", "_")
-    guess, value = name if name in known else nearest(name, known), ""
-    if name.removeprefix("no_") in SWITCHES:
-        guess, value = name.removeprefix("no_"), " false"
-    advice = f"did you mean --{guess.replace('_', '-')}{value}?" if guess else "--help lists every setting"
-    return f"command line: unknown flag {shortened(flag)}; {advice}"
 
 
 def read_preset(names: str, where: str) -> Layer:
@@ -488,52 +391,6 @@ def is_valid_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return "\0" not in text
-
-
-class SettingLine(NamedTuple):
-    """What the help and the documents say of a setting."""
-
-    section: str
-    name: str
-    default: str  # empty = none
-    meaning: str
-    on_resume: str  # safe | curve | fixed
-
-
-def describe_settings() -> Iterator[SettingLine]:
-    """Yield every setting, in order."""
-    for section in SECTIONS:
-        for name, info in section.model_fields.items():
-            default = "" if info.default is None else str(info.default)
-            choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-            meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
-            default = default.lower() if info.annotation is bool else default
-            title = section.__name__.removesuffix("Config")
-            yield SettingLine(title, name.upper(), default, meaning, on_resume(name))
-
-
-def help_text(usage: str) -> str:
-    """Return what --help prints: every setting with its default and meaning."""
-    lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
-             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset that .env names "
-                     "lies below .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
-
-    def add(flag: str, meaning: str) -> None:
-        lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
-
-    presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
-    add("--config FILE.json", "settings from a JSON file, flat or in sections")
-    add("--env-file FILE", "settings from this file instead of .env")
-    add("--check", "report everything that can be known before the run, and exit")
-    add("--version", "show the version and exit")
-    for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        lines += ["", section]
-        for _, name, default, meaning, _ in settings:
-            is_secret = name.lower() in SECRETS
-            flag = f"{name} in .env" if is_secret else f"--{name.lower().replace('_', '-')}"
-            known = f": {presets}" if name == "PRESET" else ""
-            add(flag, f"{meaning}{known} [{default or 'none'}]")
-    return "\n".join(lines)
 
 
 def find_run(name: str) -> Path:

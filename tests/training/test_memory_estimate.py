@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from config import Config
 from fused import chunked_head
 from model import AttentionMeta, Transformer, TransformerBlock
-from settings.load import PRESETS_DIR, load_config
+from settings.help import PRESETS_DIR
+from settings.load import load_config
 from training import memory_estimate
 from training.memory_estimate import activation_bytes, estimate_memory, parameter_count
 from training.preflight import GIB, memory_advice
