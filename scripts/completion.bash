@@ -54,7 +54,7 @@ _paddock_flags() {
             awk '/^# /{secret = /^# secret/} /^#[A-Z]/ && !secret {sub(/=.*/, ""); gsub("_", "-"); print "--" tolower(substr($0, 2))}' \
                 "$root/.env.example" ;;
     esac
-    echo --help
+    echo --help --version
 }
 
 # What a setting may be: true and false, or the choices at the end of its meaning.

@@ -23,8 +23,7 @@ CODE = {str(path.relative_to(ROOT)): path for path in sorted([*ROOT.glob("*.py")
 LIBRARY = {name: path for name, path in CODE.items() if not name.startswith("scripts/")}
 SCRIPTS = {name: path for name, path in CODE.items() if name.startswith("scripts/") and "sample/" not in name}
 MOST_LINES, MOST_BRANCHES, MOST_PARAMETERS, MOST_COLUMNS = 80, 15, 6, 110
-KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org", "docs.astral.sh",
-               "download.pytorch.org"}
+KNOWN_HOSTS = {"127.0.0.1", "github.com", "huggingface.co", "arxiv.org", "www.apache.org"}
 
 
 @cache

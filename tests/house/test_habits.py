@@ -40,7 +40,7 @@ def test_every_setting_value_and_preset_is_completed():
     offered, script, named, joined, *values = completed(
         ROOT, "python train.py --", "torchrun --nproc-per-node 2 train.py --preset sa", "bash scripts/run.sh --preset sample,de",
         "python train.py --optimizer = mu", *(f"python train.py --{name.replace('_', '-')} " for name in choices))
-    assert offered == flags | {"--check", "--config", "--env-file", "--help"}
+    assert offered == flags | {"--check", "--config", "--env-file", "--help", "--version"}
     assert script == {name for name in presets if name.startswith("sa")} and named == {"sample,debug"} and joined == {"muon"}
     assert {name: tuple(sorted(found)) for name, found in zip(choices, values)} == {
         name: tuple(sorted(words)) for name, words in choices.items()}
