@@ -252,8 +252,9 @@ def build(plan: Plan, folder: Path) -> None:
         "settings": plan.settings, "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
-    for name in (JOURNAL, SIGNATURES):
-        (folder / name).unlink(missing_ok=True)
+    # With what a kill in the middle of a write left.
+    for path in (*folder.glob(f"{JOURNAL}*"), folder / SIGNATURES):
+        path.unlink(missing_ok=True)
 
 
 def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:

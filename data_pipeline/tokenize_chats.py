@@ -195,7 +195,7 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
     texts, text, start, names = [], "", 0, cycle(answers)
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
-        text += next(names) * (flag & 1) + show_segment(segment, bool(flag & 1), tokenizer)
+        text += (next(names) if flag & 1 else "") + show_segment(segment, bool(flag & 1), tokenizer)
         if flag & 2:
             texts.append(text)
             text = ""

@@ -1,6 +1,6 @@
 """Continue texts, or chat, with a checkpoint or with any Llama in a Hugging Face folder.
 
-    python scripts/generate.py runs/first --prompt "Once upon a time" "The museum"
+    python scripts/generate.py runs/first --prompt "Once upon a time" "A fox"
     python scripts/generate.py runs/chat --chat --prompt "Who are you?" "And I?"
 
 Of a run it takes the newest good checkpoint. Adapters are applied to the base that they were trained on.

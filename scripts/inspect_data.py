@@ -1,7 +1,7 @@
 """Show what prepared data is: its source, lengths and repeats, and a batch as the model sees it.
 
     python scripts/inspect_data.py data/pretrain/6a923f918e8fd8b1
-    python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8 --max-seq-len 2048
+    python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8
     python scripts/inspect_data.py --list
 
 FOLDER is a prepared set or mixture, or a file or folder of another trainer's tokens.
@@ -89,7 +89,7 @@ def split_folder(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def main() -> None:
     parser = FlagParser(__doc__, prog="python scripts/inspect_data.py",
-                        usage="%(prog)s FOLDER [--batch N] [--json] [--any-setting VALUE]\n"
+                        usage="%(prog)s FOLDER [--batch N] [--json]\n"
                               "       %(prog)s --list [FOLDER] [--json]")
     parser.add_argument("--list", nargs="?", const="data", metavar="FOLDER",
                         help="list all prepared sets and mixtures below a folder [data]")

@@ -1,7 +1,8 @@
 """Measure how well DEPTH's learning rate transfers: train several depths, each at rates around it.
 
     python scripts/measure_depth.py --pretrain-data-path data/sample/pretrain \\
-        --tokenizer-path data/sample/tokenizer.model --total-batch-size 1024 --max-seq-len 128 --max-steps 256
+        --tokenizer-path data/sample/tokenizer.model \\
+        --total-batch-size 1024 --max-seq-len 128 --max-steps 256
 
 Other flags are settings of train.py. Runs that --output has are not trained again. The table has, for each
 depth, the validation loss at each rate, and how far above the best of them two rates lie: DEPTH's, and the
