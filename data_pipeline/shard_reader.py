@@ -282,8 +282,11 @@ def _check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerFacts,
 def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
     stream, dtype = manifest.splits.get(split), manifest.dtype
     if stream is None or not stream.shards:
-        more = ", with a larger VALIDATION_FRACTION, or set VALIDATE_EVERY=0" if split == "validation" else ""
-        raise DataError(f"{folder / MANIFEST}: lists no {split} shards; prepare more text{more}")
+        more = "prepare more documents"
+        if split == "validation":
+            more += (" (of a text file, --documents blank makes several), with a larger VALIDATION_FRACTION, or "
+                     "set VALIDATE_EVERY=0")
+        raise DataError(f"{folder / MANIFEST}: lists no {split} shards; {more}")
     if segments:
         stream, dtype = stream.segments, "uint32"
         if stream is None:

@@ -303,7 +303,7 @@ class RunLog:
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
         self._write_json("samples", {"step": step, "prompt": prompt, "text": text})
-        between = "" if self.config.training_stage == "pretrain" else " -> "
+        between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
         self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (end of text at once)")
 
     def close(self, finished: bool = True) -> None:
