@@ -284,8 +284,8 @@ def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: boo
     if stream is None or not stream.shards:
         more = "prepare more documents"
         if split == "validation":
-            more += (" (of a text file, --documents blank makes several), with a larger VALIDATION_FRACTION, or "
-                     "set VALIDATE_EVERY=0")
+            more += (" (of a text file, --documents blank makes several), with a larger VALIDATION_FRACTION, "
+                     "or set VALIDATE_EVERY=0")
         raise DataError(f"{folder / MANIFEST}: lists no {split} shards; {more}")
     if segments:
         stream, dtype = stream.segments, "uint32"
