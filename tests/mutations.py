@@ -89,7 +89,7 @@ FAULTS = [
           f"{PROPERTIES}::test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step"),
     fault("rows: last one of an epoch is left out", "data_pipeline/row_order.py",
           "np.divmod(positions, n_rows)", "np.divmod(positions, max(1, n_rows - 1))", LOADERS),
-    fault("rows: same order for every seed", "data_pipeline/row_order.py", "SeedSequence([seed, epoch])",
+    fault("rows: same order for every seed", "data_pipeline/row_order.py", "SeedSequence([seed, epoch, source])",
           "SeedSequence([0, epoch])", LOADERS),
     fault("documents: not numbered", "dataloaders.py", "ids_BT == document_start_id", "ids_BT < 0", LOADERS),
     fault("packing: examples overlap", "data_pipeline/packing.py", "slots += each", "slots += each - 1",
