@@ -5,8 +5,9 @@ import random
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,7 +26,9 @@ from common.text import print_safely
 from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
+from parallel import sharding
 from parallel.collectives import Ranks
+from parallel.sharding import load_rows
 from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
@@ -100,23 +103,52 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-    """Return a Transformer on the rank's device, with initial weights that depend on SEED only."""
+    """Return a Transformer on the rank's device, with initial weights that depend on SEED only.
+
+    Collective: every rank must call it.
+    """
+    model = model_on_meta(config, vocab_size, dtype)
+    allocate_model(model, config, ranks)
+    init_model(model, torch.Generator(ranks.device).manual_seed(config.seed))
+    return model
+
+
+def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Transformer:
+    """Return a Transformer on the meta device, without memory."""
+    with torch.device("meta"):
+        return Transformer(config, vocab_size, dtype)
+
+
+def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
+    """Give a model on the meta device memory on the rank's device: with SHARDING, of its own rows only.
+
+    Collective: every rank must call it.
+    """
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size, dtype)
-    model.to_empty(device=ranks.device)
-    model.init_weights(torch.Generator(ranks.device).manual_seed(config.seed))
-    return model
+    if config.sharding != "none":
+        mesh = sharding.make_mesh(ranks, config.ranks_per_copy)
+        sharding.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype],
+                             config.cpu_offload)
+    sharding.allocate(model, ranks.device, config.cpu_offload)
+
+
+def init_model(model: Transformer, generator: torch.Generator) -> None:
+    """Draw the initial weights, the same ones however the model is sharded."""
+    if not sharding.is_sharded(model):
+        return model.init_weights(generator)
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, device=generator.device)  # one at a time
+        model.init_weight(name, whole, generator)
+        sharding.put(parameter, whole)
 
 
 def model_from_tensors(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
                    dtype: torch.dtype = torch.float32) -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size, dtype)
+    model = model_on_meta(config, vocab_size, dtype)
     model.load_state_dict(state, assign=True)
     return model
 
@@ -186,9 +218,10 @@ def compile_model(model: Transformer) -> None:
 def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> nn.Module:
     """Return the model, in DDP if there are several ranks, which exchange gradients in `gradient_dtype`.
 
-    Without `device_ids`, DDP does not move the CPU tensors of a batch to the GPU.
+    A sharded model exchanges them itself. Without `device_ids`, DDP does not move the CPU tensors of a batch
+    to the GPU.
     """
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or sharding.is_sharded(model):
         return model
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if gradient_dtype == "bf16":
@@ -202,15 +235,29 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     return parallel
 
 
+@contextmanager
+def exchanging(model: nn.Module, is_last: bool) -> Iterator[None]:
+    """A `with` block around the forward and backward of a micro-batch; ranks exchange gradients in the last.
+
+    Args:
+        model: of `wrap_model`.
+    """
+    if sharding.is_sharded(model):
+        sharding.exchange_over_copies(model, is_last)
+    # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+        yield
+
+
 def exchange_in_bf16(process_group, bucket):
     """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
     return bf16_compress_hook(process_group, bucket)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the norm of all gradients together."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return nn.utils.get_total_norm(gradients)
+    """Return the norm of all gradients together. Collective if the model is sharded."""
+    return sharding.total_norm(parameter.grad for parameter in model.parameters()
+                               if parameter.grad is not None)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
@@ -237,7 +284,17 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     refuse_adapters(folder)
     tensors, rows = hf_format.load_model_weights(folder), padded(model.vocab_size)
     tensors = hf_format.first_part(tensors, model.vocab_size, model.config.keep_layers)
-    model.load_state_dict(hf_format.from_huggingface(tensors, model.config, rows, finite=finite))
+    state = hf_format.from_huggingface(tensors, model.config, rows, finite=finite)
+    for name, tensor in state.items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        load = getattr(module, "load_base", partial(load_rows, module.weight))
+        load(lambda start, end, tensor=tensor: tensor[start:end])
+
+
+def read_embedding(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
+    """Return the embedding of the model in a folder, padded. Raises CheckpointError like `load_weights`."""
+    tensors = hf_format.first_part(hf_format.load_model_weights(folder), vocab_size, config.keep_layers)
+    return hf_format.from_huggingface(tensors, config, padded(vocab_size))["tok_embeddings.weight"]
 
 
 def save_model(folder: Path, model: Transformer, tokenizer, max_seq_len: int) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from common.heartbeat import HEARTBEAT
 from parallel.collectives import Ranks
 
+ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
 SHARD = "shard"  # the dimension of the mesh along which matrices are divided
 
 
@@ -103,12 +104,28 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     return start, min(rows, start + each)
 
 
-def copies(tensor: Tensor, ranks: Ranks) -> range:
-    """Return the ranks that hold the same rows as this one."""
-    if not isinstance(tensor, DTensor):
-        return range(ranks.world_size)
-    size = tensor.device_mesh[SHARD].size()
-    return range(ranks.rank % size, ranks.world_size, size)
+@torch.no_grad()
+def put(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the rank's own rows of a whole tensor into a parameter."""
+    own(parameter).copy_(whole[slice(*own_rows(parameter))])
+
+
+@torch.no_grad()
+def load_rows(parameter: Tensor, read: ReadRows) -> None:
+    """Read the rank's own rows of a parameter, and no others."""
+    start, end = own_rows(parameter)
+    if start < end:
+        own(parameter).copy_(read(start, end))
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this parameter is sharded; false for one that is whole on every rank."""
+    return isinstance(tensor, DTensor)
+
+
+def ranks_per_copy(model: nn.Module) -> int:
+    """Return the number of ranks that hold one copy of the model together."""
+    return next((each.device_mesh[SHARD].size() for each in model.parameters() if is_divided(each)), 1)
 
 
 def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
@@ -128,6 +145,24 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
     with HEARTBEAT.waiting():
         dist.all_gather_into_tensor(whole, padded, group=group)
     return whole[:like.shape[0]]
+
+
+def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
+    """Return rank 0's tensor on every rank, if the model is sharded: all must then take equal decisions.
+
+    Collective if the model is sharded: every rank must call it.
+    """
+    if is_sharded(model):
+        with HEARTBEAT.waiting():
+            dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name: of a sharded model the sharded ones, also after an evaluation."""
+    if is_sharded(model):
+        model.reshard()
+    return dict(model.named_parameters())
 
 
 class RowServer:

@@ -192,7 +192,8 @@ def test_an_unknown_layer_is_refused_with_the_known_ones(targets, named):
 
 
 def test_dropout_is_on_the_adapters_branch_only():
-    layer = lora.LoRALinear(Linear(64, 32), settings(lora_dropout=0.5), torch.Generator().manual_seed(0))
+    layer = lora.LoRALinear(Linear(64, 32), settings(lora_dropout=0.5))
+    layer.init_adapter(torch.Generator().manual_seed(0))
     x = torch.randn(4, 64)
     with torch.no_grad():
         layer.weight.normal_()
