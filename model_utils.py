@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import hf_format, store
 from checkpoint.peft_format import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
+from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely
@@ -111,13 +112,15 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
     return model
 
 
-def model_from_tensors(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
-                   dtype: torch.dtype = torch.float32) -> Transformer:
+def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
+                   dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
     with torch.device("meta"):
         model = Transformer(config, vocab_size, dtype)
-    model.load_state_dict(state, assign=True)
+    # Copied, because each tensor would keep a mapping of its whole file.
+    model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
+                          assign=True)
     return model
 
 
@@ -237,7 +240,10 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     refuse_adapters(folder)
     tensors, rows = hf_format.load_model_weights(folder), padded(model.vocab_size)
     tensors = hf_format.first_part(tensors, model.vocab_size, model.config.keep_layers)
-    model.load_state_dict(hf_format.from_huggingface(tensors, model.config, rows, finite=finite))
+    state = hf_format.from_huggingface(tensors, model.config, rows, finite=finite)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(state[name].whole())
 
 
 def save_model(folder: Path, model: Transformer, tokenizer, max_seq_len: int) -> None:
@@ -250,17 +256,19 @@ def is_vocabulary(name: str) -> bool:
     return name.startswith(hf_format.VOCABULARY)
 
 
-def trim_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
     rows = padded(model.vocab_size)
-    return {name: tensor[:model.vocab_size] if is_vocabulary(name) and tensor.shape[:1] == (rows,) else tensor
+    return {name: lazy(tensor).first_rows(model.vocab_size)
+            if is_vocabulary(name) and tensor.shape[:1] == (rows,) else lazy(tensor)
             for name, tensor in tensors.items()}
 
 
-def restore_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
-    padding = (0, 0, 0, padded(model.vocab_size) - model.vocab_size)
-    return {name: nn.functional.pad(tensor, padding) if is_vocabulary(name) and tensor.ndim == 2 else tensor
+    padding = padded(model.vocab_size) - model.vocab_size
+    return {name: tensor.padded(tensor.rows + padding)
+            if is_vocabulary(name) and len(tensor.shape) == 2 else tensor
             for name, tensor in tensors.items()}
 
 
@@ -295,8 +303,8 @@ def load_model(folder: Path) -> tuple[Transformer, Any]:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
     on_gpu = torch.cuda.is_available()
-    model = model_from_tensors(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
-    return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    return model_from_tensors(tensors, config, vocab_size, dtype, device).float(), tokenizer
 
 
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:

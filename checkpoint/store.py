@@ -23,7 +23,7 @@ from torch import Tensor
 
 from checkpoint.hub import hub_model, is_model_name
 from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse, read_state_file
-from checkpoint.tensor_files import read_tensors, write_tensors
+from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import leads_outside, plain, read_plain, sha256, sync, sync_folder
 from common.text import print_safely, printable
@@ -55,7 +55,7 @@ class Contents(NamedTuple):
     step: int
     write_model: Callable[[Path], None]  # writes the model's files into a folder; called on rank 0
     state: Mapping[str, Any]  # JSON-like; its `val_loss`, if any, decides what KEEP_BEST keeps
-    optimizer: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor | LazyTensor]
     model_bytes: int = 0  # that `write_model` will write, to find a full disk beforehand
 
 
@@ -375,9 +375,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     return read_state_file(Path(folder) / STATE) if _has(Path(folder), STATE) else {}
 
 
-def read_optimizer(folder: Path) -> dict[str, Tensor]:
+def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
     """Return the optimizer's tensors, on the CPU; like `read_state`."""
-    return read_tensors(Path(folder) / OPTIMIZER) if _has(Path(folder), OPTIMIZER) else {}
+    return open_tensors(Path(folder) / OPTIMIZER) if _has(Path(folder), OPTIMIZER) else {}
 
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),

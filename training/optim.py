@@ -1,12 +1,13 @@
 """The optimizers, the parameters that each updates, and the learning rate of each step."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Optional
 
 import torch
 from torch import Tensor, nn
 
+from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import OptimConfig
@@ -144,7 +145,7 @@ class Optimizer:
         return {f"{self.names[parameter]}.{key}": value for part in self.parts
                 for parameter, state in part.state.items() for key, value in state.items()}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         """Restore the state of a checkpoint; one from before the first update has none.
 
         Raises:
@@ -164,5 +165,5 @@ class Optimizer:
                                   "use another checkpoint")
         for key, (part, parameter, entry) in places.items():
             # On the parameter's device, where a fused AdamW counts its steps.
-            part.state[parameter][entry] = tensors[key].to(parameter.device)
+            part.state[parameter][entry] = lazy(tensors[key]).whole().to(parameter.device, copy=True)
             HEARTBEAT.beat()
