@@ -5,6 +5,7 @@ gradient and of its optimizer state. Vectors are small, and whole on every rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from common.heartbeat import HEARTBEAT
 from parallel.collectives import Ranks
 
+T = TypeVar("T")
 ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
 SHARD = "shard"  # the dimension of the mesh along which matrices are divided
 
@@ -179,25 +181,31 @@ class RowServer:
     def __init__(self, tensors: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks):
         self.tensors, self.ranks, self.names = tensors, ranks, [*tensors]
 
-    def gather(self, name: str) -> Tensor:
-        """Return the whole tensor. Rank 0 calls it while the others are in `serve`."""
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a whole tensor, or a scalar; only rank 0 calls it, in `on_rank0`."""
         rows, like = self.tensors[name]
-        if not isinstance(like, DTensor):
-            return rows
-        self._announce(self.names.index(name))
-        return gather_rows(rows, like)
+        if is_divided(like):
+            self._announce(self.names.index(name))
+        whole = gather_rows(rows, like)
+        return whole[start:stop] if whole.ndim else whole
 
-    def serve(self) -> None:
-        """Take part in what rank 0 gathers, until it calls `end`."""
-        while (index := self._announce(self.END)) != self.END:
-            gather_rows(*self.tensors[self.names[index]])
+    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
+        """`Ranks.on_rank0`, where make() may `gather`. Collective: every rank must call it."""
+        def work() -> Optional[T]:
+            if self.ranks.is_rank0:
+                try:
+                    return make()
+                finally:
+                    self._announce(self.END)
+            while (index := self._announce(self.END)) != self.END:
+                gather_rows(*self.tensors[self.names[index]])
 
-    def end(self) -> None:
-        """Let the other ranks leave `serve`."""
-        self._announce(self.END)
+        return self.ranks.raise_on_all(work)
 
     def _announce(self, index: int) -> int:
         """Return rank 0's index on every rank."""
+        if self.ranks.world_size == 1:
+            return index
         number = torch.tensor(index, device=self.ranks.device)
         with HEARTBEAT.waiting():
             dist.broadcast(number, src=0)
