@@ -120,6 +120,8 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
 def open_tensors(path: Path) -> dict[str, LazyTensor]:
     """Return a safetensors file's tensors, which are read on the CPU.
 
+    What is read is a view of the mapped file: copy what you keep, or the file stays mapped.
+
     Raises:
         CheckpointError: the file cannot be read; also later, when a tensor is read.
     """

@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import tensor_files
+from checkpoint import hf_format, tensor_files
 from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, read_all, write_tensors
 from common.errors import CheckpointError
+from config import ModelConfig, OptimConfig
+from model import Transformer
+from model_utils import load_weights, restore_padding, trim_padding
+from training.optim import Optimizer
 
 
 def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
@@ -69,7 +73,7 @@ def one_at_a_time(tensors: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:
     def guarded(tensor: torch.Tensor) -> LazyTensor:
         def read(start: int, stop: int) -> torch.Tensor:
             assert not any(reference() is not None for reference in read_before), "two are in memory"
-            rows = tensor[start:stop].clone()
+            rows = lazy(tensor).read(start, stop).clone()
             read_before.append(weakref.ref(rows.untyped_storage()))
             return rows
 
@@ -84,6 +88,26 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path):
         read_all(one_at_a_time(tensors))
     write_tensors(tmp_path / "file", one_at_a_time(tensors))
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_all(open_tensors(tmp_path / "file")).items())
+
+
+def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tmp_path):
+    """With the padding of the vocabulary, which no file has."""
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
+    trained, loaded = Transformer(config, 100), Transformer(config, 100)
+    trained.init_weights(torch.Generator().manual_seed(0))
+    optimizer, fresh = Optimizer(trained, OptimConfig()), Optimizer(loaded, OptimConfig())
+    trained(torch.arange(20).view(1, 20), torch.arange(20).view(1, 20)).sum().backward()
+    optimizer.step(0.01)
+    trained.tok_embeddings.weight.data[100:] = 0
+    tensors = read_all(hf_format.to_huggingface(trained.state_dict(), config, 100))
+    monkeypatch.setattr(hf_format, "load_model_weights", lambda folder: one_at_a_time(tensors))
+    load_weights(tmp_path, loaded)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded.parameters(), trained.parameters()))
+    state = trim_padding(optimizer.state_tensors(), trained)
+    assert state["tok_embeddings.weight.exp_avg"].shape == (100, 32)
+    fresh.load_state_tensors(restore_padding(one_at_a_time(read_all(state)), loaded))
+    mine, theirs = fresh.state_tensors(), optimizer.state_tensors()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_a_file_that_is_replaced_or_deleted_is_not_read_on(tmp_path):
