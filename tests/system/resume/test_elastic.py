@@ -1,7 +1,6 @@
 """A run continues on another number of ranks, and with another SHARDING."""
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 from factories import UNMEASURED, TinyRun, argv_of, prepare, run_ranks
