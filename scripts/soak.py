@@ -73,8 +73,8 @@ from train import EXIT_PREEMPTED
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 3, **UNMEASURED}
-# Without a decay, the first steps do not depend on how many follow.
-ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant"}
+# The first steps must not depend on how many follow: neither the learning rate, nor HellaSwag before them.
+ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant", "HELLASWAG_EVERY": 6}
 ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; offload is drawn
 LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-5, 1e-3  # of a loss, and of the largest number in a tensor
 GRACE_SECONDS = 3.0  # for the other ranks to exit before they are killed, as a launcher does
