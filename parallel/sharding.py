@@ -137,7 +137,7 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
         rows: the rank's own.
         like: the parameter.
     """
-    if not isinstance(like, DTensor) or rows.shape == like.shape:
+    if not isinstance(like, DTensor) or like.device_mesh[SHARD].size() == 1:
         return rows
     group, device = like.device_mesh.get_group(SHARD), like.device_mesh.device_type
     each = -(-like.shape[0] // group.size())
