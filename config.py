@@ -66,6 +66,12 @@ class RunConfig(Section):
     drift_check_every: int = safe(
         500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
     world_size: int = safe(1, "processes, set by torchrun; with --check, the number to plan for", ge=1)
+    device_memory: Optional[float] = safe(
+        None, "GB of each device that --check plans for; none = what this machine has", gt=0)
+    sharding: Literal["none", "full", "hybrid"] = safe(
+        "none", "a copy of the model on each rank, one on all together, or one on every SHARD_DEGREE ranks")
+    shard_degree: int = safe(0, "ranks that hold a copy together, for hybrid; 0 = those of a machine", ge=0)
+    cpu_offload: bool = safe(False, "keep sharded weights and optimizer state in the host's memory; slow")
 
 
 class DataConfig(Section):
@@ -321,6 +327,13 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         """Micro-batches of one rank in one step."""
         return self.rows_per_step // (self.micro_batch_size * self.world_size)
 
+    @property
+    def ranks_per_copy(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        if self.sharding != "hybrid":
+            return self.world_size if self.sharding == "full" else 1
+        return self.shard_degree or int(os.environ.get("LOCAL_WORLD_SIZE", min(8, self.world_size)))
+
     def public(self) -> dict[str, Any]:
         """Return every setting by its name as a JSON-like value, without secrets and passwords in URLs."""
         return {name.upper(): without_passwords(value) if isinstance(value, str) else value
@@ -350,7 +363,7 @@ def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     Args:
         start_is_read: the checkpoint that the settings name has completed the model's shape.
     """
-    for topic in (numeric_rules, path_rules, stage_rules):
+    for topic in (numeric_rules, sharding_rules, path_rules, stage_rules):
         yield from topic(config)
     if start_is_read or not names_start(config):
         yield from shape_rules(config)
@@ -395,6 +408,25 @@ def numeric_rules(c: Config) -> Iterator[str]:
         yield "PRECISION=fp16 has no fast kernels with DEVICE=cpu; use fp32, or bf16"
     if c.early_stopping_patience and not c.validate_every:
         yield "EARLY_STOPPING_PATIENCE needs validations; set VALIDATE_EVERY above 0"
+
+
+def sharding_rules(c: Config) -> Iterator[str]:
+    """How the model is divided over the ranks."""
+    if c.sharding == "none":
+        if c.cpu_offload:
+            yield "CPU_OFFLOAD=true moves sharded weights to the host; set SHARDING=full, or remove it"
+        return
+    if c.world_size % c.ranks_per_copy:
+        divisors = [str(n) for n in range(1, c.world_size + 1) if c.world_size % n == 0]
+        yield (f"SHARDING=hybrid needs a SHARD_DEGREE that divides WORLD_SIZE={c.world_size}, and it is "
+               f"{c.ranks_per_copy}{'' if c.shard_degree else ', the ranks of a machine'}; try one of "
+               f"{', '.join(divisors)}")
+    if c.precision == "fp16":
+        yield f"PRECISION=fp16 and its loss scale do not work with SHARDING={c.sharding}; use bf16, or fp32"
+    if c.lora_enabled and c.lora_base_quantization != "none":
+        yield (f"LORA_BASE_QUANTIZATION={c.lora_base_quantization} conflicts with SHARDING={c.sharding}, "
+               "because a quantized matrix cannot be divided by rows; set SHARDING=none, since the quantized "
+               "base is small, or LORA_BASE_QUANTIZATION=none")
 
 
 def path_rules(c: Config) -> Iterator[str]:

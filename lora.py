@@ -18,6 +18,7 @@ from config import LoraConfig
 from fused.chunked_head import HeadWeight
 from fused.matmul import QuantizedLinear, dequantize, linear, quantize
 from model import Linear, Transformer
+from parallel.sharding import ReadRows, load_rows, own, put
 
 # -------------------------------------------------------------------------------------- the layers
 
@@ -29,6 +30,7 @@ class FrozenLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.scales = base.weight, None
+        self.kind = kind
         if kind != "none":
             packed, scales = quantize(base.weight.detach(), kind)
             # Not buffers, which DDP would broadcast in every forward.
@@ -39,6 +41,15 @@ class FrozenLinear(nn.Module):
         if self.scales is None:
             return linear(x, self.weight)
         return QuantizedLinear.apply(x, self.weight, self.scales, (self.out_features, self.in_features))
+
+    @torch.no_grad()
+    def load_base(self, read: ReadRows) -> None:
+        """Fill in the base's matrix."""
+        if self.scales is None:
+            return load_rows(self.weight, read)
+        whole = read(0, self.out_features).to(self.weight.device, torch.float32)
+        for parameter, values in zip((self.weight, self.scales), quantize(whole, self.kind)):
+            parameter.copy_(values)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -53,18 +64,22 @@ class LoRALinear(FrozenLinear):
 
     Args:
         base: the layer to replace.
-        generator: draws lora_A. lora_B is zero, so that the new layer equals the base.
     """
 
-    def __init__(self, base: Linear, config: LoraConfig, generator: torch.Generator):
+    def __init__(self, base: Linear, config: LoraConfig):
         super().__init__(base, config.lora_base_quantization)
         rank, device = config.lora_rank, base.weight.device
         self.scale = config.lora_alpha / (math.sqrt(rank) if config.lora_rslora else rank)
         self.dropout, self.enabled = config.lora_dropout, True
-        drawn = torch.empty(rank, base.in_features, device=generator.device)
-        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        self.lora_A = nn.Parameter(drawn.to(device))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
+        self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
+
+    @torch.no_grad()
+    def init_adapter(self, generator: torch.Generator) -> None:
+        """Draw lora_A. lora_B is zero, so that the new layer equals the base."""
+        drawn = torch.empty(self.lora_A.shape, device=generator.device)
+        put(self.lora_A, nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
+        own(self.lora_B).zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
@@ -80,6 +95,34 @@ class LoRALinear(FrozenLinear):
         return super().merged() + self.scale * (self.lora_B @ self.lora_A)
 
 
+class TrainedWhole(nn.Module):
+    """An embedding or head that is trained in float32, beside a frozen copy for `disable_adapters`.
+
+    Args:
+        base: the layer to replace.
+    """
+
+    def __init__(self, base: nn.Embedding | Linear):
+        super().__init__()
+        self.enabled = True
+        self.weight = nn.Parameter(base.weight.detach().float())
+        self.frozen_weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed ids of any shape."""
+        return F.embedding(tokens, self.weight if self.enabled else self.frozen_weight)
+
+    def as_head(self) -> HeadWeight:
+        """The head's matrix."""
+        weight = self.weight if self.enabled else self.frozen_weight
+        return HeadWeight(weight, weight)
+
+    def load_base(self, read: ReadRows) -> None:
+        """Fill in the base's matrix."""
+        load_rows(self.weight, read)
+        load_rows(self.frozen_weight, read)
+
+
 class TrainableTokens(nn.Module):
     """A frozen embedding or head in which the rows of some tokens are trained, in float32.
 
@@ -92,10 +135,18 @@ class TrainableTokens(nn.Module):
 
     def __init__(self, base: nn.Embedding | Linear, ids: Sequence[int]):
         super().__init__()
-        self.weight, self.enabled = base.weight, True
+        self.weight, self.ids, self.enabled = base.weight, ids, True
         # Not a buffer, which DDP would broadcast in every forward.
         self.ids_K = nn.Parameter(torch.tensor(ids, device=base.weight.device), requires_grad=False)
         self.rows = nn.Parameter(base.weight.detach()[self.ids_K].float())
+
+    @torch.no_grad()
+    def load_base(self, read: ReadRows) -> None:
+        """Fill in the base's matrix, and the ids and rows of the tokens."""
+        load_rows(self.weight, read)
+        self.ids_K.copy_(torch.tensor(self.ids))
+        load_rows(self.rows, lambda start, end: torch.cat([read(each, each + 1)
+                                                           for each in self.ids[start:end]]))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed ids of any shape."""
@@ -155,10 +206,11 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
 
 def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Generator,
                  token_ids: Optional[Mapping[str, Sequence[int]]] = None) -> None:
-    """Freeze a model that has its weights, and add adapters to the layers of LORA_TARGET_MODULES.
+    """Freeze a model, and add adapters to the layers of LORA_TARGET_MODULES.
 
-    Call `cast_base` next, then wrap the model, then make the optimizer. With tied embeddings,
-    LORA_TRAIN_HEAD and LORA_TRAIN_EMBEDDINGS mean the same matrix, and either trains it in both roles.
+    Call `cast_base` next, then wrap the model, then make the optimizer. A model on the meta device then needs
+    memory, its base's weights (`load_base`) and `init_adapters`. With tied embeddings, LORA_TRAIN_HEAD and
+    LORA_TRAIN_EMBEDDINGS mean the same matrix, and either trains it in both roles.
 
     Args:
         generator: on any device; the same seed gives the same adapters.
@@ -181,25 +233,28 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
     for name, layer in layers:
         parent, _, own_name = name.rpartition(".")
         if own_name in targets:
-            layer = LoRALinear(layer, config, generator)
+            layer = LoRALinear(layer, config)
         elif config.lora_base_quantization != "none":
             layer = FrozenLinear(layer, config.lora_base_quantization)
         setattr(model.get_submodule(parent), own_name, layer)
     # Embedding and head, trained whole or by rows
     if config.lora_train_embeddings or (config.lora_train_head and model.output is None):
-        train_whole(model.tok_embeddings)
+        model.tok_embeddings = TrainedWhole(model.tok_embeddings)
     if config.lora_train_head and model.output is not None:
-        train_whole(model.output)
+        model.output = TrainedWhole(model.output)
     for name, ids in (token_ids or {}).items():
-        if not hasattr(layer := model.get_submodule(name), "frozen_weight") and ids:
+        if not isinstance(layer := model.get_submodule(name), TrainedWhole) and ids:
             setattr(model, name, TrainableTokens(layer, sorted(ids)))
     model.train(model.training)  # new layers start in training mode, whatever the model's is
+    if not model.norm.weight.is_meta:
+        init_adapters(model, generator)
 
 
-def train_whole(module: nn.Module) -> None:
-    """Train a module's weight in float32, and keep a copy as `frozen_weight`, for `disable_adapters`."""
-    module.frozen_weight = nn.Parameter(module.weight.detach().clone(), requires_grad=False)
-    module.weight = nn.Parameter(module.weight.detach().float())
+def init_adapters(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw the adapters' initial values, the same ones however the model is sharded."""
+    for module in model.modules():
+        if isinstance(module, LoRALinear):
+            module.init_adapter(generator)
 
 
 def cast_base(model: nn.Module, dtype: torch.dtype) -> None:
@@ -212,21 +267,15 @@ def cast_base(model: nn.Module, dtype: torch.dtype) -> None:
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Turn the model into its base inside a `with` block. Compiled blocks are compiled once more for it."""
-    adapters = [module for module in model.modules() if isinstance(module, (LoRALinear, TrainableTokens))]
-    whole = [module for module in model.modules() if hasattr(module, "frozen_weight")]
+    adapters = [module for module in model.modules() if hasattr(module, "enabled")]
     assert all(adapter.enabled for adapter in adapters), "the adapters are disabled already"
-
-    def switch(on: bool) -> None:
-        for adapter in adapters:
-            adapter.enabled = on
-        for module in whole:
-            module.weight, module.frozen_weight = module.frozen_weight, module.weight
-
-    switch(False)
+    for adapter in adapters:
+        adapter.enabled = False
     try:
         yield
     finally:
-        switch(True)
+        for adapter in adapters:
+            adapter.enabled = True
 
 
 # ------------------------------------------------------------------------------- saving and loading
@@ -251,8 +300,8 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
     Raises:
         CheckpointError: they are not the ones that the settings describe.
     """
-    own = adapter_state_dict(model)
-    here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (own, state))
+    ours = adapter_state_dict(model)
+    here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (ours, state))
     names = sorted(here.keys() ^ saved.keys()) or [name for name in here if here[name] != saved[name]]
     if names:
         first = names[0]
@@ -261,8 +310,8 @@ def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> No
             f"and {here.get(first, 'none')} here ({len(names)} differ); set LORA_RANK, LORA_TARGET_MODULES, "
             "LORA_TRAIN_HEAD, LORA_TRAIN_EMBEDDINGS and LORA_TRAIN_TOKENS as they were")
 
-    for name, tensor in own.items():
-        tensor.copy_(state[name])
+    for name, tensor in ours.items():
+        put(tensor, state[name])
 
 
 def merged_state_dict(model: Transformer) -> dict[str, Tensor]:

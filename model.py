@@ -233,14 +233,19 @@ class Transformer(nn.Module):
     def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
         """Draw weights with INIT_STD, residual projections scaled by depth; norms are 1, padded rows 0."""
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-                continue
-            residual = name.endswith(("wo.weight", "w2.weight"))
-            std = self.config.init_std / (math.sqrt(2 * self.config.n_layers) if residual else 1)
-            parameter.normal_(0.0, std, generator=generator)
-            if name in ("tok_embeddings.weight", "output.weight"):
-                parameter[self.vocab_size:] = 0
+            self.init_weight(name, parameter, generator)
+
+    @torch.no_grad()
+    def init_weight(self, name: str, weight: Tensor, generator: Optional[torch.Generator] = None) -> None:
+        """Draw the initial values of one parameter into a tensor of its shape."""
+        if weight.ndim == 1:
+            weight.fill_(1.0)
+            return
+        residual = name.endswith(("wo.weight", "w2.weight"))
+        std = self.config.init_std / (math.sqrt(2 * self.config.n_layers) if residual else 1)
+        weight.normal_(0.0, std, generator=generator)
+        if name in ("tok_embeddings.weight", "output.weight"):
+            weight[self.vocab_size:] = 0
 
     def attention_meta(self, tokens_BT: Tensor, document_ids: Optional[Tensor],
                        cache: Optional[KVCache]) -> AttentionMeta:

@@ -5,8 +5,9 @@ import random
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -19,13 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import hf_format, store
 from checkpoint.peft_format import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
+from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely
 from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
+from parallel import sharding
 from parallel.collectives import Ranks
+from parallel.sharding import load_rows
 from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
@@ -100,24 +104,55 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-    """Return a Transformer on the rank's device, with initial weights that depend on SEED only."""
-    if ranks.device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.tf32
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size, dtype)
-    model.to_empty(device=ranks.device)
-    model.init_weights(torch.Generator(ranks.device).manual_seed(config.seed))
+    """Return a Transformer on the rank's device, with initial weights that depend on SEED only.
+
+    Collective: every rank must call it.
+    """
+    model = model_on_meta(config, vocab_size, dtype)
+    allocate_model(model, config, ranks)
+    init_model(model, torch.Generator(ranks.device).manual_seed(config.seed))
     return model
 
 
-def model_from_tensors(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
-                   dtype: torch.dtype = torch.float32) -> Transformer:
+def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Transformer:
+    """Return a Transformer on the meta device, without memory."""
+    with torch.device("meta"):
+        return Transformer(config, vocab_size, dtype)
+
+
+def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
+    """Give a model on the meta device memory on the rank's device: with SHARDING, of its own rows only.
+
+    Collective: every rank must call it.
+    """
+    if ranks.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.tf32
+    if config.sharding != "none":
+        mesh = sharding.make_mesh(ranks, config.ranks_per_copy)
+        sharding.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype],
+                             config.cpu_offload)
+    sharding.allocate(model, ranks.device, config.cpu_offload)
+
+
+def init_model(model: Transformer, generator: torch.Generator) -> None:
+    """Draw the initial weights, the same ones however the model is sharded."""
+    if not sharding.is_sharded(model):
+        return model.init_weights(generator)
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, device=generator.device)  # one at a time
+        model.init_weight(name, whole, generator)
+        sharding.put(parameter, whole)
+
+
+def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
+                   dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
-    with torch.device("meta"):
-        model = Transformer(config, vocab_size, dtype)
-    model.load_state_dict(state, assign=True)
+    model = model_on_meta(config, vocab_size, dtype)
+    # Copied, because each tensor would keep a mapping of its whole file.
+    model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
+                           assign=True)
     return model
 
 
@@ -186,9 +221,10 @@ def compile_model(model: Transformer) -> None:
 def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> nn.Module:
     """Return the model, in DDP if there are several ranks, which exchange gradients in `gradient_dtype`.
 
-    Without `device_ids`, DDP does not move the CPU tensors of a batch to the GPU.
+    A sharded model exchanges them itself. Without `device_ids`, DDP does not move the CPU tensors of a batch
+    to the GPU.
     """
-    if ranks.world_size == 1:
+    if ranks.world_size == 1 or sharding.is_sharded(model):
         return model
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if gradient_dtype == "bf16":
@@ -202,15 +238,29 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     return parallel
 
 
+@contextmanager
+def exchanging(model: nn.Module, is_last: bool) -> Iterator[None]:
+    """A `with` block around the forward and backward of a micro-batch; ranks exchange gradients in the last.
+
+    Args:
+        model: of `wrap_model`.
+    """
+    if sharding.is_sharded(model):
+        sharding.exchange_over_copies(model, is_last)
+    # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
+    with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
+        yield
+
+
 def exchange_in_bf16(process_group, bucket):
     """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
     return bf16_compress_hook(process_group, bucket)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
-    """Return the norm of all gradients together."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return nn.utils.get_total_norm(gradients)
+    """Return the norm of all gradients together. Collective if the model is sharded."""
+    return sharding.total_norm(parameter.grad for parameter in model.parameters()
+                               if parameter.grad is not None)
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
@@ -237,12 +287,17 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     refuse_adapters(folder)
     tensors, rows = hf_format.load_model_weights(folder), padded(model.vocab_size)
     tensors = hf_format.first_part(tensors, model.vocab_size, model.config.keep_layers)
-    model.load_state_dict(hf_format.from_huggingface(tensors, model.config, rows, finite=finite))
+    state = hf_format.from_huggingface(tensors, model.config, rows, finite=finite)
+    for name, tensor in state.items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        getattr(module, "load_base", partial(load_rows, module.weight))(tensor.read)
 
 
-def save_model(folder: Path, model: Transformer, tokenizer, max_seq_len: int) -> None:
-    """Save a model and its tokenizer into a folder, as Hugging Face opens it. Raises OSError."""
-    hf_format.save_model_folder(folder, model.state_dict(), model.config, tokenizer, max_seq_len)
+def read_embedding(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
+    """Return the embedding of the model in a folder, padded. Raises CheckpointError like `load_weights`."""
+    tensors = hf_format.first_part(hf_format.load_model_weights(folder), vocab_size, config.keep_layers)
+    state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
+    return state["tok_embeddings.weight"].whole()
 
 
 def is_vocabulary(name: str) -> bool:
@@ -250,17 +305,19 @@ def is_vocabulary(name: str) -> bool:
     return name.startswith(hf_format.VOCABULARY)
 
 
-def trim_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
     rows = padded(model.vocab_size)
-    return {name: tensor[:model.vocab_size] if is_vocabulary(name) and tensor.shape[:1] == (rows,) else tensor
+    return {name: lazy(tensor).first_rows(model.vocab_size)
+            if is_vocabulary(name) and tensor.shape[:1] == (rows,) else lazy(tensor)
             for name, tensor in tensors.items()}
 
 
-def restore_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
-    padding = (0, 0, 0, padded(model.vocab_size) - model.vocab_size)
-    return {name: nn.functional.pad(tensor, padding) if is_vocabulary(name) and tensor.ndim == 2 else tensor
+    padding = padded(model.vocab_size) - model.vocab_size
+    return {name: tensor.padded(tensor.rows + padding)
+            if is_vocabulary(name) and len(tensor.shape) == 2 else tensor
             for name, tensor in tensors.items()}
 
 
@@ -295,8 +352,8 @@ def load_model(folder: Path) -> tuple[Transformer, Any]:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
     on_gpu = torch.cuda.is_available()
-    model = model_from_tensors(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
-    return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    return model_from_tensors(tensors, config, vocab_size, dtype, device).float(), tokenizer
 
 
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:

@@ -37,8 +37,9 @@ from torch import Tensor
 
 from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
-from model_utils import clip_scale, gradient_norm, seed_step, wrap_model
+from model_utils import clip_scale, exchanging, gradient_norm, seed_step, wrap_model
 from parallel.collectives import Interrupted, classify_exception, stop_watchdog
+from parallel.sharding import FiniteGradients, average_vectors, is_sharded
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
 from training.optim import learning_rate
@@ -164,6 +165,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     config, ranks, scaler = run.config, run.ranks, run.scaler
     units = ranks.all_reduce(torch.full((), count, dtype=torch.float64, device=ranks.device))
     sums = accumulate_gradients(run, ddp_model, batches, (ranks.world_size / units).float())
+    if is_sharded(ddp_model):
+        average_vectors(ddp_model, ranks)
     if scaler:
         for part in run.optimizer.parts:
             scaler.unscale_(part)
@@ -197,7 +200,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
 
 def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
                          factor: Tensor | float) -> dict[str, Tensor]:
-    """Forward and backward of this rank's micro-batches; DDP exchanges gradients with the last.
+    """Forward and backward of this rank's micro-batches; ranks exchange gradients with the last.
 
     Args:
         factor: of each loss, which is a sum over units: 1 / units, times the ranks that DDP averages over.
@@ -207,11 +210,9 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     # DDP's buckets keep the gradients of several ranks.
     run.optimizer.zero_grad(set_to_none=run.ranks.world_size == 1)
     ddp_model.train()  # an evaluation may have switched dropout off
-    no_sync = getattr(ddp_model, "no_sync", nullcontext)
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
-        # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
-        with no_sync() if number < len(batches) else nullcontext():
+        with exchanging(ddp_model, is_last=number == len(batches)):
             total, metrics = run.objective.loss_sum(ddp_model, batch)
             mean = total * factor
             (run.scaler.scale(mean) if run.scaler else mean).backward()
@@ -222,14 +223,21 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
 
 
 def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
-    """Whether this rank's loss and gradients are finite when computed again, without the other ranks.
+    """Whether this rank's loss and gradients are finite when computed again, without those of other ranks.
+
+    Collective if the model is sharded.
 
     Args:
         count: the units of all ranks.
     """
     seed_step(run.config.seed, run.progress.step, run.ranks.rank)
-    sums = accumulate_gradients(run, run.model, batches, run.ranks.world_size / count)
-    return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
+    factor = run.ranks.world_size / count
+    if not is_sharded(run.model):
+        sums = accumulate_gradients(run, run.model, batches, factor)
+        return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
+    with torch.compiler.set_stance("force_eager"), FiniteGradients(run.model) as are_finite:
+        sums = accumulate_gradients(run, run.model, batches, factor)
+        return math.isfinite(sums["loss"]) and are_finite()
 
 
 def step_metrics(run: Run, result: StepResult, lr: float, tokens_per_second: float) -> dict[str, Any]:

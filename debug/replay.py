@@ -59,7 +59,8 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
         raise SettingsError(f"{run_dir} is no run's folder, or the run has taken no step: it holds no "
                             "config.json; name a run's folder, such as runs/first")
     saved = read_json_file(file)
-    merged = {**saved.values, **flags.values, "world_size": (1, "replay")}
+    merged = {**saved.values, **flags.values, "world_size": (1, "replay"), "sharding": ("none", "replay"),
+              "cpu_offload": (False, "replay")}
     config, invalid = validate(merged)
     problems = [*saved.problems, *flags.problems, *invalid.values()] or [*rules(config)]
     if problems:

@@ -199,8 +199,8 @@ def load_teacher(folder: Path, config: Config, vocab_size: int,
         return _load_with_transformers(folder, described, config, vocab_size, device)
     tensors = load_model_weights(folder)
     dtype = _dtype(config, next(iter(tensors.values())).dtype, device)
-    model = model_from_tensors(tensors, ModelConfig(**settings), described["vocab_size"], dtype)
-    model = model.to(device, dtype)
+    model = model_from_tensors(tensors, ModelConfig(**settings), described["vocab_size"], dtype, device)
+    model.to(dtype)
     compile_where_possible(model, config, device.type)
     return LlamaTeacher(model, vocab_size)
 

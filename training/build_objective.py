@@ -15,7 +15,7 @@ from data_pipeline.mixed_rows import MixedRows, map_parts, parts_of
 from data_pipeline.row_order import permutation
 from dataloaders import Rows, cache_of
 from model import Transformer
-from model_utils import build_model, compile_where_possible, load_weights
+from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
 from objectives.base import NextToken, Objective
 from objectives.distillation import Distillation
 from objectives.precompute import ReferenceOutputs, TeacherOutputs
@@ -142,9 +142,10 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
     @cache
     def frozen() -> Transformer:
         folder = base.find(once.context)
-        reference = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
-        ranks.raise_on_all(lambda: load_weights(folder, reference))
+        reference = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
         lora.cast_base(reference.requires_grad_(False), dtype)
+        allocate_model(reference, config, ranks)
+        ranks.raise_on_all(lambda: load_weights(folder, reference))
         compile_where_possible(reference, config, ranks.device.type)
         return reference.eval()
 

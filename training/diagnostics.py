@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from checkpoint.tensor_files import write_tensors
 from config import ModelConfig
+from parallel.sharding import own
 
 # Dense bf16 TFLOP/s from the vendors' data sheets.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "B200": 2250,
@@ -143,7 +144,7 @@ def describe_tensors(model: nn.Module) -> list[dict]:
     report = []
     for name, parameter in model.named_parameters():
         for kind, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
-            if tensor is not None and (bad := count_bad(tensor)):
+            if tensor is not None and (bad := count_bad(tensor := own(tensor))):
                 first = tensor.detach().flatten()[:4].float().tolist()
                 report.append({"tensor": name, "kind": kind, "shape": list(tensor.shape), "non_finite": bad,
                                "first_values": [*map(str, first)]})
@@ -153,14 +154,15 @@ def describe_tensors(model: nn.Module) -> list[dict]:
 def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Return CPU copies of the gradients with NaN or infinity, by `<kind>.<parameter>`.
 
-    They take at most KEPT_BYTES. The first are those with the smallest share of such elements, which say most
-    about the cause.
+    Of a sharded model, they are the rank's own rows. They take at most KEPT_BYTES. The first are those with
+    the smallest share of such elements, which say most about the cause.
     """
-    shares = {name: count_bad(parameter.grad) / parameter.grad.numel()
-              for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: own(parameter.grad) for name, parameter in model.named_parameters()
+                 if parameter.grad is not None}
+    shares = {name: count_bad(gradient) / max(1, gradient.numel()) for name, gradient in gradients.items()}
     kept, room = {}, KEPT_BYTES
     for name in sorted(filter(shares.get, shares), key=shares.__getitem__):
-        gradient = model.get_parameter(name).grad
+        gradient = gradients[name]
         if gradient.nbytes <= room:
             room -= gradient.nbytes
             kept[f"{kind}.{name}"] = gradient.to("cpu", copy=True)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from common.heartbeat import HEARTBEAT
 from model import KVCache, Transformer
+from parallel.sharding import same_on_all
 
 PROMPT, PADDING = 1, 2  # document ids: KVCache gives new tokens the prompt's; no prompt attends to padding
 
@@ -32,7 +33,7 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
     """Continue each prompt; return the new tokens, without the stop token that ended them.
 
     The result depends on the arguments only. It does not depend on the other prompts, except that a prompt's
-    random numbers go with its index.
+    random numbers go with its index. Collective if the model is sharded: every rank must call it.
 
     Args:
         prompts: token ids, at least one each.
@@ -69,7 +70,7 @@ def continue_prompts(model: Transformer, prompts: Sequence[Sequence[int]], draws
     unfinished = set(range(len(prompts)))
     for position in range(max_new_tokens):
         HEARTBEAT.beat()
-        next_B = choose(logits_BV, draws_BT[:, position].to(device), sampling)
+        next_B = same_on_all(model, choose(logits_BV, draws_BT[:, position].to(device), sampling))
         for row, token in enumerate(next_B.tolist()):
             if token in stop_ids:
                 unfinished.discard(row)

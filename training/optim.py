@@ -1,15 +1,17 @@
 """The optimizers, the parameters that each updates, and the learning rate of each step."""
 
 import math
-from collections.abc import Iterable
-from typing import Optional
+from collections.abc import Iterable, Mapping
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
+from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import OptimConfig
+from parallel.sharding import gather_rows, own, own_rows
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
@@ -59,6 +61,7 @@ class Muon(torch.optim.Optimizer):
 
     grad_scale: Optional[Tensor] = None
     found_inf: Optional[Tensor] = None
+    sharded: Mapping[Tensor, Tensor] = {}  # the parameter whose own rows a parameter is
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -67,29 +70,33 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[nn.Parameter]] = {}
+            together: dict[Any, list[nn.Parameter]] = {}
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_shape.setdefault(parameter.shape, []).append(parameter)
-            for shape, parameters in by_shape.items():
+                if parameter.grad is not None:  # sharded matrices are gathered one at a time
+                    key = parameter if parameter in self.sharded else parameter.shape
+                    together.setdefault(key, []).append(parameter)
+            for parameters in together.values():
+                like = self.sharded.get(parameters[0], parameters[0])
                 buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                            for p in parameters]
                 gradients = [p.grad for p in parameters]
                 if self.grad_scale is not None:
-                    torch._foreach_div_(gradients, self.grad_scale)
+                    torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
                 self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
                                        for buffer, gradient in zip(buffers, gradients)))
-                updates = torch.stack(torch._foreach_lerp(gradients, buffers, group["momentum"]))
+                updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+                updates = torch.stack([gather_rows(update, like) for update in updates])
                 if updates.device.type == "cuda":
                     updates = updates.bfloat16()
-                updates = newton_schulz(updates).to(parameters[0].dtype).unbind()
-                decay, lr = 1 - group["lr"] * group["weight_decay"], group["lr"] * 0.2 * math.sqrt(max(shape))
+                updates = newton_schulz(updates)[:, slice(*own_rows(like))].to(gradients[0]).unbind()
+                decay = 1 - group["lr"] * group["weight_decay"]
+                lr = group["lr"] * 0.2 * math.sqrt(max(like.shape))
                 self._assign(parameters, ((parameter * decay).sub_(update, alpha=lr)
                                           for parameter, update in zip(parameters, updates)))
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         """Give the tensors new values, unless the update is skipped, which only the device knows."""
-        skipped = None if self.found_inf is None else self.found_inf != 0
+        skipped = None if self.found_inf is None else self.found_inf.to(tensors[0].device) != 0
         for tensor, value in zip(tensors, values):
             tensor.copy_(value) if skipped is None else torch.where(skipped, tensor, value, out=tensor)
 
@@ -104,7 +111,11 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig):
-        self.names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Of a sharded parameter, an optimizer sees the rank's own rows, as a parameter of their own.
+        self.sharded = {nn.Parameter(own(p)): p for p in trained.values() if own(p) is not p}
+        own_of = {p: rows for rows, p in self.sharded.items()}
+        self.names = {own_of.get(p, p): name for name, p in trained.items()}
         matrices = [p for p in self.names if p.ndim >= 2]
         vectors = [p for p in self.names if p.ndim < 2]
         # AdamW trains the factors of adapters: orthogonalising each does not orthogonalise their product.
@@ -119,6 +130,7 @@ class Optimizer:
                               betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
         if with_muon:
             self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
+            self.parts[-1].sharded = self.sharded
 
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
              found_inf: Optional[Tensor] = None) -> None:
@@ -128,6 +140,8 @@ class Optimizer:
             grad_scale: float32 (), divides the gradients first; None = 1.
             found_inf: float32 (), on the device; if it is 1, parameters and state keep their bits.
         """
+        for rows, parameter in self.sharded.items():  # fully_shard may have moved them
+            rows.data, rows.grad = own(parameter), None if parameter.grad is None else own(parameter.grad)
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
@@ -138,13 +152,18 @@ class Optimizer:
         """Drop the gradients, or set them to zero."""
         for part in self.parts:
             part.zero_grad(set_to_none)
+        for parameter in self.sharded.values():
+            parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, not copies."""
+        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, not copies.
+
+        Of a sharded parameter, it is that of the rank's own rows.
+        """
         return {f"{self.names[parameter]}.{key}": value for part in self.parts
                 for parameter, state in part.state.items() for key, value in state.items()}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         """Restore the state of a checkpoint; one from before the first update has none.
 
         Raises:
@@ -155,8 +174,8 @@ class Optimizer:
         places = {f"{self.names[p]}.{entry}": (part, p, entry) for part in self.parts
                   for group in part.param_groups for p in group["params"] for entry in STATE_OF[type(part)]}
         found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
-        wanted = {key: "torch.float32 ()" if entry == "step" else f"{p.dtype} {tuple(p.shape)}"
-                  for key, (_, p, entry) in places.items()}
+        wanted = {key: "torch.float32 ()" if entry == "step" else
+                  f"{p.dtype} {tuple(self.sharded.get(p, p).shape)}" for key, (_, p, entry) in places.items()}
         if found != wanted:
             key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
             raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is "
@@ -164,5 +183,6 @@ class Optimizer:
                                   "use another checkpoint")
         for key, (part, parameter, entry) in places.items():
             # On the parameter's device, where a fused AdamW counts its steps.
-            part.state[parameter][entry] = tensors[key].to(parameter.device)
+            rows = (0, 1) if entry == "step" else own_rows(self.sharded.get(parameter, parameter))
+            part.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
             HEARTBEAT.beat()

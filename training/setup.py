@@ -3,7 +3,7 @@
 Nothing in the run's folder is written here except its lock.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from dataloaders import cache_of, open_rows
 from hellaswag_utils import prepare_tasks, read_items
 from model import Transformer, padded
 from model_utils import (
+    allocate_model,
     build_model,
     check_vocabulary,
     choose_device,
@@ -26,6 +27,8 @@ from model_utils import (
     compile_where_possible,
     load_weights,
     make_deterministic,
+    model_on_meta,
+    read_embedding,
     restore_padding,
 )
 from parallel.collectives import Interrupted, Ranks, RunContext, StopSignals, joined_ranks
@@ -100,45 +103,39 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
     return start
 
 
-def place_weights(config: Config, start: Start, model: Transformer, inputs: Inputs, ranks: Ranks,
-                  finite: bool) -> None:
-    """Load the start's weights into the model, and add adapters if the settings ask for them.
+def build_adapted(config: Config, start: Start, inputs: Inputs, dtype: torch.dtype,
+                  ranks: Ranks) -> Transformer:
+    """The start's base with adapters: new ones, or those of the start. Collective: every rank must call it.
 
-    Collective: every rank must call it.
-
-    Args:
-        finite: refuse weights that are not finite.
     Raises:
-        CheckpointError: they have another shape than the settings, or the adapters belong to another base.
+        CheckpointError: the base has another shape than the settings, or the adapters belong to another base.
     """
-    if not config.lora_enabled:
-        if start.folder is not None:
-            ranks.raise_on_all(lambda: load_weights(start.folder, model, finite))
-        return
-    used_ids: list[int] = []
-    if config.lora_train_tokens == "auto" and not start.own:
-        used_ids = ranks.broadcast(ranks.on_rank0(inputs.used_ids))
-
-    def add_adapters() -> None:
-        load_weights(start.base, model)
+    model = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
+    adapter, token_ids = None, {}
+    if start.own:
         rows = padded(model.vocab_size)
-        adapter = start.own and peft_format.load_adapter_folder(start.folder, config, rows)
-        token_ids = adapter.token_ids if adapter else token_ids_to_train(config, inputs, model, used_ids)
-        lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed), token_ids)
-        lora.cast_base(model, choose_dtype(config, ranks.device.type))
-        if adapter:
-            adapter.check_base(start.base_sha256, start.base)
-            lora.load_adapter_state_dict(model, adapter.state)
+        adapter = ranks.raise_on_all(lambda: peft_format.load_adapter_folder(start.folder, config, rows))
+        ranks.raise_on_all(lambda: adapter.check_base(start.base_sha256, start.base))
+        token_ids = adapter.token_ids
+    elif config.lora_train_tokens != "none":
+        token_ids = ranks.broadcast(ranks.on_rank0(lambda: token_ids_to_train(config, inputs, start.base)))
+    generator = torch.Generator().manual_seed(config.seed)
+    ranks.raise_on_all(lambda: lora.add_adapters(model, config, generator, token_ids))
+    lora.cast_base(model, dtype)
+    allocate_model(model, config, ranks)
+    ranks.raise_on_all(lambda: load_weights(start.base, model))
+    lora.init_adapters(model, generator)
+    if adapter:
+        ranks.raise_on_all(lambda: lora.load_adapter_state_dict(model, adapter.state))
+    return model
 
-    ranks.raise_on_all(add_adapters)
 
-
-def token_ids_to_train(config: Config, inputs: Inputs, model: Transformer,
-                       used_ids: Sequence[int]) -> hf_format.TokenIds:
+def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> hf_format.TokenIds:
     """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
-    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids,
-                               model.tok_embeddings.weight)
-    return dict.fromkeys(["tok_embeddings"] + (["output"] if model.output is not None else []), ids)
+    used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
+    embedding = read_embedding(base, config, inputs.tokenizer.vocab_size)
+    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, embedding)
+    return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
 
 
 def restore(config: Config, start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
@@ -170,8 +167,13 @@ def build_run(config: Config, context: RunContext, inputs: Inputs, folder: RunFo
         Interrupted: a rank received a stop signal.
     """
     ranks, dtype = context.ranks, choose_dtype(config, context.ranks.device.type)
-    model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
-    place_weights(config, start, model, inputs, ranks, finite=not (for_replay and start.own))
+    if config.lora_enabled:
+        model = build_adapted(config, start, inputs, dtype, ranks)
+    else:
+        model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+        if start.folder is not None:
+            finite = not (for_replay and start.own)
+            ranks.raise_on_all(lambda: load_weights(start.folder, model, finite))
     optimizer = Optimizer(model, config)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = restore(config, start, model, optimizer, scaler)

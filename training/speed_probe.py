@@ -64,7 +64,7 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     Raises:
         SettingsError: the adapters' settings are not possible here.
     """
-    ranks = Ranks(device=device)
+    ranks, config = Ranks(device=device), config.model_copy(update={"sharding": "none", "cpu_offload": False})
     model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed))

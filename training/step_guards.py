@@ -2,12 +2,13 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Optional
 
 from common.errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
 from data_pipeline.batch import Batch
+from parallel.sharding import is_divided, is_sharded, named_parameters, own, ranks_per_copy
 from training import diagnostics
 from training.state import Run, StepResult, follow_folder, save_checkpoint
 
@@ -32,7 +33,8 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
 
     A rank's tensors are its micro-batches (`tokens_BT.0`, `targets_BT.0`, ...); those of rank 0 also the
     non-finite gradients (`gradient.<parameter>`), averaged over the ranks; and of several ranks those that
-    are not finite by themselves have `own_gradient.<parameter>`, of their own rows.
+    are not finite by themselves have `own_gradient.<parameter>`, of their own micro-batches. Of a sharded
+    model, each rank of one copy has its own part of the averaged gradients.
     Collective: every rank must call it.
 
     Returns:
@@ -46,9 +48,10 @@ def dump_step(run: Run, batches: list[Batch], result: StepResult,
               "first_bad_module": first_bad.found if first_bad else None,
               "tensors": diagnostics.describe_tensors(run.model)}
     # Before the gradients are computed again. The exchange has made them equal on all ranks.
-    gradients = diagnostics.bad_gradients(run.model, "gradient") if run.ranks.is_rank0 else {}
+    keeps = run.ranks.rank < ranks_per_copy(run.model)
+    gradients = diagnostics.bad_gradients(run.model, "gradient") if keeps else {}
     report["finite"] = is_own_finite()
-    if run.ranks.world_size > 1 and not report["finite"]:
+    if run.ranks.world_size > 1 and not report["finite"] and not is_sharded(run.model):
         gradients |= diagnostics.bad_gradients(run.model, "own_gradient")
     reports = run.ranks.all_gather_json(report)
     folder = run.folder / "debug" / f"step-{step:08d}"
@@ -136,7 +139,7 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
 
 
 def check_replicas(run: Run) -> None:
-    """Check that parameters and optimizer state are bit-identical on all ranks.
+    """Check that parameters and optimizer state are bit-identical on all ranks that hold the same rows.
 
     Collective: every rank must call it.
 
@@ -145,15 +148,38 @@ def check_replicas(run: Run) -> None:
     """
     if run.ranks.world_size == 1:
         return
-    tensors = dict(run.model.named_parameters()) | run.optimizer.state_tensors()
-    own = diagnostics.checksums(tensors.values()).tolist()
-    if len(set(run.ranks.all_gather_json(zlib.crc32(json.dumps(own).encode())))) == 1:
+    parameters, states = named_parameters(run.model), run.optimizer.state_tensors()
+    tensors = {name: own(parameter) for name, parameter in parameters.items()} | states
+    divided = [is_divided(parameters.get(name, parameters.get(name.rpartition(".")[0]))) for name in tensors]
+    sums, degree = diagnostics.checksums(tensors.values()).tolist(), ranks_per_copy(run.model)
+
+    def combined(which: bool) -> int:
+        chosen = [own_sum for own_sum, is_chosen in zip(sums, divided) if is_chosen == which]
+        return zlib.crc32(json.dumps(chosen).encode())
+
+    everyone = run.ranks.all_gather_json([combined(False), combined(True)])
+    if not [*differences(everyone, [False, True], degree)]:
         return
-    everyone = run.ranks.all_gather_json(own)
-    number, name = next((number, name) for number, name in enumerate(tensors)
-                        if len({sums[number] for sums in everyone}) > 1)
-    others = [str(rank) for rank, sums in enumerate(everyone) if sums[number] != everyone[0][number]]
+    everyone = run.ranks.all_gather_json(sums)
+    found = sorted(differences(everyone, divided, degree))
+    number, first, _ = found[0]
+    others, name = [str(rank) for *place, rank in found if place == [number, first]], [*tensors][number]
     raise DriftError(f"after step {run.progress.step} the ranks no longer have the same model: {name} "
-                     f"differs between rank 0 and rank {', '.join(others)}. Nothing more is saved; a GPU or "
-                     "its memory may be failing. Resume from an earlier checkpoint: the ranks were last "
-                     f"found equal {run.config.drift_check_every} steps ago")
+                     f"differs between rank {first} and rank {', '.join(others)}. Nothing more is saved; a "
+                     "GPU or its memory may be failing. Resume from an earlier checkpoint: the ranks were "
+                     f"last found equal {run.config.drift_check_every} steps ago")
+
+
+def differences(everyone: list[list[int]], divided: Sequence[bool],
+                degree: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (tensor, first rank, other rank) where ranks that hold the same rows have another checksum.
+
+    Args:
+        everyone: of each rank, the checksum of each tensor.
+        divided: whether a tensor is divided over every `degree` ranks, or whole on all.
+    """
+    for rank, sums in enumerate(everyone):
+        for number, own_sum in enumerate(sums):
+            first = rank % degree if divided[number] else 0
+            if own_sum != everyone[first][number]:
+                yield number, first, rank

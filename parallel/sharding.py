@@ -1,0 +1,276 @@
+"""One model divided over several ranks by torch's FSDP2: which rows of which matrix a rank holds.
+
+The ranks of a shard group hold one copy of the model together: each has some rows of every matrix, of its
+gradient and of its optimizer state. Vectors are small, and whole on every rank.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from common.heartbeat import HEARTBEAT
+from parallel.collectives import Ranks
+
+T = TypeVar("T")
+ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
+SHARD = "shard"  # the dimension of the mesh along which matrices are divided
+
+
+def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
+    """Return the mesh (replicate, shard) of all ranks, or (shard) if they hold one copy of the model.
+
+    Collective: every rank must call it.
+    """
+    if not dist.is_initialized():  # a single process
+        dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(),
+                                rank=0, world_size=1)
+    shape = (ranks.world_size // ranks_per_copy, ranks_per_copy)
+    names = ("replicate", SHARD)
+    if shape[0] == 1:
+        shape, names = shape[1:], names[1:]
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
+                gradient_dtype: torch.dtype = torch.float32, offload: bool = False) -> None:
+    """Divide a model's matrices over the ranks of the mesh; best on the meta device, before it has memory.
+
+    Blocks are gathered in `compute_dtype` for each forward and backward; embedding and head once, in their
+    own dtype, so that gradients are summed over tokens and chunks as precisely as without sharding.
+
+    Args:
+        gradient_dtype: in which ranks exchange gradients.
+        offload: keep parameters, gradients and optimizer state in the host's memory.
+    """
+    vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
+    shared = {"mesh": mesh, "ignored_params": vectors,
+              "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+    # Inputs are not cast: cosines and sines stay float32.
+    of_blocks, of_root = (MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False)
+                          for dtype in (compute_dtype, None))
+    for block in model.layers:
+        fully_shard(block, mp_policy=of_blocks, reshard_after_forward=True, **shared)
+    fully_shard(model, mp_policy=of_root, reshard_after_forward=False, **shared)
+    # Called outside of forward; `logprobs` follows one of them, and the root stays gathered in between.
+    for method in ("hidden", "logits"):
+        register_fsdp_forward_method(model, method)
+
+
+def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> None:
+    """Give a model on the meta device memory: the rank's own rows of what is sharded."""
+    if not is_sharded(model):
+        model.to_empty(device=device)
+        return
+    model.to_empty(device="cpu" if offload else device)
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.data.to(device)
+
+
+# ------------------------------------------------------------------------------- a rank's own rows
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard_model` was called."""
+    return isinstance(model, FSDPModule)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return the rank's own rows of a sharded parameter or gradient: its memory, not a copy.
+
+    A tensor that is not sharded is returned itself.
+    """
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """Return the first of the rank's own rows, and the one after the last."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not isinstance(tensor, DTensor):
+        return 0, rows
+    each = -(-rows // tensor.device_mesh[SHARD].size())
+    start = min(rows, each * tensor.device_mesh.get_local_rank(SHARD))
+    return start, min(rows, start + each)
+
+
+@torch.no_grad()
+def put(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the rank's own rows of a whole tensor into a parameter."""
+    own(parameter).copy_(whole[slice(*own_rows(parameter))])
+
+
+@torch.no_grad()
+def load_rows(parameter: Tensor, read: ReadRows) -> None:
+    """Read the rank's own rows of a parameter, and no others."""
+    start, end = own_rows(parameter)
+    if start < end:
+        own(parameter).copy_(read(start, end))
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this parameter is sharded; false for one that is whole on every rank."""
+    return isinstance(tensor, DTensor)
+
+
+def ranks_per_copy(model: nn.Module) -> int:
+    """Return the number of ranks that hold one copy of the model together."""
+    return next((each.device_mesh[SHARD].size() for each in model.parameters() if is_divided(each)), 1)
+
+
+def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Return the whole of a tensor that is sharded like a parameter. Collective within a shard group.
+
+    Args:
+        rows: the rank's own.
+        like: the parameter.
+    """
+    if not isinstance(like, DTensor) or rows.shape == like.shape:
+        return rows
+    group, device = like.device_mesh.get_group(SHARD), like.device_mesh.device_type
+    each = -(-like.shape[0] // group.size())
+    padded = torch.zeros(each, *like.shape[1:], dtype=rows.dtype, device=device)
+    padded[:len(rows)] = rows
+    whole = torch.empty(each * group.size(), *like.shape[1:], dtype=rows.dtype, device=device)
+    with HEARTBEAT.waiting():
+        dist.all_gather_into_tensor(whole, padded, group=group)
+    return whole[:like.shape[0]]
+
+
+def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
+    """Return rank 0's tensor on every rank, if the model is sharded: all must then take equal decisions.
+
+    Collective if the model is sharded: every rank must call it.
+    """
+    if is_sharded(model):
+        with HEARTBEAT.waiting():
+            dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name: of a sharded model the sharded ones, also after an evaluation."""
+    if is_sharded(model):
+        model.reshard()
+    return dict(model.named_parameters())
+
+
+class RowServer:
+    """Gathers sharded tensors for rank 0, one at a time, while the other ranks serve.
+
+    So rank 0 can write a checkpoint, also a second time, without any rank holding the whole model.
+
+    Args:
+        tensors: the rank's own rows by name, and the parameter that they are sharded like.
+    """
+
+    END = -1
+
+    def __init__(self, tensors: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks):
+        self.tensors, self.ranks, self.names = tensors, ranks, [*tensors]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a whole tensor, or a scalar; only rank 0 calls it, in `on_rank0`."""
+        rows, like = self.tensors[name]
+        if is_divided(like):
+            self._announce(self.names.index(name))
+        whole = gather_rows(rows, like)
+        return whole[start:stop] if whole.ndim else whole
+
+    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
+        """`Ranks.on_rank0`, where make() may `gather`. Collective: every rank must call it."""
+        def work() -> Optional[T]:
+            if self.ranks.is_rank0:
+                try:
+                    return make()
+                finally:
+                    self._announce(self.END)
+            while (index := self._announce(self.END)) != self.END:
+                gather_rows(*self.tensors[self.names[index]])
+
+        return self.ranks.raise_on_all(work)
+
+    def _announce(self, index: int) -> int:
+        """Return rank 0's index on every rank."""
+        if self.ranks.world_size == 1:
+            return index
+        number = torch.tensor(index, device=self.ranks.device)
+        with HEARTBEAT.waiting():
+            dist.broadcast(number, src=0)
+            return int(number)
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def exchange_over_copies(model: nn.Module, exchange: bool) -> None:
+    """Choose whether the next backward sums gradients over the copies of a sharded model.
+
+    Within a shard group every backward does, because a rank has no memory for whole gradients.
+    """
+    model.set_requires_all_reduce(exchange)
+
+
+def average_vectors(model: nn.Module, ranks: Ranks) -> None:
+    """Average the gradients that `fully_shard` ignores. Collective: every rank must call it."""
+    gradients = [parameter.grad for parameter in model.parameters()
+                 if parameter.grad is not None and not isinstance(parameter, DTensor)]
+    if not gradients:
+        return
+    together = ranks.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]) / ranks.world_size)
+    for gradient, mean in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all tensors together. Collective within a shard group if some are sharded."""
+    tensors = [*tensors]
+    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if not sharded:
+        return nn.utils.get_total_norm(whole)
+    mesh = sharded[0].device_mesh
+    squared = nn.utils.get_total_norm([own(tensor) for tensor in sharded]).to(mesh.device_type).square()
+    with HEARTBEAT.waiting():
+        dist.all_reduce(squared, group=mesh.get_group(SHARD))
+    return (squared + nn.utils.get_total_norm(whole).to(squared.device).square()).sqrt()
+
+
+class FiniteGradients:
+    """Watches, in a `with` block, whether the gradients of the rank's own rows are finite.
+
+    The exchange of gradients mixes those of all ranks; this looks at them before it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.finite, self.handles = [], []
+        # After the hooks of fully_shard, which gather the parameters.
+        for module in (*model.layers, model):
+            self.handles.append(module.register_forward_pre_hook(self._watch))
+
+    def _watch(self, module: nn.Module, _) -> None:
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                self.handles.append(parameter.register_hook(self._look))
+
+    def _look(self, gradient: Tensor) -> None:
+        self.finite.append(gradient.isfinite().all())
+
+    def __enter__(self) -> Callable[[], bool]:
+        return lambda: all(map(bool, self.finite))
+
+    def __exit__(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()
