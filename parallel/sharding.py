@@ -57,7 +57,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     shared = {"mesh": mesh, "ignored_params": vectors,
-              "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+              "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()}
     # Inputs are not cast: cosines and sines stay float32.
     of_blocks, of_root = (MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False)
                           for dtype in (compute_dtype, None))
@@ -145,7 +145,7 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
     padded[:len(rows)] = rows
     whole = torch.empty(each * group.size(), *like.shape[1:], dtype=rows.dtype, device=device)
     with HEARTBEAT.waiting():
-        dist.all_gather_into_tensor(whole, padded, group=group)
+        dist.all_gather([*whole.split(each)], padded, group=group)  # all_gather_into_tensor is deprecated
     return whole[:like.shape[0]]
 
 
@@ -237,15 +237,17 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the norm of all tensors together. Collective within a shard group if some are sharded."""
     tensors = [*tensors]
-    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if not sharded:
-        return nn.utils.get_total_norm(whole)
-    mesh = sharded[0].device_mesh
-    squared = nn.utils.get_total_norm([own(tensor) for tensor in sharded]).to(mesh.device_type).square()
-    with HEARTBEAT.waiting():
-        dist.all_reduce(squared, group=mesh.get_group(SHARD))
-    return (squared + nn.utils.get_total_norm(whole).to(squared.device).square()).sqrt()
+    mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
+    if mesh is None:
+        return nn.utils.get_total_norm(tensors)
+    norms = torch.stack([norm.to(mesh.device_type) for norm in torch._foreach_norm([*map(own, tensors)])])
+    if mesh[SHARD].size() > 1:
+        divided = torch.tensor([*map(is_divided, tensors)], device=norms.device)
+        squares = torch.where(divided, norms.square(), 0)
+        with HEARTBEAT.waiting():
+            dist.all_reduce(squares, group=mesh.get_group(SHARD))
+        norms = torch.where(divided, squares.sqrt(), norms)
+    return torch.linalg.vector_norm(norms)
 
 
 class FiniteGradients:
