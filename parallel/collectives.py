@@ -100,13 +100,15 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
-        own_size = [len(data) * (rank == self.rank) for rank in range(self.world_size)]
-        size = int(max(self.all_reduce_floats(own_size)))
+        longest = torch.tensor(len(data), device=self.device)
         with HEARTBEAT.waiting():
-            own = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
-            gathered = own.new_empty(self.world_size, size)
-            dist.all_gather([*gathered], own)
-            return [json.loads(row.tobytes()) for row in gathered.cpu().numpy()]
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            # Not an all-gather, which takes as many hops as there are ranks.
+            rows = torch.zeros(self.world_size, int(longest), dtype=torch.uint8)
+            rows[self.rank] = torch.frombuffer(bytearray(data.ljust(rows.shape[1])), dtype=torch.uint8)
+            rows = rows.to(self.device)
+            dist.all_reduce(rows)
+            return [json.loads(row.tobytes()) for row in rows.cpu().numpy()]
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
         """Return make() of this rank. A PaddockError that it raises on any rank is raised on all.

@@ -31,7 +31,7 @@ NVLINK_LATENCY, NETWORK_LATENCY, CALL_LATENCY = 3.4e-6, 14e-6, 8.4e-6
 
 
 class Sizes(NamedTuple):
-    """Numbers of weights."""
+    """Numbers of weights, and the bytes of one where it is exchanged."""
 
     layers: int
     block: int  # the matrices of one block
@@ -39,6 +39,8 @@ class Sizes(NamedTuple):
     trained_block: int
     trained_root: int
     trained_vectors: int  # in the whole model; they are not sharded
+    compute_bytes: int = 2
+    gradient_bytes: int = FLOAT32
 
 
 class Collective(NamedTuple):
@@ -86,16 +88,18 @@ def sizes_of(config, vocab_size: int) -> Sizes:
 
     block = config.matrix_count // config.n_layers
     root = (1 if config.tie_embeddings else 2) * vocab_size * config.dim
+    trained = (block, root, (2 * config.n_layers + 1) * config.dim)
     if config.lora_enabled:
-        return Sizes(config.n_layers, block, root, adapter_count(config) // config.n_layers, 0, 0)
-    return Sizes(config.n_layers, block, root, block, root, (2 * config.n_layers + 1) * config.dim)
+        trained = (adapter_count(config) // config.n_layers, 0, 0)
+    return Sizes(config.n_layers, block, root, *trained, compute_bytes=4 if config.precision == "fp32" else 2,
+                 gradient_bytes=2 if config.gradient_dtype == "bf16" else FLOAT32)
 
 
-def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int, micro_batches: int = 1,
-                compute_bytes: int = 2, gradient_bytes: int = FLOAT32) -> list[Collective]:
+def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int,
+                micro_batches: int = 1) -> list[Collective]:
     """What one rank exchanges in a step under SHARDING=mode; a copy of hybrid takes one machine."""
     trained = sizes.layers * sizes.trained_block + sizes.trained_root + sizes.trained_vectors
-    machines = math.ceil(ranks / per_machine)
+    machines, compute_bytes, gradient_bytes = math.ceil(ranks / per_machine), *sizes[-2:]
     if mode == "none":
         size = trained * gradient_bytes
         calls = math.ceil(size / BUCKET_BYTES)
@@ -156,20 +160,19 @@ def main() -> None:
     hardware = Hardware(args.per_machine, args.nvlink * args.achieved * 1e9,
                         args.network * args.achieved * 1e9, peak * args.utilization)
     sizes = sizes_of(config, args.vocab_size)
-    compute_bytes = 4 if config.precision == "fp32" else 2
-    gradient_bytes = 2 if config.gradient_dtype == "bf16" else FLOAT32
     weights = sizes.layers * sizes.block + sizes.root
     for count in args.micro_batches:
         seconds = compute_seconds(config, args.vocab_size, count, hardware.flops)
-        show(f"{weights / 1e6:,.0f} million weights, {count} micro-batches of {config.micro_batch_size} x "
-             f"{config.max_seq_len} tokens a GPU and step: {seconds:.3f} s of computation", "",
+        tokens = f"{count} x {config.micro_batch_size} x {config.max_seq_len}"
+        show(f"{weights / 1e6:,.0f} million weights, {tokens} tokens a GPU and step (micro-batches x rows x "
+             f"length): {seconds:.3f} s of computation", "",
              "| GPUs | " + " | ".join(f"{mode}: GB sent | s | efficiency" for mode in MODES) + " |",
              "|---|" + "---|---|---|" * len(MODES))
         pays = dict.fromkeys(("hidden", "not hidden"))
         for ranks in RANKS:
             cells, step = [], {}
             for mode in MODES:
-                work = collectives(mode, sizes, ranks, args.per_machine, count, compute_bytes, gradient_bytes)
+                work = collectives(mode, sizes, ranks, args.per_machine, count)
                 exchange = sum(map(hardware.seconds, work))
                 step[mode] = max(seconds, exchange), seconds + exchange
                 cells.append(f"{sum(each.sent for each in work) / 1e9:.1f} | {exchange:.3f} | "

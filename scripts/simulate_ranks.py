@@ -9,6 +9,7 @@ much longer than DISTRIBUTED_TIMEOUT it takes until a rank that was stopped is r
 """
 
 import argparse
+import gc
 import multiprocessing
 import os
 import re
@@ -52,7 +53,7 @@ def timed(work: Callable[[], Any], calls: int = 1) -> float:
     return (time.monotonic() - started) / calls
 
 
-def cost_of_a_job(config, inputs, idle_seconds: float, folder: Path) -> Seconds:
+def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
     """The seconds of each part, on one of the ranks."""
     import numpy as np
     import torch
@@ -76,7 +77,7 @@ def cost_of_a_job(config, inputs, idle_seconds: float, folder: Path) -> Seconds:
         seconds["barrier"] = timed(ranks.barrier, 10)
         seconds["raise_on_all"] = timed(lambda: ranks.raise_on_all(lambda: None), 10)
         seconds["broadcast"] = timed(lambda: ranks.broadcast("x" * 100), 10)
-        seconds["drift check: gather a checksum"] = timed(lambda: ranks.all_gather_json(2**32 - 1), 10)
+        seconds["gather a number of each (drift check)"] = timed(lambda: ranks.all_gather_json(2**32 - 1), 10)
         seconds["inputs: rank 0 verifies"] = timed(
             lambda: ranks.on_rank0(lambda: setup.read_inputs(config, verify=True)))
 
@@ -86,10 +87,10 @@ def cost_of_a_job(config, inputs, idle_seconds: float, folder: Path) -> Seconds:
 
         hellaswag_utils.ending_logprobs = lambda model, batch, device: np.zeros((len(batch), 4))
         log = SimpleNamespace(info=show, warn=show)
-        run = SimpleNamespace(config=config, ranks=ranks, inputs=inputs, model=torch.nn.Identity(), log=log,
-                              context=RunContext(ranks, StopSignals(), log))
-        if inputs.tasks:
-            seconds[f"HellaSwag: {len(inputs.tasks):,} items"] = timed(lambda: evaluation.hellaswag(run))
+        run = SimpleNamespace(config=config, ranks=ranks, inputs=SimpleNamespace(tasks=tasks), log=log,
+                              model=torch.nn.Identity(), context=RunContext(ranks, StopSignals(), log))
+        if tasks:
+            seconds[f"HellaSwag: {len(tasks):,} items"] = timed(lambda: evaluation.hellaswag(run))
 
         contents = store.Contents(1, lambda folder: None, {}, {"moment": torch.zeros(2**20)})
         seconds["save 4 MB"] = timed(lambda: store.save(folder, contents, ranks))
@@ -123,16 +124,20 @@ def hang_of_the_last_rank(folder: Path) -> Seconds:
     return {}
 
 
-def as_rank(rank: int, world_size: int, port: int, output: Path, released, answers, work, arguments) -> None:
-    """A rank's process."""
+def as_rank(rank: int, place: dict[str, str], output: Path, talk: tuple, work: tuple) -> None:
+    """A rank's process.
+
+    Args:
+        talk: an event at which to begin, and the queue for what rank 0 measured.
+        work: a function and its arguments.
+    """
+    released, answers = talk
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
-                   "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_RUN_ID": "simulated"}  # ranks may come as late as those of a launcher
+    os.environ |= {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     released.wait()
-    seconds = work(*arguments)
+    seconds = work[0](*work[1:])
     if rank == 0:
         answers.put(seconds)
 
@@ -146,10 +151,12 @@ def run_ranks(world_size: int, work: Callable[..., Seconds], *arguments: Any) ->
     with tempfile.TemporaryDirectory() as folder:
         with listen_at(["127.0.0.1"], 0) as probe:
             port = probe.getsockname()[1]
+        place = {**dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                 "TORCHELASTIC_RUN_ID": "simulated"}  # the ranks of a launcher wait longer for each other
         output = Path(folder) / "output.txt"
-        processes = [context.Process(target=as_rank, args=(rank, world_size, port, output, released, answers,
-                                                           work, (*arguments, Path(folder))))
-                     for rank in range(world_size)]
+        shared = (place, output, (released, answers), (work, *arguments, Path(folder)))
+        processes = [context.Process(target=as_rank, args=(rank, *shared)) for rank in range(world_size)]
         for process in processes:
             process.start()
         released.set()
@@ -158,13 +165,14 @@ def run_ranks(world_size: int, work: Callable[..., Seconds], *arguments: Any) ->
                 process.join(PATIENCE)
             left_at = time.monotonic()
             text = output.read_text(errors="replace")
-            if stopped := [float(path.name.removeprefix("hangs-")) for path in Path(folder).glob("hangs-*")]:
+            for path in Path(folder).glob("hangs-*"):
+                stopped_at = float(path.name.removeprefix("hangs-"))
                 named = f"error: hang: rank {world_size - 1} is in" in text
-                beyond = left_at - max(stopped) - HANG_TIMEOUT
-                return {f"hang: report and leave{'' if named else ' (not named!)'}": beyond}
+                seconds = left_at - stopped_at - HANG_TIMEOUT
+                return {f"hang: {'' if named else 'not '}named, and all left": seconds}
             if any(process.exitcode for process in processes):
-                first = next((line for line in text.splitlines() if re.search(r"^\w+(\.\w+)*(Error|Exception)|error:", line)), text[:500])
-                raise DataError(f"a rank failed: {first}")
+                errors = re.findall(r"^(?:[\w.]*(?:Error|Exception)|error:).*", text, re.MULTILINE)
+                raise DataError(f"a rank failed: {[*errors, text[:500]][0]}")
             return answers.get(timeout=10)
         finally:
             for process in processes:
@@ -183,17 +191,24 @@ def main() -> None:
     started = time.monotonic()
     inputs = setup.read_inputs(config, verify=False)
     table = {"inputs: then each rank reads": dict.fromkeys(args.ranks, time.monotonic() - started)}
+    # What a process touches of the parent's objects is copied: little of the items, and no collector's marks.
+    tasks = [task._replace(tokens_T=range(len(task.tokens_T)), documents_T=None, targets_T=None)
+             for task in inputs.tasks or ()]
+    del inputs
+    gc.collect()
+    gc.freeze()
     for world_size in args.ranks:
-        seconds = run_ranks(world_size, cost_of_a_job, config, inputs, args.idle_seconds)
+        jobs = [(cost_of_a_job, config, tasks, args.idle_seconds)]
         if world_size > 1 and not args.skip_hang:
-            seconds |= run_ranks(world_size, hang_of_the_last_rank)
-        for name, value in seconds.items():
-            table.setdefault(name, {})[world_size] = value
-        show(f"{world_size} ranks: " + ", ".join(f"{name} {value:.3g} s" for name, value in seconds.items()))
-    show("", "| seconds | " + " | ".join(f"{ranks}" for ranks in args.ranks) + " |",
-         "|---|" + "---|" * len(args.ranks),
-         *(f"| {name} | " + " | ".join(f"{row[ranks]:.2g}" if ranks in row else "-" for ranks in args.ranks) + " |"
-           for name, row in table.items()))
+            jobs.append((hang_of_the_last_rank,))
+        for job in jobs:
+            for name, value in run_ranks(world_size, *job).items():
+                table.setdefault(name, {})[world_size] = value
+                show(f"{world_size} ranks: {name}: {value:.2g}")
+    show("", "| seconds | " + " | ".join(map(str, args.ranks)) + " |", "|---|" + "---|" * len(args.ranks))
+    for name, row in table.items():
+        cells = (f"{row[ranks]:.2g}" if ranks in row else "-" for ranks in args.ranks)
+        show(f"| {name} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

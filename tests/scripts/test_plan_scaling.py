@@ -48,9 +48,8 @@ def compare(mode: str, changes: dict) -> None:
                     NextToken().loss_sum(trained, Batch(tokens_BT, tokens_BT)).total.backward()
             if sharding.is_sharded(model):
                 sharding.average_vectors(model, ranks)
-        compute_bytes, gradient_bytes = compute_dtype.itemsize, 2 if config.gradient_dtype == "bf16" else 4
         expected = Counter()
-        for each in collectives(mode, sizes_of(config, VOCABULARY), RANKS, 2, MICRO_BATCHES, compute_bytes, gradient_bytes):
+        for each in collectives(mode, sizes_of(config, VOCABULARY), RANKS, 2, MICRO_BATCHES):
             expected[each.kind] += each.calls * each.bytes
         assert found.bytes == expected, (found.bytes, expected)
         print("equal")
