@@ -100,13 +100,15 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
-        own_size = [len(data) * (rank == self.rank) for rank in range(self.world_size)]
-        size = int(max(self.all_reduce_floats(own_size)))
+        longest = torch.tensor(len(data), device=self.device)
         with HEARTBEAT.waiting():
-            own = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
-            buffers = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.all_gather(buffers, own)
-            return [json.loads(bytes(buffer.tolist())) for buffer in buffers]
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            # Not an all-gather, which takes as many hops as there are ranks.
+            rows = torch.zeros(self.world_size, int(longest), dtype=torch.uint8)
+            rows[self.rank] = torch.frombuffer(bytearray(data.ljust(rows.shape[1])), dtype=torch.uint8)
+            rows = rows.to(self.device)
+            dist.all_reduce(rows)
+            return [json.loads(row.tobytes()) for row in rows.cpu().numpy()]
 
     def raise_on_all(self, make: Callable[[], T]) -> T:
         """Return make() of this rank. A PaddockError that it raises on any rank is raised on all.
@@ -118,13 +120,13 @@ class Ranks:
             value = make()
         except PaddockError as error:
             failure = [type(error).__name__, str(error)]
-        for rank, failed in enumerate(self.all_gather_json(failure)):
-            if failed is not None:
-                name, text = failed
-                error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
-                error.on_all_ranks = True
-                raise error
-        return value
+        if self.all_agree(failure is None):
+            return value
+        failures = enumerate(self.all_gather_json(failure))
+        rank, (name, text) = next((rank, failed) for rank, failed in failures if failed)
+        error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
+        error.on_all_ranks = True
+        raise error
 
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
         """Return make() on rank 0 and None on the others; its PaddockError is raised on every rank.
@@ -202,12 +204,17 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
         store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=join_seconds)))
 
         # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
+        # Only rank 0 looks for every rank; if all did, the store would compare their number squared.
         # The keys hold only a hash of the job's token, because any client can list them.
         job = f"{os.environ.get(exit_report.JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         prefix = f"paddock-{hashlib.sha256(job.encode()).hexdigest()}"
         arrived = [f"{prefix}/here-{rank}" for rank in range(ranks.world_size)]
+        complete = f"{prefix}/complete"
         store.set(arrived[ranks.rank], "yes")
-        store.wait(arrived, timedelta(seconds=join_seconds))
+        if ranks.is_rank0:
+            store.wait(arrived, timedelta(seconds=join_seconds))
+            store.set(complete, "yes")
+        store.wait([complete], timedelta(seconds=join_seconds))
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, **place,
                                 device_id=device if device.type == "cuda" else None,
                                 timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))

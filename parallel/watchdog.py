@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Any, Optional
@@ -23,6 +23,8 @@ from parallel.exit_report import write_error_file
 PUBLISH_SECONDS = 0.5  # between two publications of this rank's status
 POLL_SECONDS = 2.0  # between two reads of the others' statuses
 ALARM_SECONDS = 0.1  # between both after an alarm
+# The statuses that a rank reads at once. If each read all, the store would answer their number squared.
+POLLED_RANKS = 64
 RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for a store to answer
 # How long to wait for an exited rank: a CPU collective fails at once by itself, a wait on a GPU does not.
 EXITED_RANK_SECONDS = 5.0
@@ -47,20 +49,27 @@ class StatusStore:
         self.store, self.secret = store, token.encode()
         self.keys = [f"paddock-{self._sign(b'keys').decode()}/rank-{rank}" for rank in range(world_size)]
         self.newest = [-math.inf] * world_size
+        self.alarm_key = f"{self.keys[0]}-alarm"  # the newest status that has an alarm, of any rank
+        store.set(self.alarm_key, b"")
 
     def publish(self, status: dict[str, Any]) -> None:
         """Publish this rank's status: FIELDS, of which `sent_at` must grow."""
         text = json.dumps(status).encode()
-        self.store.set(self.keys[status["rank"]], self._sign(text) + text)
+        for key in (self.keys[status["rank"]], self.alarm_key)[:1 + status["alarm"]]:
+            self.store.set(key, self._sign(text) + text)
 
-    def poll(self) -> dict[int, dict[str, Any]]:
-        """Return the new statuses by rank; blocks until every rank has published its first."""
+    def poll(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """Return the new statuses by rank: of these ranks, and of one with an alarm.
+
+        Blocks until each of them has published its first.
+        """
         news = {}
-        for rank, signed in enumerate(self.store.multi_get(self.keys)):
+        found = self.store.multi_get([*(self.keys[rank] for rank in ranks), self.alarm_key])
+        for rank, signed in zip((*ranks, None), found):
             status = self._verified(signed)
             # A stranger may replay an old status, or another rank's.
-            if status and status["rank"] == rank and status["sent_at"] > self.newest[rank]:
-                news[rank], self.newest[rank] = status, status["sent_at"]
+            if status and rank in (None, status["rank"]) and status["sent_at"] > self.newest[status["rank"]]:
+                news[status["rank"]], self.newest[status["rank"]] = status, status["sent_at"]
         return news
 
     def _sign(self, text: bytes) -> bytes:
@@ -92,6 +101,11 @@ class HangWatchdog:
         self.heartbeat, self.store, self.store_on_rank0, self.rank = heartbeat, store, store_on_rank0, rank
         self.timeout = timeout_seconds
         self.interval = min(POLL_SECONDS, timeout_seconds / 10)
+        # Each read takes the next ranks, and a round of all takes a fifth of the time-out at most.
+        count, seconds = len(store.keys), self.interval + PUBLISH_SECONDS
+        self.polled = min(count, max(POLLED_RANKS, math.ceil(5 * count * seconds / timeout_seconds)))
+        self.next_polled = rank - self.polled // 2  # at first the neighbours, which run on this machine
+        self.extra_reads = math.ceil(count / self.polled) - 1  # in a round
         self.place = {"host": socket.gethostname()[:255], "pid": os.getpid(), "rank": rank}
         self.statuses: list[dict[str, Any]] = [{**heartbeat.status(), **self.place, "stacks_written": False}
                                                for _ in store.keys]
@@ -139,7 +153,10 @@ class HangWatchdog:
                             "alarm": self.alarm, "reported": self.reported, "sent_at": time.monotonic()})
 
     def _poll(self) -> None:
-        for other, status in self.store.poll().items():
+        count = len(self.statuses)
+        part = [(self.next_polled + number) % count for number in range(self.polled)]
+        self.next_polled += self.polled
+        for other, status in self.store.poll(part).items():
             self.statuses[other], self.received_at[other] = status, time.monotonic()
             if other != self.rank and self._runs_here(other):
                 self.local_ranks.add(other)
@@ -170,8 +187,10 @@ class HangWatchdog:
         """When this rank made progress; while it waits, when any rank did, as far as is known."""
         if not self.heartbeat.is_waiting:
             return self.heartbeat.last_beat
-        return max(self.heartbeat.last_beat, *(received - status["idle_seconds"] for received, status
-                                               in zip(self.received_at, self.statuses)))
+        known = max(received - status["idle_seconds"] for received, status
+                    in zip(self.received_at, self.statuses))
+        unknown_seconds = self.extra_reads * (self.interval + PUBLISH_SECONDS)
+        return max(self.heartbeat.last_beat, known + unknown_seconds)
 
     def _runs_here(self, rank: int) -> bool:
         """Whether a rank's process is running on this machine."""
@@ -185,7 +204,7 @@ class HangWatchdog:
 
     def _end_process(self) -> None:
         """Write the stacks, let the other ranks write theirs, report unless another rank does, and exit."""
-        self.alarm, wait_seconds = True, self.interval + RESPONSE_SECONDS
+        self.alarm, wait_seconds = True, self.interval + RESPONSE_SECONDS + self.extra_reads * ALARM_SECONDS
         self.wake_up.set()
         self._write_stacks()
         self.stacks_written = True

@@ -227,6 +227,36 @@ def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
     assert threading.active_count() == before and watch.alarm is False
 
 
+def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monkeypatch):
+    count = 4 * watchdog.POLLED_RANKS
+    store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
+                             "reported": False, "sent_at": 1.0}
+    board = StatusStore(store, "secret", count)
+    for rank in range(count):
+        board.publish({**state, "rank": rank})
+    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda thread: None)
+    watch, heard, asked = HangWatchdog(Heartbeat(), StatusStore(store, "secret", count), True, 100, 600), [], []
+    monkeypatch.setattr(store, "multi_get", lambda keys: asked.append(len(keys)) or [store.values[key] for key in keys])
+    for _ in range(4):
+        watch._poll()
+        heard.append({rank for rank, status in enumerate(watch.statuses) if status["host"] == "here"})
+    assert {*range(68, 132)} == heard[0] and [len(ranks) for ranks in heard] == [64, 128, 192, 256] and asked == [65] * 4
+    assert not watch.alarm
+    board.publish({**state, "rank": 7, "sent_at": 2.0, "alarm": True})
+    watch._poll()
+    assert watch.alarm and watch.statuses[7]["alarm"]
+
+
+def test_a_rank_of_many_allows_for_what_it_has_not_read_yet(monkeypatch):
+    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda thread: None)
+    for count, timeout, reads in ((64, 600, 1), (256, 600, 4), (1024, 600, 16), (256, 5, 1), (10_000, 600, 48)):
+        watch = HangWatchdog(Heartbeat(), StatusStore(Store(), "secret", count), True, 0, timeout)
+        assert watch.extra_reads == reads - 1
+        watch.heartbeat.is_waiting, now = True, time.monotonic()
+        round_seconds = (reads - 1) * (watch.interval + watchdog.PUBLISH_SECONDS)
+        assert abs(watch._last_progress() - now - round_seconds) < 1 and round_seconds <= timeout / 5
+
+
 def test_what_a_stranger_hangs_out_is_left_there():
     """A stranger without the secret, replayed statuses, and those of another version."""
     store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
@@ -236,23 +266,23 @@ def test_what_a_stranger_hangs_out_is_left_there():
     assert board.keys != stranger.keys and "secret" not in first
     for rank in range(2):
         board.publish({**state, "rank": rank})
-    heard = board.poll()
-    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.poll() == {}, "nothing new"
+    heard = board.poll(range(2))
+    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.poll(range(2)) == {}, "nothing new"
     old = store.values[second]
     board.publish({**state, "rank": 1, "sent_at": 2.0})
-    board.poll()
-    stranger.keys = board.keys
+    board.poll(range(2))
+    stranger.keys, stranger.alarm_key = board.keys, board.alarm_key
     stranger.publish({**state, "rank": 1, "sent_at": 3.0, "alarm": True})
     for value in (store.values[second], old, store.values[first], b"", b"yes", b"\0" * 10_000, b"\xff" * 64 + b"[" * 10_000):
         store.values[second] = value
-        assert board.poll() == {}
+        assert board.poll(range(2)) == {}
     for changes in ({"pid": -1}, {"pid": "7"}, {"alarm": 1}, {"idle_seconds": -1.0}, {"rank": 0}, {"phase": "x" * 2000}, {"more": 1}):
         other = StatusStore(store, "secret", 2)
         other.keys = [second, second]
         other.publish({**state, "rank": 1, "sent_at": 4.0, **changes})
-        assert board.poll() == {}, changes
+        assert board.poll(range(2)) == {}, changes
     board.publish({**state, "rank": 1, "sent_at": 5.0})
-    assert board.poll() == {1: {**state, "rank": 1, "sent_at": 5.0}}
+    assert board.poll(range(2)) == {1: {**state, "rank": 1, "sent_at": 5.0}}
 
 
 def test_a_pulse_knows_what_is_done():

@@ -1,0 +1,43 @@
+"""What ranks say to each other, and with how many messages."""
+
+import pytest
+import torch.distributed as dist
+from factories import run_ranks
+
+from common.errors import DataError
+from parallel.collectives import joined_ranks
+
+WORLD = 3
+
+
+def fail(ranks, failing: set[int]):
+    def make() -> int:
+        if ranks.rank in failing:
+            raise DataError(f"line {ranks.rank}")
+        return ranks.rank
+
+    return make
+
+
+def talk() -> None:
+    waited_for, calls = [], []
+    wait, all_reduce = dist.Store.wait, dist.all_reduce
+    dist.Store.wait = lambda store, keys, *limit: (waited_for.append(len(keys)), wait(store, keys, *limit))[1]
+    dist.all_reduce = lambda tensor, *options: (calls.append(tensor.numel()), all_reduce(tensor, *options))[1]
+    with joined_ranks("cpu", 60) as ranks:
+        assert waited_for[0] == (WORLD if ranks.is_rank0 else 1) and {*waited_for[1:]} <= {1}, "only rank 0 looks for each rank"
+
+        values = [None, {"what": "aé\u2028" * 100}, [1.5]]
+        assert ranks.all_gather_json(values[ranks.rank]) == values
+
+        calls.clear()
+        assert ranks.raise_on_all(fail(ranks, set())) == ranks.rank and calls == [1], "a word, when all is well"
+        for failing, told in (({0, 2}, "line 0"), ({1, 2}, "rank 1: line 1"), ({2}, "rank 2: line 2")):
+            with pytest.raises(DataError) as raised:
+                ranks.raise_on_all(fail(ranks, failing))
+            assert str(raised.value) == told and raised.value.on_all_ranks
+        print("agreed")
+
+
+def test_ranks_look_for_each_other_gather_and_fail_together(tmp_path):
+    assert run_ranks(talk, world_size=WORLD, folder=tmp_path).count("agreed") == WORLD

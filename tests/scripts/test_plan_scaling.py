@@ -1,0 +1,72 @@
+"""scripts/plan_scaling.py: the bytes that it predicts are those that torch exchanges."""
+
+from collections import Counter
+
+import pytest
+import torch
+from factories import TINY, run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import Config
+from data_pipeline.batch import Batch
+from model_utils import build_model, exchanging, wrap_model
+from objectives.base import NextToken
+from parallel import sharding
+from parallel.collectives import joined_ranks
+from scripts.plan_scaling import Hardware, collectives, sizes_of
+
+KINDS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
+RANKS, VOCABULARY, MICRO_BATCHES = 4, 512, 2
+
+
+class Exchanged(TorchDispatchMode):
+    """Counts the bytes of the whole tensors that go through torch's collectives, by their kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        kind = KINDS.get(function._schema.name.removeprefix("c10d::"))
+        if kind:
+            tensors = arguments[0] if kind == "all_reduce" else arguments[kind == "reduce_scatter":][:1]
+            self.bytes[kind] += sum(tensor.nbytes for tensor in tensors)
+        return function(*arguments, **(options or {}))
+
+
+def compare(mode: str, changes: dict) -> None:
+    settings = {**TINY, "SHARDING": mode, "WORLD_SIZE": RANKS, **({"SHARD_DEGREE": 2} if mode == "hybrid" else {}), **changes}
+    config = Config(**{name.lower(): value for name, value in settings.items()})
+    compute_dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
+    with joined_ranks("cpu", 60) as ranks:
+        model = build_model(config, VOCABULARY, ranks, compute_dtype)
+        trained = wrap_model(model, ranks, config.gradient_dtype)
+        tokens_BT = torch.randint(0, VOCABULARY, (2, 32))
+        with Exchanged() as found:
+            for number in range(MICRO_BATCHES):
+                with exchanging(trained, number == MICRO_BATCHES - 1):
+                    NextToken().loss_sum(trained, Batch(tokens_BT, tokens_BT)).total.backward()
+            if sharding.is_sharded(model):
+                sharding.average_vectors(model, ranks)
+        expected = Counter()
+        for each in collectives(mode, sizes_of(config, VOCABULARY), RANKS, 2, MICRO_BATCHES):
+            expected[each.kind] += each.calls * each.bytes
+        assert found.bytes == expected, (found.bytes, expected)
+        print("equal")
+
+
+@pytest.mark.parametrize(("mode", "changes"), [("none", {}), ("full", {"PRECISION": "bf16"}), ("hybrid", {}),
+                                               ("hybrid", {"PRECISION": "bf16", "TIE_EMBEDDINGS": "false"})])
+def test_the_predicted_bytes_are_those_of_a_real_step(mode, changes, tmp_path):
+    env = {"LOCAL_WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
+    assert run_ranks(compare, mode, changes, world_size=RANKS, folder=tmp_path, env=env).count("equal") == RANKS
+
+
+def test_a_ring_and_a_tree_take_the_time_of_the_formula():
+    hardware = Hardware(per_machine=8, nvlink=400e9, network=40e9, flops=1)
+    sizes = sizes_of(Config(**{"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336,
+                               "tie_embeddings": False}), 128_256)
+    assert sizes.layers * sizes.block + sizes.root == 8_030_261_248 - sizes.trained_vectors  # Llama 3 8B
+    one, = (each for each in collectives("full", sizes, 16, 8) if each.bytes == sizes.block * 2)
+    # 64 blocks gathered, over 16 GPUs of 2 machines: 8 network cards, 14 near hops and a far one.
+    assert hardware.seconds(one) == pytest.approx(64 * (sizes.block * 2 * 15 / 16 / 320e9 + 14 * 3.4e-6 + 14e-6 + 8.4e-6))
