@@ -300,7 +300,8 @@ class Transformer(nn.Module):
             reduction: "none" returns (B, T); "sum" their sum, which costs one head matmul less; a LogitsLoss
                 the sum of that loss.
         """
-        hidden_BTD = self.hidden(tokens_BT, document_ids_BT)
+        # Not `self.hidden`, whose hooks of FSDP would end the outer forward's, and gather the root once more.
+        hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT)
         return self.logprobs(hidden_BTD, targets_BT, target_index_M=target_index_M, reduction=reduction)
 
     def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, target_index_M: Optional[Tensor] = None,
@@ -311,6 +312,6 @@ class Transformer(nn.Module):
     def logits(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
                cache: Optional[KVCache] = None, *, last_only: bool = False) -> Tensor:
         """Return all logits, (B, T, vocab_size) float32, or only the last token's, (B, 1, vocab_size)."""
-        hidden_BTD = self.hidden(tokens_BT, document_ids_BT, cache)
+        hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
         hidden_BTD = hidden_BTD[:, -1:] if last_only else hidden_BTD
         return linear(hidden_BTD, self.head_weight.values_VD)[..., :self.vocab_size].float()
