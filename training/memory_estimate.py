@@ -98,8 +98,8 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int) -> Sizes:
     """Return the sizes of a block and of the matrices over the vocabulary."""
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
     in_block = config.matrix_count / config.n_layers
-    # q k v, and gate and up, are multiplied as one matrix, which the backward keeps; and it keeps what was cast
-    # for it, unless the ranks gathered it in that dtype. A low budget makes all of these again.
+    # q k v, and gate and up, are multiplied as one matrix, which the backward keeps; and it keeps what was
+    # cast, unless the ranks gathered it in that dtype. A low budget makes all of these again.
     attended, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     joined = {("wq", "wk", "wv"): attended + 2 * kv, ("w1", "w3"): 2 * config.hidden_dim}
     is_plain = not config.lora_enabled or config.lora_base_quantization == "none"
