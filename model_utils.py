@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from checkpoint import hf_format, store
 from checkpoint.peft_format import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
+from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely
@@ -144,12 +145,14 @@ def init_model(model: Transformer, generator: torch.Generator) -> None:
         sharding.put(parameter, whole)
 
 
-def model_from_tensors(tensors: dict[str, Tensor], config: ModelConfig, vocab_size: int,
-                   dtype: torch.dtype = torch.float32) -> Transformer:
+def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
+                   dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
     model = model_on_meta(config, vocab_size, dtype)
-    model.load_state_dict(state, assign=True)
+    # Copied, because each tensor would keep a mapping of its whole file.
+    model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
+                           assign=True)
     return model
 
 
@@ -287,19 +290,14 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
     state = hf_format.from_huggingface(tensors, model.config, rows, finite=finite)
     for name, tensor in state.items():
         module = model.get_submodule(name.removesuffix(".weight"))
-        load = getattr(module, "load_base", partial(load_rows, module.weight))
-        load(lambda start, end, tensor=tensor: tensor[start:end])
+        getattr(module, "load_base", partial(load_rows, module.weight))(tensor.read)
 
 
 def read_embedding(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
     """Return the embedding of the model in a folder, padded. Raises CheckpointError like `load_weights`."""
     tensors = hf_format.first_part(hf_format.load_model_weights(folder), vocab_size, config.keep_layers)
-    return hf_format.from_huggingface(tensors, config, padded(vocab_size))["tok_embeddings.weight"]
-
-
-def save_model(folder: Path, model: Transformer, tokenizer, max_seq_len: int) -> None:
-    """Save a model and its tokenizer into a folder, as Hugging Face opens it. Raises OSError."""
-    hf_format.save_model_folder(folder, model.state_dict(), model.config, tokenizer, max_seq_len)
+    state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
+    return state["tok_embeddings.weight"].whole()
 
 
 def is_vocabulary(name: str) -> bool:
@@ -307,17 +305,19 @@ def is_vocabulary(name: str) -> bool:
     return name.startswith(hf_format.VOCABULARY)
 
 
-def trim_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
     rows = padded(model.vocab_size)
-    return {name: tensor[:model.vocab_size] if is_vocabulary(name) and tensor.shape[:1] == (rows,) else tensor
+    return {name: lazy(tensor).first_rows(model.vocab_size)
+            if is_vocabulary(name) and tensor.shape[:1] == (rows,) else lazy(tensor)
             for name, tensor in tensors.items()}
 
 
-def restore_padding(tensors: dict[str, Tensor], model: Transformer) -> dict[str, Tensor]:
+def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
-    padding = (0, 0, 0, padded(model.vocab_size) - model.vocab_size)
-    return {name: nn.functional.pad(tensor, padding) if is_vocabulary(name) and tensor.ndim == 2 else tensor
+    padding = padded(model.vocab_size) - model.vocab_size
+    return {name: tensor.padded(tensor.rows + padding)
+            if is_vocabulary(name) and len(tensor.shape) == 2 else tensor
             for name, tensor in tensors.items()}
 
 
@@ -352,8 +352,8 @@ def load_model(folder: Path) -> tuple[Transformer, Any]:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
     on_gpu = torch.cuda.is_available()
-    model = model_from_tensors(tensors, config, vocab_size, torch.bfloat16 if on_gpu else torch.float32)
-    return model.float().to("cuda" if on_gpu else "cpu"), tokenizer
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    return model_from_tensors(tensors, config, vocab_size, dtype, device).float(), tokenizer
 
 
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,10 +18,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoint.schema import GONE
-from checkpoint.tensor_files import read_tensors, write_tensors
+from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import read_plain
-from common.heartbeat import HEARTBEAT
 from config import ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
@@ -65,32 +65,49 @@ def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tu
     return shapes
 
 
-def permuted(name: str, weight: Tensor, model_config: ModelConfig, to_huggingface: bool) -> Tensor:
+def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
     """Return the weight with the rows of each rotated head (of wq and wk) in the other layout's order."""
     heads = {"wq": model_config.n_heads, "wk": model_config.n_kv_heads}.get(name.rsplit(".", 2)[-2])
     if heads is None:
         return weight
     pairs_or_halves = (heads, -1, 2) if to_huggingface else (heads, 2, -1)
-    return weight.unflatten(0, pairs_or_halves).transpose(1, 2).reshape(weight.shape)
+    order = torch.arange(weight.rows).unflatten(0, pairs_or_halves).transpose(1, 2).flatten()
+
+    def read(start: int, stop: int) -> Tensor:
+        if start == stop:
+            return weight.read(0, 0)
+        wanted = order[start:stop]
+        first = int(wanted.min())
+        return weight.read(first, int(wanted.max()) + 1)[wanted - first]
+
+    return replace(weight, read=read)
 
 
-def padded_rows(weight: Tensor, rows: int) -> Tensor:
-    """Return the weight with zero rows appended, up to so many."""
-    if weight.ndim != 2 or len(weight) >= rows:
-        return weight
-    return torch.cat([weight, weight.new_zeros(rows - len(weight), weight.shape[1])])
+def checked(name: str, tensor: LazyTensor) -> LazyTensor:
+    """Return a tensor of floats that raises CheckpointError when it reads one that is not finite.
 
-
-def check_numbers(name: str, tensor: Tensor) -> None:
-    """Raise CheckpointError unless the tensor holds finite floats."""
-    if not tensor.is_floating_point():
+    Raises:
+        CheckpointError: it does not hold floats.
+    """
+    if not tensor.dtype.is_floating_point:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, expected floats; use another checkpoint")
-    if not tensor.sum(dtype=torch.float32).isfinite():  # in one pass, without a mask of the tensor's size
-        raise CheckpointError(f"{name} holds numbers that are not finite; use another checkpoint")
+
+    def read(start: int, stop: int) -> Tensor:
+        rows = tensor.read(start, stop)
+        if not rows.sum(dtype=torch.float32).isfinite():  # in one pass, without a mask of the tensor's size
+            raise CheckpointError(f"{name} holds numbers that are not finite; use another checkpoint")
+        return rows
+
+    return replace(tensor, read=read)
 
 
-def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
-                   vocab_size: int) -> dict[str, Tensor]:
+def on_cpu(tensor: LazyTensor) -> LazyTensor:
+    """Return a tensor that is read as a contiguous one on the CPU."""
+    return replace(tensor, read=lambda start, stop: tensor.read(start, stop).cpu().contiguous())
+
+
+def to_huggingface(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                   vocab_size: int) -> dict[str, LazyTensor]:
     """Return our parameters under Hugging Face's names, on the CPU, without the padding of the vocabulary.
 
     A tied head is left out; `from_huggingface` restores the same bits.
@@ -100,24 +117,24 @@ def to_huggingface(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
     assert not unknown and not missing, f"not the parameters of this model: {unknown or missing}"
     tensors = {}
     for name, shape in shapes.items():
-        weight = permuted(name, state_dict[name].detach(), model_config, to_huggingface=True)
+        weight = permuted(name, lazy(state_dict[name]), model_config, to_huggingface=True)
         if name in VOCABULARY:
-            weight = weight[:vocab_size]
-        assert weight.shape == shape, f"{name} is {tuple(weight.shape)}, expected {shape}"
-        tensors[huggingface_name(name)] = weight.cpu().contiguous()
+            weight = weight.first_rows(vocab_size)
+        assert weight.shape == shape, f"{name} is {weight.shape}, expected {shape}"
+        tensors[huggingface_name(name)] = on_cpu(weight)
     return tensors
 
 
-def vocabulary_rows(tensors: Mapping[str, Tensor]) -> int:
+def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
     """Return the number of ids in a Llama's embedding. Raises CheckpointError if there is none."""
     embedding = tensors.get("model.embed_tokens.weight")
-    if embedding is None or embedding.ndim != 2 or not len(embedding):
+    if embedding is None or len(embedding.shape) != 2 or not embedding.rows:
         raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
-    return len(embedding)
+    return embedding.rows
 
 
-def first_part(tensors: Mapping[str, Tensor], vocab_size: int,
-               keep_layers: Optional[int]) -> dict[str, Tensor]:
+def first_part(tensors: Mapping[str, LazyTensor], vocab_size: int,
+               keep_layers: Optional[int]) -> dict[str, LazyTensor]:
     """Return a Hugging Face Llama's tensors without ids that no token has, and with the first layers only.
 
     Args:
@@ -128,23 +145,23 @@ def first_part(tensors: Mapping[str, Tensor], vocab_size: int,
         return keep_layers is None or layer is None or int(layer[1]) < keep_layers
 
     by_id = {huggingface_name(name) for name in VOCABULARY}
-    return {name: tensor[:vocab_size] if name in by_id else tensor
+    return {name: tensor.first_rows(vocab_size) if name in by_id else tensor
             for name, tensor in tensors.items() if is_kept(name)}
 
 
-def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int,
-                     finite: bool = True) -> dict[str, Tensor]:
+def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int,
+                     finite: bool = True) -> dict[str, LazyTensor]:
     """Return a Hugging Face Llama's tensors under our names, the vocabulary padded with zero rows.
 
     Args:
-        finite: refuse NaN and infinity.
+        finite: refuse NaN and infinity, in each row that is read.
     Raises:
         CheckpointError: a tensor is missing, unknown, or not of the shape that the settings give.
     """
     shapes = parameter_shapes(model_config, padded_vocab)
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if model_config.tie_embeddings:
-        if head is not None and (embedding is None or not torch.equal(embedding, head)):
+        if head is not None and (embedding is None or not embedding.equals(head)):
             raise CheckpointError("the weights have a separate lm_head.weight; set TIE_EMBEDDINGS=false")
     elif head is None:
         raise CheckpointError("the weights have no separate lm_head.weight; set TIE_EMBEDDINGS=true")
@@ -160,20 +177,19 @@ def from_huggingface(tensors: Mapping[str, Tensor], model_config: ModelConfig, p
     for name, shape in shapes.items():
         weight = tensors[huggingface_name(name)]
         if finite:
-            check_numbers(huggingface_name(name), weight)
-            HEARTBEAT.beat()  # safetensors reads it from the disk only now
+            weight = checked(huggingface_name(name), weight)
         if name in VOCABULARY:
-            weight = padded_rows(weight, padded_vocab)
+            weight = weight.padded(padded_vocab)
         if weight.shape != shape:
-            raise CheckpointError(f"{huggingface_name(name)} is {tuple(weight.shape)} in the checkpoint, but "
-                                  f"the settings and the tokenizer give {shape}; set the model settings as "
-                                  "in the checkpoint's config.json")
+            raise CheckpointError(f"{huggingface_name(name)} is {weight.shape} in the checkpoint, but the "
+                                  f"settings and the tokenizer give {shape}; set the model settings as in "
+                                  "the checkpoint's config.json")
         state[name] = permuted(name, weight, model_config, to_huggingface=False)
     return state
 
 
 def from_meta(tensors: Mapping[str, Tensor],
-              params: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+              params: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
     """Return parameters and model settings of Meta's Llama 3 files: consolidated.00.pth, params.json.
 
     Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor
@@ -181,19 +197,17 @@ def from_meta(tensors: Mapping[str, Tensor],
     Raises:
         CheckpointError: the file or the parameters are not a Llama 3's.
     """
-    state = {name: tensor for name, tensor in tensors.items() if name != "rope.freqs"}
-    for name, tensor in state.items():
-        check_numbers(name, tensor)
+    state = {name: checked(name, lazy(tensor)) for name, tensor in tensors.items() if name != "rope.freqs"}
     required = ("dim", "n_layers", "n_heads", "norm_eps")
     gate = "layers.0.feed_forward.w1.weight"
     missing = [key for key in required if key not in params]
     missing += [name for name in (*VOCABULARY, gate) if name not in state]
     if missing:
         raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
-    tied = torch.equal(state["tok_embeddings.weight"], state["output.weight"])
+    tied = state["tok_embeddings.weight"].equals(state["output.weight"])
     if tied:
         del state["output.weight"]
-    rows, ffn_dim = (state[name].shape[:1].numel() for name in ("tok_embeddings.weight", gate))
+    rows, ffn_dim = (state[name].rows for name in ("tok_embeddings.weight", gate))
     settings = {key: params[key] for key in required} | {
         "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": ffn_dim,
         "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
@@ -202,26 +216,26 @@ def from_meta(tensors: Mapping[str, Tensor],
         settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
     expected = parameter_shapes(checked_settings(settings, "params.json"), rows)
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
-             if name not in state or tuple(state[name].shape) != expected.get(name)]
+             if name not in state or state[name].shape != expected.get(name)]
     if wrong:
         raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use its own")
     return state, settings
 
 
-def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
     """Return a hash of a model's weights under Hugging Face's names, however they are divided into files.
 
     A tied head that is stored all the same and the buffers of old files do not count.
     """
     digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
     for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        is_tied_head = name == "lm_head.weight" and embedding is not None and torch.equal(tensor, embedding)
+        tensor = tensors[name]
+        is_tied_head = name == "lm_head.weight" and embedding is not None and tensor.equals(embedding)
         if is_tied_head or name.endswith("inv_freq"):
             continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
-        HEARTBEAT.beat()
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        for piece in tensor.pieces():
+            digest.update(piece.flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -309,8 +323,8 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     return settings
 
 
-def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_config: ModelConfig, tokenizer,
-                      max_seq_len: int) -> None:
+def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                      tokenizer, max_seq_len: int) -> None:
     """Write a Hugging Face model folder: config.json, generation_config.json, weights and tokenizer files."""
     folder = Path(folder)
     tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
@@ -325,10 +339,11 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor], model_conf
     tokenizer.save_huggingface(folder)
 
 
-def save_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
+                 max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write tensors as model.safetensors, or as several files with an index if one would be too large."""
     # Not by huggingface_hub, which is optional here and writes a file in one call without a heartbeat.
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, LazyTensor]] = [{}]
     room = max_shard_bytes
     for name, tensor in tensors.items():
         if tensor.nbytes > room and shards[-1]:
@@ -348,7 +363,7 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: i
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
-def load_model_weights(folder: Path) -> dict[str, Tensor]:
+def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a model folder under Hugging Face's names; reads safetensors only.
 
     Raises:
@@ -356,7 +371,7 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     """
     folder, index = Path(folder), Path(folder) / INDEX_FILE
     if os.path.exists(folder / WEIGHTS_FILE):
-        return read_tensors(folder / WEIGHTS_FILE)
+        return open_tensors(folder / WEIGHTS_FILE)
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} {GONE}")
     if not os.path.exists(index):
@@ -371,7 +386,7 @@ def load_model_weights(folder: Path) -> dict[str, Tensor]:
     for name in sorted(set(weight_map.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{index} points outside its folder: {name!r}; download it again")
-        tensors |= read_tensors(folder / name)
+        tensors |= open_tensors(folder / name)
     return tensors
 
 

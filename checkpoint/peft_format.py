@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoint import hf_format
-from checkpoint.hf_format import VOCABULARY, TokenIds, permuted, read_json, write_json
+from checkpoint.hf_format import VOCABULARY, TokenIds, checked, on_cpu, permuted, read_json, write_json
 from checkpoint.hub import name_of_download
-from checkpoint.tensor_files import read_tensors, write_tensors
+from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from config import LoraConfig, ModelConfig
 
@@ -46,23 +45,23 @@ def peft_name(name: str) -> str:
     return f"base_model.model.{hf_format.huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
 
 
-def to_peft(state_dict: Mapping[str, Tensor], model_config: ModelConfig,
-            vocab_size: int) -> dict[str, Tensor]:
+def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+            vocab_size: int) -> dict[str, LazyTensor]:
     """Return what LoRA trains under PEFT's names, on the CPU; a tied matrix both as embedding and as head."""
     tensors = {}
     for name, tensor in state_dict.items():
-        tensor = tensor.detach()
+        tensor = lazy(tensor)
         if name.endswith(".lora_B"):
             tensor = permuted(name, tensor, model_config, to_huggingface=True)
         if name in VOCABULARY:
-            tensor = tensor[:vocab_size]
-        tensors[peft_name(name)] = tensor.cpu().contiguous()
+            tensor = tensor.first_rows(vocab_size)
+        tensors[peft_name(name)] = on_cpu(tensor)
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
-        tensors[peft_name("output.weight")] = tied.clone()
+        tensors[peft_name("output.weight")] = tied
     return tensors
 
 
-def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_vocab: int, rank: int,
+def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int, rank: int,
               token_ids: TokenIds) -> dict[str, Tensor]:
     """Return PEFT's tensors under our names; the inverse of `to_peft`.
 
@@ -83,20 +82,21 @@ def from_peft(tensors: Mapping[str, Tensor], model_config: ModelConfig, padded_v
     if model_config.tie_embeddings:
         embedding = tensors.get(peft_name("tok_embeddings.weight"))
         head = remaining.pop(peft_name("output.weight"), None)
-        if (embedding is None) != (head is None) or (head is not None and not torch.equal(embedding, head)):
+        if (embedding is None) != (head is None) or (head is not None and not embedding.equals(head)):
             raise CheckpointError("the adapters train head and embeddings separately; their base ties them")
     for name, shape in shapes.items():
         tensor = remaining.pop(peft_name(name), None)
         if tensor is None:
             continue
-        hf_format.check_numbers(peft_name(name), tensor)
+        tensor = checked(peft_name(name), tensor)
         if name in VOCABULARY:
-            tensor = hf_format.padded_rows(tensor, padded_vocab)
+            tensor = tensor.padded(padded_vocab)
         if tensor.shape != shape:
-            raise CheckpointError(f"{peft_name(name)} is {tuple(tensor.shape)}, but rank and base give "
-                                  f"{shape}; use the base that the adapters were made for")
-        is_lora_b = name.endswith(".lora_B")
-        state[name] = permuted(name, tensor, model_config, to_huggingface=False) if is_lora_b else tensor
+            raise CheckpointError(f"{peft_name(name)} is {tensor.shape}, but rank and base give {shape}; use "
+                                  "the base that the adapters were made for")
+        if name.endswith(".lora_B"):
+            tensor = permuted(name, tensor, model_config, to_huggingface=False)
+        state[name] = tensor.whole()
     if remaining:
         raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
                               f"({len(remaining)} such tensors); use the base that they were made for")
@@ -196,7 +196,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     check_plain_lora(content)
     own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
-    tensors = read_tensors(folder / WEIGHTS_FILE)
+    tensors = open_tensors(folder / WEIGHTS_FILE)
     state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")

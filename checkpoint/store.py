@@ -23,11 +23,12 @@ from torch import Tensor
 
 from checkpoint.hub import hub_model, is_model_name
 from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse, read_state_file
-from checkpoint.tensor_files import read_tensors, write_tensors
+from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import leads_outside, plain, read_plain, sha256, sync, sync_folder
 from common.text import print_safely, printable
 from parallel.collectives import Ranks
+from parallel.sharding import RowServer
 
 PADDOCK_VERSION = "0.1"
 MANIFEST = "MANIFEST.json"
@@ -55,8 +56,9 @@ class Contents(NamedTuple):
     step: int
     write_model: Callable[[Path], None]  # writes the model's files into a folder; called on rank 0
     state: Mapping[str, Any]  # JSON-like; its `val_loss`, if any, decides what KEEP_BEST keeps
-    optimizer: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor | LazyTensor]
     model_bytes: int = 0  # that `write_model` will write, to find a full disk beforehand
+    server: Optional[RowServer] = None  # from which these tensors come, if the model is sharded
 
 
 def save(checkpoints_dir: Path, contents: Contents, ranks: Ranks, warn: Warn = warn_on_console) -> Path:
@@ -79,7 +81,8 @@ def save(checkpoints_dir: Path, contents: Contents, ranks: Ranks, warn: Warn = w
     facts = {"step": contents.step, "world_size": ranks.world_size,
              "val_loss": float(val_loss) if measured else None}
     needed_bytes = contents.model_bytes + optimizer_bytes
-    ranks.on_rank0(lambda: publish(folder, write, facts, needed_bytes, optimizer_bytes, warn))
+    (contents.server or ranks).on_rank0(
+        lambda: publish(folder, write, facts, needed_bytes, optimizer_bytes, warn))
     return folder
 
 
@@ -375,9 +378,9 @@ def read_state(folder: Path) -> dict[str, Any]:
     return read_state_file(Path(folder) / STATE) if _has(Path(folder), STATE) else {}
 
 
-def read_optimizer(folder: Path) -> dict[str, Tensor]:
+def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
     """Return the optimizer's tensors, on the CPU; like `read_state`."""
-    return read_tensors(Path(folder) / OPTIMIZER) if _has(Path(folder), OPTIMIZER) else {}
+    return open_tensors(Path(folder) / OPTIMIZER) if _has(Path(folder), OPTIMIZER) else {}
 
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),

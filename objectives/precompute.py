@@ -112,11 +112,12 @@ class ReferenceOutputs:
         for number in once.progress(range(batches_per_rank), "Reference"):
             first = (ranks.rank * batches_per_rank + number) * self.micro_batch_size
             indices = np.arange(first, min(first + self.micro_batch_size, len(rows)))
-            if len(indices):
-                logprob_BP2 = frozen_logprobs(model, rows(indices).to(ranks.device)).float().cpu()
-                for row, index in enumerate(indices.tolist()):
-                    examples = torch.from_numpy(rows.examples_in(index)).long()
-                    logprob_E2[examples] = logprob_BP2[row, :len(examples)]
+            # A rank without rows left runs all the same: every forward of a sharded model needs all ranks.
+            batch = rows(indices if len(indices) else np.arange(1))
+            logprob_BP2 = frozen_logprobs(model, batch.to(ranks.device)).float().cpu()
+            for row, index in enumerate(indices.tolist()):
+                examples = torch.from_numpy(rows.examples_in(index)).long()
+                logprob_E2[examples] = logprob_BP2[row, :len(examples)]
         return ranks.all_reduce_sum(logprob_E2)
 
     def _write(self, path: Path, logprob_E2: Tensor) -> str:

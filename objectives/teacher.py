@@ -27,7 +27,8 @@ from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from fused.matmul import linear
 from model import Transformer
-from model_utils import compile_where_possible, model_from_tensors
+from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
+from parallel.collectives import Ranks
 from tokenizer import load_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -182,9 +183,11 @@ def group_documents(starts: Sequence[int], lengths: Sequence[int],
     return groups
 
 
-def load_teacher(folder: Path, config: Config, vocab_size: int,
-                 device: torch.device) -> LlamaTeacher | HFTeacher:
+def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> LlamaTeacher | HFTeacher:
     """Load the model in a folder of `find_teacher`: by our own code if it is a Llama, else by transformers.
+
+    A Llama that runs in each step is sharded like the student. One whose outputs are stored is not, because
+    each rank stores other rows. Collective: every rank must call it.
 
     Raises:
         CheckpointError: its weights cannot be read, or do not fit its configuration.
@@ -196,12 +199,17 @@ def load_teacher(folder: Path, config: Config, vocab_size: int,
     except CheckpointError:
         settings = None
     if settings is None:  # not a Llama, or one that we cannot represent
-        return _load_with_transformers(folder, described, config, vocab_size, device)
-    tensors = load_model_weights(folder)
-    dtype = _dtype(config, next(iter(tensors.values())).dtype, device)
-    model = model_from_tensors(tensors, ModelConfig(**settings), described["vocab_size"], dtype)
-    model = model.to(device, dtype)
-    compile_where_possible(model, config, device.type)
+        return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
+                                                                  ranks.device))
+    stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
+    dtype = _dtype(config, stored, ranks.device)
+    model = model_on_meta(ModelConfig(**settings), described["vocab_size"], dtype)
+    model.requires_grad_(False).to(dtype)
+    if config.distillation_top_k:
+        config = config.model_copy(update={"sharding": "none"})
+    allocate_model(model, config, ranks)
+    ranks.raise_on_all(lambda: load_weights(folder, model))
+    compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)
 
 

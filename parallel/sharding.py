@@ -5,6 +5,7 @@ gradient and of its optimizer state. Vectors are small, and whole on every rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from common.heartbeat import HEARTBEAT
 from parallel.collectives import Ranks
 
+T = TypeVar("T")
 ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
 SHARD = "shard"  # the dimension of the mesh along which matrices are divided
 
@@ -55,7 +57,7 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     shared = {"mesh": mesh, "ignored_params": vectors,
-              "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy()}
+              "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()}
     # Inputs are not cast: cosines and sines stay float32.
     of_blocks, of_root = (MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False)
                           for dtype in (compute_dtype, None))
@@ -143,7 +145,7 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
     padded[:len(rows)] = rows
     whole = torch.empty(each * group.size(), *like.shape[1:], dtype=rows.dtype, device=device)
     with HEARTBEAT.waiting():
-        dist.all_gather_into_tensor(whole, padded, group=group)
+        dist.all_gather([*whole.split(each)], padded, group=group)  # all_gather_into_tensor is deprecated
     return whole[:like.shape[0]]
 
 
@@ -179,25 +181,31 @@ class RowServer:
     def __init__(self, tensors: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks):
         self.tensors, self.ranks, self.names = tensors, ranks, [*tensors]
 
-    def gather(self, name: str) -> Tensor:
-        """Return the whole tensor. Rank 0 calls it while the others are in `serve`."""
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a whole tensor, or a scalar; only rank 0 calls it, in `on_rank0`."""
         rows, like = self.tensors[name]
-        if not isinstance(like, DTensor):
-            return rows
-        self._announce(self.names.index(name))
-        return gather_rows(rows, like)
+        if is_divided(like):
+            self._announce(self.names.index(name))
+        whole = gather_rows(rows, like)
+        return whole[start:stop] if whole.ndim else whole
 
-    def serve(self) -> None:
-        """Take part in what rank 0 gathers, until it calls `end`."""
-        while (index := self._announce(self.END)) != self.END:
-            gather_rows(*self.tensors[self.names[index]])
+    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
+        """`Ranks.on_rank0`, where make() may `gather`. Collective: every rank must call it."""
+        def work() -> Optional[T]:
+            if self.ranks.is_rank0:
+                try:
+                    return make()
+                finally:
+                    self._announce(self.END)
+            while (index := self._announce(self.END)) != self.END:
+                gather_rows(*self.tensors[self.names[index]])
 
-    def end(self) -> None:
-        """Let the other ranks leave `serve`."""
-        self._announce(self.END)
+        return self.ranks.raise_on_all(work)
 
     def _announce(self, index: int) -> int:
         """Return rank 0's index on every rank."""
+        if self.ranks.world_size == 1:
+            return index
         number = torch.tensor(index, device=self.ranks.device)
         with HEARTBEAT.waiting():
             dist.broadcast(number, src=0)
@@ -229,15 +237,17 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the norm of all tensors together. Collective within a shard group if some are sharded."""
     tensors = [*tensors]
-    whole = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
-    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if not sharded:
-        return nn.utils.get_total_norm(whole)
-    mesh = sharded[0].device_mesh
-    squared = nn.utils.get_total_norm([own(tensor) for tensor in sharded]).to(mesh.device_type).square()
-    with HEARTBEAT.waiting():
-        dist.all_reduce(squared, group=mesh.get_group(SHARD))
-    return (squared + nn.utils.get_total_norm(whole).to(squared.device).square()).sqrt()
+    mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
+    if mesh is None:
+        return nn.utils.get_total_norm(tensors)
+    norms = torch.stack([norm.to(mesh.device_type) for norm in torch._foreach_norm([*map(own, tensors)])])
+    if mesh[SHARD].size() > 1:
+        divided = torch.tensor([*map(is_divided, tensors)], device=norms.device)
+        squares = torch.where(divided, norms.square(), 0)
+        with HEARTBEAT.waiting():
+            dist.all_reduce(squares, group=mesh.get_group(SHARD))
+        norms = torch.where(divided, squares.sqrt(), norms)
+    return torch.linalg.vector_norm(norms)
 
 
 class FiniteGradients:

@@ -92,6 +92,7 @@ def huggingface_model(model, config, vocab: int, seq_len: int, liger: bool = Fal
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from checkpoint.hf_format import huggingface_config, to_huggingface
+    from checkpoint.tensor_files import read_all
     from model import padded
 
     assert padded(vocab) == vocab, "the peers have no padding"
@@ -100,7 +101,7 @@ def huggingface_model(model, config, vocab: int, seq_len: int, liger: bool = Fal
 
         apply_liger_kernel_to_llama()
     peer = LlamaForCausalLM(LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32")))
-    tensors = to_huggingface(model.state_dict(), config, vocab)
+    tensors = read_all(to_huggingface(model.state_dict(), config, vocab))
     missing = peer.load_state_dict(tensors, strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}, missing
     peer.tie_weights()
@@ -128,6 +129,7 @@ def litgpt_model(model, config, vocab: int, seq_len: int):
     import torch
 
     from checkpoint.hf_format import to_huggingface
+    from checkpoint.tensor_files import read_all
 
     # Only the model is imported, because the rest of litgpt needs Lightning, which is large.
     package = types.ModuleType("litgpt")
@@ -144,7 +146,7 @@ def litgpt_model(model, config, vocab: int, seq_len: int):
         parallel_residual=False, norm_class_name="RMSNorm", norm_eps=config.norm_eps,
         mlp_class_name="LLaMAMLP", intermediate_size=config.hidden_dim))
     peer.reset_parameters()
-    theirs = to_huggingface(model.state_dict(), config, vocab)
+    theirs = read_all(to_huggingface(model.state_dict(), config, vocab))
     tensors = {"transformer.wte.weight": theirs["model.embed_tokens.weight"],
                "transformer.ln_f.weight": theirs["model.norm.weight"],
                "lm_head.weight": theirs["model.embed_tokens.weight"]}

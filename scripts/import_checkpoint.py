@@ -32,6 +32,7 @@ from checkpoint.hf_format import (
 )
 from checkpoint.peft_format import refuse_adapters
 from checkpoint.store import MANIFEST, publish, verify
+from checkpoint.tensor_files import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import show
@@ -40,7 +41,7 @@ from model_utils import find_model
 from tokenizer import load_tokenizer
 
 
-def read_huggingface(source: Path) -> tuple[dict[str, Tensor], ModelConfig, int]:
+def read_huggingface(source: Path) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
     """Return the weights under our names, the model's settings, and its context length."""
     content = read_json(source / "config.json")
     config = ModelConfig(**model_settings_from_huggingface(content))
@@ -52,7 +53,8 @@ def read_huggingface(source: Path) -> tuple[dict[str, Tensor], ModelConfig, int]
     return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, longest
 
 
-def read_meta(file: Path, rope_scaling_factor: Optional[float]) -> tuple[dict[str, Tensor], ModelConfig, int]:
+def read_meta(file: Path,
+              rope_scaling_factor: Optional[float]) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
     """Return the same from consolidated.00.pth and the params.json beside it."""
     if len(parts := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
         raise CheckpointError(f"{file.parent} holds a model in {len(parts)} parts; download it in Hugging "
@@ -91,7 +93,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         refuse_adapters(folder)
         state, config, max_seq_len = read_huggingface(folder)
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
-    rows = len(state["tok_embeddings.weight"])
+    rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the model {rows:,}; "
                               "name the model's own with --tokenizer")

@@ -8,6 +8,7 @@ written to runs/pipeline/summary.json, and the table with its plots to runs/pipe
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ import torch  # noqa: E402
 
 from checkpoint.hf_format import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
-from checkpoint.tensor_files import read_tensors  # noqa: E402
+from checkpoint.tensor_files import open_tensors  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
@@ -164,8 +165,8 @@ def run_stages(pipeline: Pipeline) -> dict:
     right, stops = zip(*map(exact_answers, models.values()))
     right, stops = dict(zip(models, right)), dict(zip(models, stops))
     items = [value for _, value in curve("pretrain", "hellaswag_acc")]
-    trained, whole = (sum(tensor.numel() for tensor in tensors.values()) for tensors in
-                      (read_tensors(adapter / "adapter_model.safetensors"), load_model_weights(base)))
+    trained, whole = (sum(math.prod(tensor.shape) for tensor in tensors.values()) for tensors in
+                      (open_tensors(adapter / "adapter_model.safetensors"), load_model_weights(base)))
     summary = {
         "pretrain": {"item_accuracy": [items[0], items[-1]]},
         "sft": {"exact_answers": [right["pretrain"], right["sft"]],

@@ -17,6 +17,7 @@ from torch import nn
 
 import lora
 from checkpoint import hf_format, peft_format
+from checkpoint.tensor_files import lazy, open_tensors, read_all
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig, ModelConfig
 from model import Linear, Transformer, padded
@@ -307,7 +308,7 @@ def in_transformers(config: ModelConfig):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     content = hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**content))
-    tensors = hf_format.to_huggingface(base_model(config).state_dict(), config, VOCAB)
+    tensors = read_all(hf_format.to_huggingface(base_model(config).state_dict(), config, VOCAB))
     theirs.load_state_dict(tensors, strict=not config.tie_embeddings)
     theirs.tie_weights()
     return theirs
@@ -327,7 +328,8 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     content = peft_format.peft_config(wanted, tied, "", ids_of(config, changes)) | {"inference_mode": False,
                                                                                       "base_model_name_or_path": None}
     theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
-    peft.set_peft_model_state_dict(theirs, peft_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
+    tensors = read_all(peft_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
+    peft.set_peft_model_state_dict(theirs, tensors)
     with torch.no_grad():
         expected = theirs(tokens()).logits
         assert (ours.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -337,7 +339,7 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
     of_theirs = {name.replace(".default", ""): parameter.grad for name, parameter in theirs.named_parameters()
                  if parameter.requires_grad}
     for reduction in ("sum", "none"):
-        of_ours = peft_format.to_peft(learn(ours, reduction=reduction), config, VOCAB)
+        of_ours = read_all(peft_format.to_peft(learn(ours, reduction=reduction), config, VOCAB))
         assert of_ours.keys() == of_theirs.keys() and furthest(of_ours, of_theirs) < 1e-5
 
 
@@ -435,14 +437,14 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
     divided, same = base_folder(tmp_path / "divided", config, tokenizer)
     assert len(list(divided.glob("*.safetensors"))) > 2 and same == sha256
     tensors = hf_format.load_model_weights(whole)
-    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone(), "model.layers.0.rotary_emb.inv_freq": torch.ones(8)}
+    extra = {"lm_head.weight": tensors["model.embed_tokens.weight"], "model.layers.0.rotary_emb.inv_freq": lazy(torch.ones(8))}
     assert hf_format.weights_sha256({**extra, **tensors}) == sha256
     name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
     assert hf_format.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
-    assert hf_format.weights_sha256({**tensors, name: tensors[name].reshape(64, -1)}) != sha256
-    tensors[name] = tensors[name].clone()
-    tensors[name][3, 4] += 1e-6
-    assert hf_format.weights_sha256(tensors) != sha256
+    assert hf_format.weights_sha256({**tensors, name: lazy(tensors[name].whole().reshape(64, -1))}) != sha256
+    changed = tensors[name].whole().clone()
+    changed[3, 4] += 1e-6
+    assert hf_format.weights_sha256({**tensors, name: lazy(changed)}) != sha256
 
 
 @pytest.mark.parametrize("damage, match", [
@@ -483,7 +485,7 @@ def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
 def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
     tied = shape(tie_embeddings=True)
     tensors = peft_format.to_peft(lora.adapter_state_dict(adapted(tied, WHOLE[1])), tied, VOCAB)
-    for change in ({}, {"base_model.model.lm_head.weight": torch.zeros(VOCAB, 64)}):
+    for change in ({}, {"base_model.model.lm_head.weight": lazy(torch.zeros(VOCAB, 64))}):
         apart = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name} | change
         with pytest.raises(CheckpointError, match="their base ties them"):
             peft_format.from_peft(apart, tied, padded(VOCAB), 4, {})
@@ -532,11 +534,11 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     other = tmp_path / "other"
     shutil.copytree(base, other)
     tensors = hf_format.load_model_weights(base)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    tensors["model.norm.weight"] = lazy(tensors["model.norm.weight"].whole() * 2)
     hf_format.save_weights(other, tensors)
     hashes = [hf_format.weights_sha256(hf_format.load_model_weights(folder)) for folder in (other, base)]
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, str(other))
-    factors = peft_format.read_tensors(adapter / "adapter_model.safetensors")
+    factors = read_all(open_tensors(adapter / "adapter_model.safetensors"))
     next(iter(factors.values())).fill_(torch.nan)
     save_file(factors, adapter / "adapter_model.safetensors")
     refused("lora_A.weight holds numbers that are not finite", output)

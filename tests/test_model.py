@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from checkpoint.hf_format import huggingface_config, to_huggingface
+from checkpoint.tensor_files import read_all
 from common.errors import SettingsError
 from config import ModelConfig
 from fused.attention import choose_kernel, compute_cu_seqlens
@@ -83,7 +84,8 @@ def in_transformers(model: Transformer):
 
     config = LlamaConfig(**huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32))
     theirs = LlamaForCausalLM(config).eval()
-    lacking = theirs.load_state_dict(to_huggingface(model.state_dict(), model.config, model.vocab_size), strict=False)
+    tensors = read_all(to_huggingface(model.state_dict(), model.config, model.vocab_size))
+    lacking = theirs.load_state_dict(tensors, strict=False)
     assert set(lacking.missing_keys) <= {"lm_head.weight"} and not lacking.unexpected_keys
     theirs.tie_weights()
     return theirs
@@ -102,7 +104,7 @@ def test_logits_and_all_gradients_equal_transformers(shape):
     (-ours(tokens, targets, reduction="sum")).backward()
     expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     # The change of pairs for halves is a reordering of rows, so it maps gradients as it maps weights.
-    assert_all_close(to_huggingface(gradients(ours), ours.config, VOCAB), expected)
+    assert_all_close(read_all(to_huggingface(gradients(ours), ours.config, VOCAB)), expected)
 
 
 def test_padded_ids_are_never_predicted_and_never_learn():

@@ -76,7 +76,7 @@ def load_adapted(folder: Path, base: Path, device: str = "cpu", dtype: torch.dty
     if tokenizer.vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; use "
                               "the base's own tokenizer")
-    model = model_from_tensors(tensors, config, rows, dtype).to(device)
+    model = model_from_tensors(tensors, config, rows, dtype, device)
     if quantization != "none":
         model.float()  # as it is quantized in training
     lora_config = adapter.config.model_copy(update={"lora_base_quantization": quantization})

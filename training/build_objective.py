@@ -89,12 +89,12 @@ def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[O
 
     @cache
     def load():
-        return load_teacher(folder, config, tokenizer.vocab_size, ranks.device)
+        return load_teacher(folder, config, tokenizer.vocab_size, ranks)
 
     # Live in each step, or stored for the rows that the run reads.
     if not config.distillation_top_k:
         compiled = config.compile and ranks.device.type == "cuda"
-        return Distillation(config, ranks.raise_on_all(load), compiled), inputs
+        return Distillation(config, load(), compiled), inputs
     facts = ranks.broadcast(ranks.on_rank0(lambda: teacher_facts(folder, config)))
 
     # Each source of a mixture has a store of its own, which does not depend on the weights.

@@ -154,8 +154,8 @@ def describe_tensors(model: nn.Module) -> list[dict]:
 def bad_gradients(model: nn.Module, kind: str) -> dict[str, Tensor]:
     """Return CPU copies of the gradients with NaN or infinity, by `<kind>.<parameter>`.
 
-    Of a sharded model, they are the rank's own rows. They take at most KEPT_BYTES. The first are those with the smallest share of such elements, which say most
-    about the cause.
+    Of a sharded model, they are the rank's own rows. They take at most KEPT_BYTES. The first are those with
+    the smallest share of such elements, which say most about the cause.
     """
     gradients = {name: own(parameter.grad) for name, parameter in model.named_parameters()
                  if parameter.grad is not None}

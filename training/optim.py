@@ -7,6 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
+from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import OptimConfig
@@ -162,7 +163,7 @@ class Optimizer:
         return {f"{self.names[parameter]}.{key}": value for part in self.parts
                 for parameter, state in part.state.items() for key, value in state.items()}
 
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
         """Restore the state of a checkpoint; one from before the first update has none.
 
         Raises:
@@ -182,6 +183,6 @@ class Optimizer:
                                   "use another checkpoint")
         for key, (part, parameter, entry) in places.items():
             # On the parameter's device, where a fused AdamW counts its steps.
-            rows = slice(*own_rows(self.sharded.get(parameter, parameter))) if entry != "step" else ...
-            part.state[parameter][entry] = tensors[key][rows].to(parameter.device, copy=True)
+            rows = (0, 1) if entry == "step" else own_rows(self.sharded.get(parameter, parameter))
+            part.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
             HEARTBEAT.beat()

@@ -7,6 +7,7 @@ import time
 import uuid
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 
 import lora
-from checkpoint import peft_format, store
+from checkpoint import hf_format, peft_format, store
 from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
+from checkpoint.tensor_files import LazyTensor
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
@@ -24,9 +26,10 @@ from data_pipeline.mixed_rows import MixedRows, parts_of
 from data_pipeline.row_order import RowOrder
 from dataloaders import Rows, StepLoader, validation_batches
 from model import Transformer
-from model_utils import save_model, trim_padding
+from model_utils import trim_padding
 from objectives.base import Objective
 from parallel.collectives import Ranks, RunContext
+from parallel.sharding import RowServer, is_sharded, named_parameters, own
 from training import diagnostics, run_folder
 from training.optim import Optimizer
 from training.run_folder import SEGMENTS, RunFolder
@@ -294,17 +297,30 @@ def write_checkpoint(run: Run) -> None:
              "world_size": run.ranks.world_size, "settings": config.public(),
              "scaler": run.scaler.state_dict() if run.scaler else None, "val_loss": progress.val_loss}
 
+    # Rank 0 writes one tensor after the other; of a sharded model, it gathers each when its turn comes.
+    parameters, optimizer_state = named_parameters(run.model), run.optimizer.state_tensors()
+    if config.lora_enabled:
+        parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    tensors = {name: (own(parameter), parameter) for name, parameter in parameters.items()}
+    for name, rows in optimizer_state.items():
+        tensors[name] = (rows, parameters[name.rpartition(".")[0]] if rows.ndim else rows)
+    server = RowServer(tensors, run.ranks)
+    streamed = {name: LazyTensor(tuple(like.shape), rows.dtype, partial(server.read, name))
+                for name, (rows, like) in tensors.items()}
+
     def write_model(folder: Path) -> None:
+        weights, tokenizer = {name: streamed[name] for name in parameters}, run.inputs.tokenizer
         if config.lora_enabled:
-            adapter = peft_format.Adapter(lora.adapter_state_dict(run.model), config, progress.base,
-                                          progress.base_sha256, lora.trained_token_ids(run.model))
-            peft_format.save_adapter_folder(folder, adapter, config, run.inputs.tokenizer)
+            adapter = peft_format.Adapter(weights, config, progress.base, progress.base_sha256,
+                                          lora.trained_token_ids(run.model))
+            peft_format.save_adapter_folder(folder, adapter, config, tokenizer)
         else:
-            save_model(folder, run.model, run.inputs.tokenizer, config.max_seq_len)
+            hf_format.save_model_folder(folder, weights, run.model.config, tokenizer, config.max_seq_len)
 
     checkpoints_dir = run.folder / "checkpoints"
-    optimizer_state = trim_padding(run.optimizer.state_tensors(), run.model)
-    contents = store.Contents(progress.step, write_model, state, optimizer_state, trained_bytes(run.model))
+    of_optimizer = trim_padding({name: streamed[name] for name in optimizer_state}, run.model)
+    contents = store.Contents(progress.step, write_model, state, of_optimizer, trained_bytes(run.model),
+                              server if is_sharded(run.model) else None)
     run.saved = store.save(checkpoints_dir, contents, run.ranks, run.log.warn)
     protected = [run.started_from] if run.started_from else []
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpoint import hf_format, store
+from checkpoint.tensor_files import lazy, read_all
 from common.errors import CheckpointError
 from config import ModelConfig
 from data_pipeline.train_bpe import write_tiktoken
@@ -59,11 +60,11 @@ def config(request) -> ModelConfig:
 def test_there_and_back_is_bit_equal(config):
     state = model_of(config).state_dict()
     tensors = hf_format.to_huggingface(state, config, VOCAB)
-    back = hf_format.from_huggingface(tensors, config, padded(VOCAB))
+    back = read_all(hf_format.from_huggingface(tensors, config, padded(VOCAB)))
     assert list(back) == list(state)
     for name in state:
         assert torch.equal(back[name], state[name]), name
-    assert len(tensors["model.embed_tokens.weight"]) == VOCAB
+    assert tensors["model.embed_tokens.weight"].rows == VOCAB
     assert ("lm_head.weight" in tensors) == (not config.tie_embeddings)
 
 
@@ -89,7 +90,8 @@ def test_a_transformers_model_gives_its_logits_in_ours(config):
         **hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
     settings = hf_format.model_settings_from_huggingface(theirs.config.to_dict())
     ours = Transformer(ModelConfig(**settings), VOCAB)
-    ours.load_state_dict(hf_format.from_huggingface(theirs.state_dict(), ModelConfig(**settings), padded(VOCAB)))
+    tensors = {name: lazy(tensor) for name, tensor in theirs.state_dict().items()}
+    ours.load_state_dict(read_all(hf_format.from_huggingface(tensors, ours.config, padded(VOCAB))))
     tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (ours.logits(tokens_BT) - theirs(tokens_BT).logits).abs().max() < 1e-4
@@ -103,9 +105,10 @@ def test_permutation_is_the_one_of_transformers_own_converter():
         for i in range(8):
             for half in range(2):
                 expected[16 * head + 8 * half + i] = weight[16 * head + 2 * i + half]
-    assert torch.equal(hf_format.permuted(name, weight, config, to_huggingface=True), expected)
-    assert torch.equal(hf_format.permuted(name, expected, config, to_huggingface=False), weight)
-    assert hf_format.permuted("layers.0.attention.wv.weight", weight, config, to_huggingface=True) is weight
+    assert torch.equal(hf_format.permuted(name, lazy(weight), config, to_huggingface=True).whole(), expected)
+    assert torch.equal(hf_format.permuted(name, lazy(expected), config, to_huggingface=False).whole(), weight)
+    other = lazy(weight)
+    assert hf_format.permuted("layers.0.attention.wv.weight", other, config, to_huggingface=True) is other
 
 
 def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):
@@ -170,12 +173,12 @@ def test_weights_of_another_shape_are_refused_by_name():
     refuse(r"gate_proj.weight is \(192, 64\).*\(96, 64\)", ffn_dim=96)
     refuse(r"k_proj.weight is \(32, 64\).*\(16, 64\)", n_kv_heads=1)
     refuse("TIE_EMBEDDINGS=true", tie_embeddings=False)
-    refuse("TIE_EMBEDDINGS=false", {**tensors, "lm_head.weight": torch.zeros(VOCAB, 64)})
+    refuse("TIE_EMBEDDINGS=false", {**tensors, "lm_head.weight": lazy(torch.zeros(VOCAB, 64))})
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \(556, 64\).*\(512, 64\)"):
         hf_format.from_huggingface(tensors, config, 512)
     # A tied head that is stored anyway and the buffers of old files are ignored.
     extra = {"lm_head.weight": tensors["model.embed_tokens.weight"],
-             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+             "model.layers.0.self_attn.rotary_emb.inv_freq": lazy(torch.ones(8))}
     assert hf_format.from_huggingface({**tensors, **extra}, config, padded(VOCAB)).keys() == model_of(config).state_dict().keys()
 
 
@@ -186,8 +189,8 @@ def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypat
     hf_format.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    tensors = hf_format.load_model_weights(tmp_path)
-    expected = hf_format.to_huggingface(model.state_dict(), config, VOCAB)
+    tensors = read_all(hf_format.load_model_weights(tmp_path))
+    expected = read_all(hf_format.to_huggingface(model.state_dict(), config, VOCAB))
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(theirs[name], expected[name]) for name in expected)
@@ -231,7 +234,7 @@ def test_metas_weights_need_no_change(tied, tmp_path):
     config, state, params = metas_download(tmp_path / "meta", tied)
     meta = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
     read, settings = hf_format.from_meta(meta, params)
-    assert read.keys() == state.keys() and all(torch.equal(read[name], state[name]) for name in state)
+    assert read.keys() == state.keys() and all(torch.equal(read[name].whole(), state[name]) for name in state)
     assert settings["ffn_dim"] == config.hidden_dim and settings["tie_embeddings"] == tied
     assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
     with pytest.raises(CheckpointError, match="wk.weight"):
@@ -250,7 +253,8 @@ def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     assert store.read_state(folder) == store.read_optimizer(folder) == {}
     settings = hf_format.model_settings_from_huggingface(hf_format.read_json(folder / "config.json"))
     model = Transformer(ModelConfig(**settings), VOCAB)
-    model.load_state_dict(hf_format.from_huggingface(hf_format.load_model_weights(folder), model.config, padded(VOCAB)))
+    tensors = hf_format.from_huggingface(hf_format.load_model_weights(folder), model.config, padded(VOCAB))
+    model.load_state_dict(read_all(tensors))
     with torch.no_grad():
         return model.logits(tokens_BT)
 

@@ -281,10 +281,11 @@ def huggingface(model: Transformer):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from checkpoint.hf_format import huggingface_config, to_huggingface
+    from checkpoint.tensor_files import read_all
 
     settings = huggingface_config(CONFIG, VOCAB, 64, 0, 1, torch.float32)
     twin = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager"))
-    twin.load_state_dict(to_huggingface(model.state_dict(), CONFIG, VOCAB), strict=False)
+    twin.load_state_dict(read_all(to_huggingface(model.state_dict(), CONFIG, VOCAB)), strict=False)
     twin.tie_weights()
     return twin
 
@@ -336,8 +337,10 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), rel=1e-5)
     from checkpoint.hf_format import to_huggingface
+    from checkpoint.tensor_files import read_all
 
-    ours = to_huggingface({name: parameter.grad for name, parameter in model.named_parameters()}, CONFIG, VOCAB)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    ours = read_all(to_huggingface(gradients, CONFIG, VOCAB))
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 

@@ -124,14 +124,14 @@ def transformers_model(kind: str, tokenizer, folder: Path) -> Path:
 
 
 def test_a_llama_of_ours_says_of_packed_rows_what_it_says_of_each_document_alone(llama_folder, tokenizer):
-    teacher = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, CPU)
+    teacher = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
     assert isinstance(teacher, LlamaTeacher)
     held_against_documents_alone(teacher, lambda tokens: teacher.model.logits(tokens), tokenizer.vocab_size)
 
 
 def test_a_foreign_model_says_of_packed_rows_what_it_says_of_each_document_alone(tmp_path, tokenizer):
     folder = transformers_model("GPT2", tokenizer, tmp_path / "gpt2")
-    teacher = load_teacher(folder, settings(folder, max_seq_len=16), tokenizer.vocab_size, CPU)
+    teacher = load_teacher(folder, settings(folder, max_seq_len=16), tokenizer.vocab_size, Ranks())
     assert isinstance(teacher, HFTeacher)
     held_against_documents_alone(teacher, lambda tokens: teacher.model(tokens).logits, tokenizer.vocab_size)
 
@@ -161,7 +161,7 @@ def held_against_documents_alone(teacher, alone, vocab_size: int) -> None:
 @pytest.mark.parametrize("with_documents", [True, False])
 def test_a_llama_is_the_same_through_transformers_and_through_our_model(llama_folder, tokenizer, with_documents):
     transformers = pytest.importorskip("transformers")
-    ours = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, CPU)
+    ours = load_teacher(llama_folder, settings(llama_folder), tokenizer.vocab_size, Ranks())
     theirs = HFTeacher(transformers.AutoModelForCausalLM.from_pretrained(llama_folder), tokenizer.vocab_size)
     batch = a_batch(tokenizer.vocab_size)
     if not with_documents:
@@ -171,7 +171,7 @@ def test_a_llama_is_the_same_through_transformers_and_through_our_model(llama_fo
 
 def test_a_foreign_teacher_teaches_what_all_its_logits_teach(tmp_path, tokenizer):
     folder = transformers_model("GPT2", tokenizer, tmp_path / "gpt2")
-    teacher, student = load_teacher(folder, settings(folder), tokenizer.vocab_size, CPU), llama(tokenizer, 1)
+    teacher, student = load_teacher(folder, settings(folder), tokenizer.vocab_size, Ranks()), llama(tokenizer, 1)
     teacher.model.train().eval()
     batch = a_batch(tokenizer.vocab_size)
     objective = Distillation(settings(), teacher)
@@ -203,7 +203,7 @@ def test_padded_groups_stay_within_the_budget_and_hold_every_document():
 def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokenizer, stored, asked, expected):
     tensors = {name: tensor.to(stored) for name, tensor in load_file(copied / "model.safetensors").items()}
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
-    teacher = load_teacher(copied, settings(copied, teacher_precision=asked), tokenizer.vocab_size, CPU)
+    teacher = load_teacher(copied, settings(copied, teacher_precision=asked), tokenizer.vocab_size, Ranks())
     assert teacher.model.compute_dtype == expected and {parameter.dtype for parameter in teacher.model.parameters()} == {expected}
     assert not teacher.model.training and not any(parameter.requires_grad for parameter in teacher.model.parameters())
     assert teacher.logits(a_batch(tokenizer.vocab_size))(slice(None)).dtype == torch.float32
@@ -212,7 +212,7 @@ def test_teacher_precision_is_the_files_own_or_the_one_asked_for(copied, tokeniz
 def test_a_foreign_teacher_has_the_precision_asked_for(tmp_path, tokenizer):
     folder = transformers_model("GPT2", tokenizer, tmp_path / "gpt2")
     for asked, expected in (("auto", torch.float32), ("bf16", torch.bfloat16)):
-        assert load_teacher(folder, settings(folder, teacher_precision=asked), tokenizer.vocab_size, CPU).model.dtype == expected
+        assert load_teacher(folder, settings(folder, teacher_precision=asked), tokenizer.vocab_size, Ranks()).model.dtype == expected
 
 
 # ------------------------------------------------------------------------------------------------------------------- finding
@@ -296,13 +296,13 @@ def test_the_same_vocabulary_is_accepted_through_either_backend(copied, tokenize
 
 def test_rows_that_only_pad_the_teachers_matrices_are_left_out(copied, tokenizer):
     vocab_size = tokenizer.vocab_size
-    plain = load_teacher(copied, settings(copied), vocab_size, CPU)
+    plain = load_teacher(copied, settings(copied), vocab_size, Ranks())
     tensors = load_file(copied / "model.safetensors")
     embedding = tensors["model.embed_tokens.weight"]
     tensors["model.embed_tokens.weight"] = torch.cat([embedding, embedding.mean(0, keepdim=True).expand(38, -1)])
     save_file(tensors, copied / "model.safetensors", metadata={"format": "pt"})
     edit_json(copied / "config.json", vocab_size=vocab_size + 38)
-    wider = load_teacher(find_teacher(settings(copied), tokenizer), settings(copied), vocab_size, CPU)
+    wider = load_teacher(find_teacher(settings(copied), tokenizer), settings(copied), vocab_size, Ranks())
     batch = a_batch(vocab_size)
     torch.testing.assert_close(wider.logits(batch)(slice(None)), plain.logits(batch)(slice(None)))
 
@@ -310,7 +310,7 @@ def test_rows_that_only_pad_the_teachers_matrices_are_left_out(copied, tokenizer
 def refused(folder: Path, tokenizer, match: str, error=SettingsError, **changes) -> None:
     with pytest.raises(error, match=match), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        load_teacher(folder, settings(folder, **changes), tokenizer.vocab_size, CPU)
+        load_teacher(folder, settings(folder, **changes), tokenizer.vocab_size, Ranks())
 
 
 def test_foreign_models_that_cannot_teach_are_refused(tmp_path, tokenizer, monkeypatch, copied):
@@ -320,7 +320,7 @@ def test_foreign_models_that_cannot_teach_are_refused(tmp_path, tokenizer, monke
     with monkeypatch.context() as patched:
         patched.setitem(__import__("sys").modules, "transformers", None)
         refused(gpt2, tokenizer, "pip install transformers")
-        load_teacher(copied, settings(copied), tokenizer.vocab_size, CPU)  # a Llama needs no transformers
+        load_teacher(copied, settings(copied), tokenizer.vocab_size, Ranks())  # a Llama needs no transformers
     tensors = load_file(gpt2 / "model.safetensors")
     some = {name: tensor for name, tensor in tensors.items() if "h.1.mlp" not in name}
     save_file(some, gpt2 / "model.safetensors", {"format": "pt"})
@@ -338,7 +338,7 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path, tokenizer):
     edit_json(folder / "config.json", model_type="evil", auto_map=auto_map)
     refused(folder, tokenizer, "never run")
     edit_json(folder / "config.json", model_type="gpt2")
-    load_teacher(folder, settings(folder), tokenizer.vocab_size, CPU)
+    load_teacher(folder, settings(folder), tokenizer.vocab_size, Ranks())
     assert not (folder / "ran").exists()
 
 
