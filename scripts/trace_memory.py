@@ -8,8 +8,8 @@ shapes instead of numbers, by the model, the sharding, the objective and the opt
 micro-batches, of which more would need no more, gradient norm, clipping and update. It prints what the rank
 holds, and the peak as torch's memory tracker sees it, beside the forecast of --check.
 
-The trace is eager, with causal attention and the head's chunks of a CPU, and the forecast beside it too. Of
-a compiled run with recomputed blocks, it is the same up to the temporary tensors of one block.
+The trace is eager, with causal attention and the head's chunks of a CPU, and so is the forecast beside it.
+The last line is the forecast of the settings as they are, on a GPU.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def build(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
     objective = PREFERENCE_OBJECTIVES[config.preference_objective]
     if config.training_stage != "dpo":
         if teacher:
-            frozen = Transformer(teacher, vocab_size, dtype).to(dtype)
+            frozen = Transformer(teacher, vocab_size, dtype).requires_grad_(False)
+            lora.cast_base(frozen, dtype)
         objective = Distillation(config, LlamaTeacher(frozen, vocab_size)) if teacher else NextToken()
     elif not objective.needs_reference or reference_is_stored(config):
         objective = objective(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2))
@@ -144,7 +145,8 @@ def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
             tracker.track_external(model, *optimizer.parts, *([frozen] if frozen else []))
             shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
             tokens_BT = torch.zeros(shape, dtype=torch.int64)
-            if config.training_stage == "dpo":  # one pair in each row; what the host asks for is known
+            if config.document_mask or config.training_stage == "dpo":
+                # One document or pair in each row; what the host asks for is known.
                 ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
                 ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
             micro_batches = min(2, config.accumulation_steps)
@@ -174,10 +176,12 @@ def main() -> None:
     for name, none in (("distillation_enabled", False), ("lora_base_quantization", "none")):
         if getattr(config, name) != none:
             raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
+    given, changes = config, {"document_mask": False}
     if config.compile:
         how = "block" if config.activation_checkpointing == "block" else "none"
-        config = config.model_copy(update={"compile": False, "activation_checkpointing": how})
+        changes |= {"compile": False, "activation_checkpointing": how}
         show(f"Traced eagerly (COMPILE=false), with ACTIVATION_CHECKPOINTING={how}")
+    config = config.model_copy(update=changes)
     import torch
 
     from model_utils import DTYPES
@@ -196,8 +200,8 @@ def main() -> None:
     show(f"  {'peak':<36}{traced.peak / GIB:8.2f} GiB; the forecast is {both / GIB:.2f} "
          f"({100 * (both / traced.peak - 1):+.1f} %)")
     show(f"Forecast: {describe_memory(forecast)}")
-    gpu = estimate_memory(config.model_copy(update={"compile": True}), args.vocab_size, dtype.itemsize)
-    show(f"On a GPU, compiled: {describe_memory(gpu)}")
+    on_gpu = estimate_memory(given, args.vocab_size, dtype.itemsize)
+    show(f"As the settings are, on a GPU: {describe_memory(on_gpu)}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def adapter_count(config: Config) -> int:
     return config.n_layers * config.lora_rank * sum(widths.get(name, 0) for name in targets_of(config))
 
 
+def reference_is_live(config: Config) -> bool:
+    """Whether a reference model, or the base under the adapters, runs in each step."""
+    return (config.training_stage == "dpo" and config.preference_objective == "dpo"
+            and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
+
+
 def activation_bytes(config: Config, compute_bytes: int) -> float:
     """Return the bytes per token that a block keeps for its backward, unless all of it is recomputed."""
     attended = config.n_heads * config.head_dim
@@ -94,7 +100,7 @@ class Sizes(NamedTuple):
     trained_matrices: int
 
 
-def sizes_of(config: Config, vocab_size: int, compute_bytes: int) -> Sizes:
+def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: str) -> Sizes:
     """Return the sizes of a block and of the matrices over the vocabulary."""
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
     in_block = config.matrix_count / config.n_layers
@@ -114,7 +120,10 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int) -> Sizes:
     matrices = trained = 1 if config.tie_embeddings else 2
     if config.lora_enabled:
         trained = min(matrices, config.lora_train_head + config.lora_train_embeddings)
-    return Sizes(block=tokens * activation_bytes(config, compute_bytes),
+    kept = activation_bytes(config, compute_bytes)
+    if device_type == "cpu" and (config.document_mask or config.training_stage == "dpo"):
+        kept += compute_bytes * config.max_seq_len  # a mask as attention adds it; GPUs have kernels without
+    return Sizes(block=tokens * kept,
                  copies=copied * compute_bytes,
                  block_weights=in_block * compute_bytes,
                  block_count=adapter_count(config) / config.n_layers if config.lora_enabled else in_block,
@@ -173,7 +182,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     Args:
         gradients: bytes of the rank's own, when all are there.
     """
-    sizes = sizes_of(config, vocab_size, compute_bytes)
+    sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
     recomputed = config.activation_checkpointing == "block"
     whole = sizes.block + sizes.copies
@@ -198,16 +207,18 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     learned = sizes.learned if config.tie_embeddings or sharded or not before else 0
     inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks + gathered + learned
     last_norm = 0 if config.compile else FLOAT32 * 6 * tokens * config.dim + gathered + learned
-    if recomputed:
-        backward = [Phase(before, kept, inside + whole + exchanged)]
-    else:
-        backward = [Phase(before, kept, inside), Phase(before, kept - whole, inside + exchanged)]
+    inside += whole if recomputed else 0
+    later = kept * (1 - 1 / config.n_layers)
+    backward = [Phase(before, kept, inside), Phase(before, later, inside + exchanged)]
+    # A live reference, whose forward follows the model's.
+    reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered
     # Its end: the embedding's gradient, and the sum of both if they are one matrix. Then the update.
     whole_gradients = 3 if config.tie_embeddings else 2 if sharded else 1
     if not (before or sharded):  # the last of them becomes the gradient
         whole_gradients -= 1
     end = gathered + exchanged * sharded + whole_gradients * sizes.learned
     phases = [Phase(before, kept, head), Phase(before, kept, last_norm), *backward,
+              Phase(before, kept, reference if reference_is_live(config) else 0),
               Phase(gradients, 0, end), Phase(gradients, 0, muon_bytes(config, device_type))]
     return max(phases, key=sum)
 
@@ -221,7 +232,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
         teacher: bytes of a live teacher's weights.
     """
     # The weights: in float32; a frozen base in the compute dtype, or quantized.
-    sizes = sizes_of(config, vocab_size, compute_bytes)
+    sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     rows = sizes.matrices * -(-vocab_size // 128) * 128
     trained = count = parameter_count(config, vocab_size) + config.dim * (rows - sizes.matrices * vocab_size)
     weights = float(count * FLOAT32)
@@ -236,8 +247,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     # A rank's part of them.
     ranks, frozen = config.ranks_per_copy, float(teacher)
     held = [weights / ranks, trained * FLOAT32 / ranks, moments * FLOAT32 / ranks]
-    is_dpo = config.training_stage == "dpo" and config.preference_objective == "dpo"
-    if is_dpo and config.dpo_reference == "live" and not config.lora_enabled:
+    if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
         if config.sharding != "none":  # without a backward, its embedding and head stay gathered
             frozen += rows * config.dim * compute_bytes

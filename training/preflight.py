@@ -276,7 +276,8 @@ def check(loaded: Loaded) -> int:
         report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, teacher, report)
-        report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
+        if not config.device_memory:  # of another machine, whose disk is not here either
+            report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
     if config.device_memory:
         report.line("ok", "speed", "not measured, because the device of DEVICE_MEMORY is not here")
     elif inputs and hardware and not report.exit_codes:
@@ -482,7 +483,7 @@ def cheaper_in_memory(config: Config) -> Iterator[dict[str, Any]]:
         layouts.append({"sharding": "full"})
     offloaded = [{**layout, "cpu_offload": True} for layout in (*layouts, {"sharding": "full"})]
     for layout, how, rows in product((*layouts, *offloaded), recompute, smaller):
-        changes = {**layout, "activation_checkpointing": how, "micro_batch_size": rows}
+        changes = {**layout, "micro_batch_size": rows, "activation_checkpointing": how}
         yield {name: value for name, value in changes.items() if value != getattr(config, name)}
 
 
