@@ -4,10 +4,22 @@ import errno
 import os
 import signal
 from contextlib import nullcontext
+from functools import partial
 
+import faults
 import pytest
 from commands import during
-from factories import UNMEASURED, TinyRun, argv_of, assert_same_run, prepare, run_ranks
+from factories import (
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    argv_of,
+    assert_same_run,
+    prepare,
+    prepare_stages,
+    run_ranks,
+)
+from test_sharding import FEATURES, compare_alike, run_with
 
 import train
 from checkpoint import store, tensor_files
@@ -16,6 +28,34 @@ from parallel.collectives import start_ranks, stop_ranks
 from settings.load import load_config
 from training import evaluation, setup
 from training.state import write_checkpoint
+
+NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
+OFFLOADED = {**FULL, "CPU_OFFLOAD": "true"}
+
+# ----------------------------------------------------------------------------- in the middle of a run
+
+PARTS = [(1, NONE), (2, FULL), (4, HYBRID), (2, NONE)]  # a step each
+QUICK = ("dpo-live",)
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.mark.parametrize("feature", [pytest.param(feature, marks=[] if feature in QUICK else pytest.mark.slow)
+                                     for feature in FEATURES if feature not in ("bf16", "offloaded")])
+def test_a_run_continues_on_1_2_4_and_2_ranks_and_none_full_hybrid_and_none(feature, stages, tmp_path):
+    whole = run_with(stages, feature, tmp_path / "whole")
+    assert whole.train() == 0
+    run = run_with(stages, feature, tmp_path / "parts")
+    for step, (world_size, layout) in enumerate(PARTS, 1):
+        last = step == len(PARTS)
+        job = run.start(world_size, None if last else partial(faults.stop_in_step, step, world_size - 1), **layout)
+        assert job.wait() == [0 if last else train.EXIT_PREEMPTED] * world_size, job.text()
+    assert "warning: the number of ranks was 4, is 2" in job.text() and "SHARDING was hybrid, is none" in job.text()
+    compare_alike(run, whole, last=4)
+
 
 # --------------------------------------------------------------------------------- there and back
 
@@ -28,10 +68,8 @@ SAVED = {"base": {"OPTIMIZER": "muon", "TIE_EMBEDDINGS": "false"},
          "bf16": {"PRECISION": "bf16"},
          "tokens": {**LORA, "TIE_EMBEDDINGS": "false", "LORA_TRAIN_TOKENS": "<|eot_id|>,<|end_of_text|>"},
          "whole": {**LORA, "TIE_EMBEDDINGS": "false", "LORA_TRAIN_HEAD": "true", "LORA_TRAIN_EMBEDDINGS": "true"}}
-NONE, FULL = {"SHARDING": "none"}, {"SHARDING": "full"}
-OFFLOADED = {**FULL, "CPU_OFFLOAD": "true"}
 LAYOUTS = {1: [FULL, NONE, OFFLOADED], 2: [FULL, NONE, OFFLOADED, {"SHARDING": "hybrid", "SHARD_DEGREE": 1}],
-           4: [FULL, NONE, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}, OFFLOADED]}
+           4: [FULL, NONE, HYBRID, OFFLOADED]}
 
 
 @pytest.fixture(scope="module")
