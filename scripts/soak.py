@@ -426,7 +426,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(f"soak: {share('kills')} identical ({held['inside saves']} inside saves, {held['of two ranks']} of "
           f"two ranks), {share('crash points')} recovered, {share('bit flips')} found, "
           f"{share('truncations')} found, {share('changes')} of ranks or SHARDING alike (losses within "
-          f"{losses:.0e}, weights {weights:.0e}); seed {args.seed}; {duration(seconds)}", flush=True)
+          f"{losses:.1g}, weights {weights:.1g}); seed {args.seed}; {duration(seconds)}", flush=True)
     return 1 if failed or not trials else 0
 
 
