@@ -67,7 +67,7 @@ class RunConfig(Section):
         500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
     world_size: int = safe(1, "processes, set by torchrun; with --check, the number to plan for", ge=1)
     device_memory: Optional[float] = safe(
-        None, "GB of each device that --check plans for; none = what this machine has", gt=0)
+        None, "GB (10^9 bytes) of each GPU that --check plans for; none = what this machine has", gt=0)
     sharding: Literal["none", "full", "hybrid"] = safe(
         "none", "a copy of the model on each rank, one on all together, or one on every SHARD_DEGREE ranks")
     shard_degree: int = safe(0, "ranks that hold a copy together, for hybrid; 0 = those of a machine", ge=0)

@@ -150,9 +150,8 @@ def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, v
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
     model = model_on_meta(config, vocab_size, dtype)
-    # Copied, because each tensor would keep a mapping of its whole file.
     model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
-                           assign=True)
+                          assign=True)
     return model
 
 
@@ -307,17 +306,17 @@ def is_vocabulary(name: str) -> bool:
 
 def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
-    rows = padded(model.vocab_size)
-    return {name: lazy(tensor).first_rows(model.vocab_size)
-            if is_vocabulary(name) and tensor.shape[:1] == (rows,) else lazy(tensor)
-            for name, tensor in tensors.items()}
+    def trimmed(name: str, tensor: LazyTensor) -> LazyTensor:
+        has_padding = is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),)
+        return tensor.first_rows(model.vocab_size) if has_padding else tensor
+
+    return {name: trimmed(name, lazy(tensor)) for name, tensor in tensors.items()}
 
 
 def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Invert `trim_padding`. Padded ids get no gradient, so their state is zero."""
     padding = padded(model.vocab_size) - model.vocab_size
-    return {name: tensor.padded(tensor.rows + padding)
-            if is_vocabulary(name) and len(tensor.shape) == 2 else tensor
+    return {name: tensor.padded(tensor.rows + padding) if is_vocabulary(name) and tensor.shape else tensor
             for name, tensor in tensors.items()}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from checkpoint.schema import GONE
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, plain
 from common.heartbeat import HEARTBEAT
@@ -118,30 +120,39 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
 def open_tensors(path: Path) -> dict[str, LazyTensor]:
     """Return a safetensors file's tensors, which are read on the CPU.
 
+    What is read is a view of the mapped file: copy what you keep, or the file stays mapped.
+
     Raises:
-        CheckpointError: the file cannot be read; also when a tensor is read later.
+        CheckpointError: the file cannot be read; also later, when a tensor is read.
     """
-    def in_file(name: str, file: safe_open) -> LazyTensor:
+    def in_file(name: str) -> LazyTensor:
         rows = file.get_slice(name)
         shape = tuple(rows.get_shape())
 
         def read(start: int, stop: int) -> Tensor:
-            # Opened each time: a mapped file stays in memory, as far as it was read, until it is closed.
-            with _opened(path) as file:
+            # Opened each time: while it is open, all that was read of a mapped file counts as memory.
+            with _opened(path, version) as (file, _):
                 HEARTBEAT.beat()
                 return file.get_slice(name)[start:stop] if shape else file.get_tensor(name)
 
         return LazyTensor(shape, (rows[:0] if shape else file.get_tensor(name)).dtype, read)
 
-    with _opened(path) as file:
-        return {name: in_file(name, file) for name in file.offset_keys()}
+    with _opened(path) as (file, version):
+        return {name: in_file(name) for name in file.offset_keys()}
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[safe_open]:
+def _opened(path: Path, known: Optional[tuple] = None) -> Iterator[tuple[safe_open, tuple]]:
+    """The open file and what tells it from one that replaces it, which must be `known`."""
     try:
-        open(path, "rb", opener=plain).close()  # refuses a pipe, for which safetensors would wait
-        with safe_open(path, "pt") as file:
-            yield file
+        with open(path, "rb", opener=plain) as file:  # refuses a pipe, for which safetensors would wait
+            status = os.fstat(file.fileno())
+        version = status.st_ino, status.st_size, status.st_mtime_ns
+        if known not in (None, version):
+            raise FileNotFoundError
+        with safe_open(path, "pt") as tensors:
+            yield tensors, version
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
+        is_gone = known is not None and isinstance(error, FileNotFoundError)
+        what = GONE if is_gone else f"cannot be read: {error}; copy or download it again"
+        raise CheckpointError(f"{path} {what}") from error

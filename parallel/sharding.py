@@ -5,6 +5,7 @@ gradient and of its optimizer state. Vectors are small, and whole on every rank.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Optional, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from common.heartbeat import HEARTBEAT
-from parallel.collectives import Ranks
+from parallel.collectives import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks
 
 T = TypeVar("T")
 ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
@@ -37,11 +38,13 @@ def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
     if not dist.is_initialized():  # a single process
         dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(),
                                 rank=0, world_size=1)
-    shape = (ranks.world_size // ranks_per_copy, ranks_per_copy)
-    names = ("replicate", SHARD)
-    if shape[0] == 1:
-        shape, names = shape[1:], names[1:]
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
+    if ranks_per_copy == ranks.world_size:
+        return init_device_mesh(ranks.device.type, (ranks_per_copy,), mesh_dim_names=(SHARD,))
+    mesh = torch.arange(ranks.world_size).view(-1, ranks_per_copy)
+    # Not by init_device_mesh, whose groups time out by themselves. The watchdog judges, and names ranks.
+    timeout = timedelta(seconds=GROUP_TIMEOUT_MARGIN_SECONDS)
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout)[0] for each in (mesh.T, mesh)]
+    return DeviceMesh.from_group(groups, ranks.device.type, mesh, mesh_dim_names=("replicate", SHARD))
 
 
 def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
@@ -137,7 +140,7 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
         rows: the rank's own.
         like: the parameter.
     """
-    if not isinstance(like, DTensor) or rows.shape == like.shape:
+    if not isinstance(like, DTensor) or like.device_mesh[SHARD].size() == 1:
         return rows
     group, device = like.device_mesh.get_group(SHARD), like.device_mesh.device_type
     each = -(-like.shape[0] // group.size())

@@ -207,6 +207,77 @@ def random_model(task):
     return build_model(config, vocab, ranks, choose_dtype(config, task.device)), config, vocab, ranks
 
 
+BLOCK, SHARDED = {"activation_checkpointing": "block"}, {"sharding": "full"}
+FORECAST = {"as it is": {}, "recomputed": BLOCK, "eager, recomputed": BLOCK | {"compile": False},
+            "selective": {"activation_checkpointing": "selective"}, "sharded": SHARDED,
+            "sharded, recomputed": SHARDED | BLOCK, "sharded, on the host": SHARDED | {"cpu_offload": True},
+            "adapters": {"lora_enabled": True}}
+
+
+def memory(task) -> None:
+    """The forecast of --check beside the peak of a step, which torch only measures on a GPU."""
+    from config import Config
+    from model_utils import choose_dtype
+    from training.memory_estimate import estimate_memory
+
+    vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)
+    if task.tiny:
+        vocab, length, shape = 512, 64, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
+    for name, changes in FORECAST.items():
+        config = Config(**shape | {"device": task.device, "compile": task.cuda, "max_seq_len": length,
+                                   "micro_batch_size": 2, "total_batch_size": 4 * length,
+                                   "document_mask": False} | changes)
+        dtype = choose_dtype(config, task.device)
+        forecast = estimate_memory(config, vocab, dtype.itemsize, task.device).total
+        task.figure(f"{name}, forecast GiB", round(forecast / 2**30, 3))
+        with task.attempt(name):
+            peak = peak_of_a_step(task, config, vocab, dtype)
+            if task.cuda:
+                task.figure(f"{name}, measured GiB", round(peak / 2**30, 3))
+                off = round(100 * (forecast / peak - 1), 1)
+                task.check(f"{name}, forecast off by %", abs(off) < 10, off)
+
+
+def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
+    """The most memory that the second of two steps needs; 0 on a CPU."""
+    import lora
+    from data_pipeline.batch import Batch
+    from model_utils import (
+        allocate_model,
+        clip_scale,
+        compile_where_possible,
+        exchanging,
+        gradient_norm,
+        model_on_meta,
+    )
+    from objectives.base import NextToken
+    from parallel.collectives import Ranks
+    from parallel.sharding import own
+    from training.optim import Optimizer
+
+    device = torch.device(task.device, 0) if task.cuda else torch.device("cpu")
+    model = model_on_meta(config, vocab, dtype)
+    if config.lora_enabled:
+        lora.add_adapters(model, config, torch.Generator())
+        lora.cast_base(model, dtype)
+    allocate_model(model, config, Ranks(device=device))
+    for parameter in model.parameters():
+        own(parameter).detach().zero_()
+    optimizer = Optimizer(model, config)
+    compile_where_possible(model, config, task.device)
+    tokens = torch.zeros(config.micro_batch_size, config.max_seq_len, dtype=torch.int64, device=device)
+    for _ in range(2):
+        if task.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        for number in range(1, config.accumulation_steps + 1):
+            with exchanging(model, is_last=number == config.accumulation_steps):
+                NextToken().loss_sum(model, Batch(tokens, tokens)).total.backward()
+        optimizer.step(0.0, clip_scale(gradient_norm(model), 1.0), torch.zeros((), device=device))
+    return torch.cuda.max_memory_allocated() if task.cuda else 0
+
+
 def timed(task, name: str, function: Callable[[], object], size: int = 0):
     """Call the function and record its seconds, and GB/s if it moves `size` bytes; returns its result."""
     wait_for_device(task)

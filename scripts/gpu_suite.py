@@ -68,6 +68,7 @@ PARTS = (
     Part("resume-deterministic", "correctness", 200, "the same with DETERMINISTIC=true", needs=SAMPLE),
     Part("ranks", "correctness", 180, "two ranks on one device: gradients, drift, a hang; nccl alone"),
     Part("fsdp", "correctness", 60, "FSDP2 at world size 1, a probe"),
+    Part("memory", "correctness", 180, "the memory forecast beside the peak of a step"),
     Part("stage-sft", "correctness", 120, "SFT", needs=BASE),
     Part("stage-dpo", "correctness", 120, "DPO with a stored reference", needs=BASE),
     Part("stage-lora-dpo", "correctness", 120, "DPO of adapters with a live reference", needs=BASE),

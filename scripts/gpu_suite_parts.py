@@ -266,46 +266,19 @@ def verify_resume(task: Task, deterministic: bool) -> None:
 
 
 def fsdp(task: Task) -> None:
-    """Compare one forward and backward of FSDP2 at world size 1 with the plain model: would it work?"""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from config import Config
-    from model_utils import build_model
-    from parallel.collectives import Ranks
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    dist.init_process_group("nccl" if task.cuda else "gloo", store=store, rank=0, world_size=1)
-    device = torch.device(task.device, 0) if task.cuda else torch.device("cpu")
-    config = Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
-    tokens = torch.randint(512, (2, 65), generator=torch.Generator().manual_seed(0)).to(device)
-
-    def loss_and_gradients(wrap: Callable) -> list[torch.Tensor]:
-        model = build_model(config, 512, Ranks(device=device), torch.float32)
-        wrap(model)
-        loss = -model(tokens[:, :-1], tokens[:, 1:], reduction="sum") / tokens[:, 1:].numel()
-        loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        return [loss.detach(), *(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-                                 for gradient in gradients)]
-
-    def shard(model) -> None:
-        mesh = init_device_mesh(task.device, (1,))
-        for block in model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-
-    plain = loss_and_gradients(lambda model: None)
-    try:  # that it does not work is a result, too
-        pairs = zip(loss_and_gradients(shard), plain, strict=True)
-        difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-        task.check("loss and gradients apart", difference < 1e-5, difference)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        task.figure("works", f"no: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-    dist.destroy_process_group()
+    """Compare runs with SHARDING=full and CPU_OFFLOAD, at world size 1, with the plain run: loss by loss."""
+    compiled = "true" if task.cuda else "false"
+    changes = {"precision": "fp32", "tf32": "false", "compile": compiled, "max_steps": 5, "log_every": 1}
+    layouts = {"plain": {}, "full": {"sharding": "full"},
+               "offload": {"sharding": "full", "cpu_offload": "true"}}
+    losses = {}
+    for name, layout in layouts.items():
+        code, output = task.run("train.py", *flags_of(task, f"fsdp-{name}", **changes, **layout))
+        losses[name] = [float(loss) for loss in re.findall(r"Step \[.*? Loss: (\S+)", output)]
+        task.check(f"{name}: exit code", code == 0, last_line(output) if code else 0)
+    for name in ("full", "offload"):
+        apart = [abs(one - other) for one, other in zip(losses[name], losses["plain"])]
+        task.check(f"{name}: losses apart", len(apart) == 5 and max(apart) < 1e-3, max(apart, default="none"))
 
 
 def speed(task: Task, model: str, tiny_contenders: str) -> None:
@@ -355,7 +328,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
 PARTS: dict[str, Callable[[Task], None]] = {
     "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops,
-    **{name: partial(from_probe, name=name) for name in ("probe", "attention", "checkpoint", "hellaswag")},
+    **{name: partial(from_probe, name=name)
+       for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
     **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
        for name in ("values", "attention", "compiled", "faults")},
     "ranks": partial(run_tests, prefix="test_ranks"),

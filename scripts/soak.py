@@ -2,6 +2,7 @@
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
+    python scripts/soak.py --kills 0 --points 0 --flips 0 --truncations 0 --elastic 50
 
 Kills: `kill -9` at random times, every second one aimed at a save, of one process, or of one or both of two
 ranks. The run is resumed, perhaps killed again, and its end must be identical: SHA-256 of the weights and
@@ -12,6 +13,10 @@ Crash points: a run dies at each open, write, fsync, rename, unlink and rmdir of
 Bit flips, truncations and deletions of each file of the newest checkpoint, and of each shard. The run must
 warn, resume from the checkpoint before and end identically; a damaged shard must be refused by name.
 
+Elastic: a run of a random stage stops at random steps, by a signal or because its MAX_STEPS are done, and
+continues on another number of ranks or with another SHARDING. The end must be that of one process that
+nothing interrupted: the same rows and samples, and losses and weights apart from rounding.
+
 Needs no network. The data is made in a temporary folder, which is removed. Exits 0 only if everything held.
 """
 
@@ -21,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # also for the server process that the runs are forked from
-    folders = [str(ROOT / name) for name in ("", "tests", "tests/system/faults")]
+    folders = [str(ROOT / name) for name in ("", "tests", "tests/parallel", "tests/system/faults")]
     sys.path[:0] = folders
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,17 +51,32 @@ from random import Random
 from typing import Any, NamedTuple, Optional
 
 import faults
-from factories import PATIENCE, UNMEASURED, Job, Prepared, TinyRun, prepare, without_clocks
+from factories import (
+    PATIENCE,
+    UNMEASURED,
+    Job,
+    Prepared,
+    TinyRun,
+    prepare,
+    prepare_stages,
+    without_clocks,
+)
+from test_sharding import FEATURES, furthest, run_with
 from tqdm import tqdm
 
 from checkpoint import store
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import duration
+from train import EXIT_PREEMPTED
 
 # Both save and prune at every step; the long one also validates and samples.
 LONG = {"SAVE_EVERY": 1, "KEEP_LAST": 1, "MAX_STEPS": 6}
 SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 3, **UNMEASURED}
+# The first steps must not depend on how many follow: neither the learning rate, nor HellaSwag before them.
+ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant", "HELLASWAG_EVERY": 6}
+ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; offload is drawn
+LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-5, 1e-3  # of a loss, and of the largest number in a tensor
 GRACE_SECONDS = 3.0  # for the other ranks to exit before they are killed, as a launcher does
 KILLED = -signal.SIGKILL
 # Starting a process polls all that were started before, and an exit code read by two threads at once is lost.
@@ -96,7 +116,7 @@ class Reference(NamedTuple):
 class Setup:
     """What trials start from: data, undisturbed runs, and a run that was killed when its third save began."""
 
-    def __init__(self, folder: Path, kills: bool):
+    def __init__(self, folder: Path, kills: bool, elastic: bool):
         self.folder = folder
         self.prepared: Prepared = prepare(folder / "data")
         # Below the ports that the system assigns, so that no connection of another run takes one first.
@@ -110,6 +130,20 @@ class Setup:
         self.files = sorted(path.name for path in self.template.checkpoint(2).iterdir())
         self.shards = sorted(path.name for path in self.prepared.shards.glob("*.bin"))
         self.long = {world_size: self.reference(LONG, world_size) for world_size in (1, 2)} if kills else {}
+        self.whole_runs: dict[str, TinyRun] = {}
+        self.one_at_a_time, self.differences = threading.Lock(), [(0.0, 0.0)]
+        if elastic:
+            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+                self.stages = prepare_stages(self.prepared, folder)
+
+    def whole_run(self, feature: str) -> TinyRun:
+        """The run of one process that nothing interrupts; it is trained once."""
+        with self.one_at_a_time:
+            if feature not in self.whole_runs:
+                run = elastic_run(self, feature, self.folder / f"whole-{feature}")
+                self.finish(run, 1)
+                self.whole_runs[feature] = run
+            return self.whole_runs[feature]
 
     def copied(self, folder: Path) -> TinyRun:
         """A copy of the killed run."""
@@ -262,6 +296,61 @@ def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Ran
     return Counter({kind: 1})
 
 
+def elastic_run(setup: Setup, feature: str, folder: Path, **changes: Any) -> TinyRun:
+    """A run with a feature, which computes everything itself."""
+    run = run_with(setup.stages, feature, folder)
+    run.settings |= {**ELASTIC, "CACHE_DIR": folder / "cache", **changes}
+    return run
+
+
+def random_layout(rng: Random) -> tuple[int, dict[str, Any]]:
+    """A number of ranks, and how the model and the eight rows of a step are divided over them."""
+    world_size, sharding = rng.choice((1, 2, 4)), rng.choice(("none", "full", "hybrid"))
+    return world_size, {"SHARDING": sharding,
+                        "SHARD_DEGREE": rng.choice([n for n in (1, 2, 4) if world_size % n == 0]),
+                        "CPU_OFFLOAD": sharding != "none" and rng.random() < 0.3,
+                        "MICRO_BATCH_SIZE": rng.choice([n for n in (1, 2, 4) if 8 % (n * world_size) == 0])}
+
+
+def elastic_trial(setup: Setup, feature: str, changes: int, rng: Random, folder: Path) -> Counter:
+    """Stop a run so many times, continue it elsewhere, and compare its end."""
+    whole, layout, steps = setup.whole_run(feature), random_layout(rng), ELASTIC["MAX_STEPS"]
+    for stop in (*sorted(rng.sample(range(1, steps), changes)), steps):
+        world_size, settings = layout
+        plant, codes = None, [0] * world_size
+        if stop < steps and rng.random() < 0.5:
+            plant = partial(faults.stop_in_step, stop, rng.randrange(world_size))
+            codes, stop = [EXIT_PREEMPTED] * world_size, steps
+        run = elastic_run(setup, feature, folder, **settings, MAX_STEPS=stop)
+        setup.finish(run, world_size, plant, codes)
+        while (layout[0], layout[1]["SHARDING"]) == (world_size, settings["SHARDING"]):
+            layout = random_layout(rng)
+    setup.differences.append(compare_alike(run, whole))
+    return Counter({"changes": changes})
+
+
+def compare_alike(run: TinyRun, whole: TinyRun) -> tuple[float, float]:
+    """The largest difference of a loss, and of a weight. Raises AssertionError with the name of what differs.
+
+    A part that ends early evaluates at its end, where the whole run does not.
+    """
+    rows, expected = ([(line["step"], line["rows_crc32"]) for line in each.lines("ledger")]
+                      for each in (run, whole))
+    assert rows == expected, f"rows differ:\n{rows}\nexpected: {expected}"
+    largest = 0.0
+    for name, within in (("train_loss", LOSSES_WITHIN), ("val_loss", LOSSES_WITHIN), ("hellaswag_acc", 0),
+                         ("hellaswag_acc_norm", 0)):
+        found, expected = run.column(name), whole.column(name)
+        differences = [abs(found[step] - value) / max(1, abs(value)) for step, value in expected.items()]
+        assert max(differences) <= within, f"{name} differs:\n{found}\nexpected: {expected}"
+        largest = max(largest, *differences)
+    samples = [line for line in run.lines("samples") if line in whole.lines("samples")]
+    assert samples == whole.lines("samples"), f"samples differ: {run.lines('samples')}"
+    distance = furthest(run, whole, ELASTIC["MAX_STEPS"])
+    assert distance <= WEIGHTS_WITHIN, f"weights or optimizer state differ by {distance:.1e} of the largest"
+    return largest, distance
+
+
 class Trial(NamedTuple):
     """Something to try, its name, and what it counts as if it holds."""
 
@@ -291,6 +380,13 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
             name, damage = files[number % len(files)], ways[(number + number // len(files)) % len(ways)]
             work = partial(damage_trial, setup, kind, name, damage)
             trials.append(Trial(f"{kind} {number} ({name})", work, Counter({kind: 1})))
+    left = args.elastic
+    while left:
+        rng = Random(f"{args.seed} elastic {left}")
+        changes, feature = min(left, rng.choice((1, 1, 2, 3))), rng.choice(ELASTIC_FEATURES)
+        trials.append(Trial(f"elastic {left} ({feature})", partial(elastic_trial, setup, feature, changes),
+                            Counter(changes=changes)))
+        left -= changes
     return [trial for trial in trials if args.only in (None, trial.name)]
 
 
@@ -305,7 +401,7 @@ def run_trial(trial: Trial, seed: int, folder: Path) -> Counter:
 def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tuple[Counter, int]:
     """What held, and how many trials failed; each failure is printed with the command that repeats it."""
     held, failed = Counter(), 0
-    names = "kills", "points", "flips", "truncations", "seed"
+    names = "kills", "points", "flips", "truncations", "elastic", "seed"
     flags = " ".join(f"--{name} {getattr(args, name)}" for name in names)
     pool = ThreadPoolExecutor(args.jobs)
     try:
@@ -334,13 +430,16 @@ def main(argv: Optional[list[str]] = None) -> int:
     parser.add_argument("--points", default="all", help="crash points: all, or how many (default: all)")
     parser.add_argument("--flips", type=int, default=20, help="number of flipped bits (default: 20)")
     parser.add_argument("--truncations", type=int, default=10, help="files cut or deleted (default: 10)")
+    parser.add_argument("--elastic", type=int, default=0, help="changes of ranks or SHARDING (default: 0)")
     parser.add_argument("--seed", type=int, default=1, help="seed of all random choices (default: 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="parallel trials (default: cores)")
     parser.add_argument("--only", metavar="TRIAL", help="run one trial, by the name that a failure prints")
     args, started = parser.parse_args(argv), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="paddock-soak-") as folder:
-        trials = plan(Setup(Path(folder), args.kills > 0), args)
+        setup = Setup(Path(folder), args.kills > 0, args.elastic > 0)
+        trials = plan(setup, args)
         held, failed = run_all(trials, args, Path(folder))
+    losses, weights = map(max, zip(*setup.differences))
     total = sum((trial.worth for trial in trials), Counter())
 
     def share(kind: str) -> str:
@@ -349,7 +448,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     seconds = time.monotonic() - started
     print(f"soak: {share('kills')} identical ({held['inside saves']} inside saves, {held['of two ranks']} of "
           f"two ranks), {share('crash points')} recovered, {share('bit flips')} found, "
-          f"{share('truncations')} found; seed {args.seed}; {duration(seconds)}", flush=True)
+          f"{share('truncations')} found, {share('changes')} of ranks or SHARDING alike (losses within "
+          f"{losses:.0e}, weights {weights:.0e}); seed {args.seed}; {duration(seconds)}", flush=True)
     return 1 if failed or not trials else 0
 
 

@@ -142,6 +142,8 @@ class Optimizer:
         """
         for rows, parameter in self.sharded.items():  # fully_shard may have moved them
             rows.data, rows.grad = own(parameter), None if parameter.grad is None else own(parameter.grad)
+        if any(rows.device.type == "cpu" for rows in self.sharded):  # with CPU_OFFLOAD the host waits
+            grad_scale, found_inf = (each if each is None else each.cpu() for each in (grad_scale, found_inf))
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr

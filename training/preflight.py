@@ -5,18 +5,20 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 import numpy as np
 import torch
 
+from checkpoint.hf_format import read_json
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config, names_start
+from config import PREPARED_BY, SAMPLE, Config, names_start, rules
 from data_pipeline.mixed_rows import MixedRows, parts_of
 from data_pipeline.mixture import describe_sources
 from dataloaders import cache_of
@@ -24,7 +26,7 @@ from fused.attention import choose_kernel
 from hellaswag_utils import prepare_tasks, read_items
 from lora import adapter_state_dict, trained_token_ids
 from model import Transformer
-from model_utils import check_model, choose_dtype, is_vocabulary, why_not_compile
+from model_utils import DTYPES, check_model, choose_dtype, is_vocabulary, read_model_config, why_not_compile
 from objectives.preference import reference_is_stored
 from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
@@ -42,6 +44,7 @@ T = TypeVar("T")
 
 GIB = 2**30
 TOO_LONG_SECONDS = 10  # of a micro-batch in --check
+USABLE = 0.94  # of a GPU's memory; CUDA itself, nccl's buffers and fragmentation take the rest
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
@@ -86,8 +89,10 @@ def describe_data(config: Config, inputs: Inputs) -> str:
 
 def describe_memory(forecast: MemoryEstimate) -> str:
     """The memory forecast."""
-    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items())
-    return f"about {forecast.total / GIB:.2f} GiB a device ({parts})"
+    parts = ", ".join(f"{name} {value / GIB:.2f}" for name, value in forecast._asdict().items()
+                      if name != "host" and (value or name != "frozen"))
+    host = f" and {forecast.host / GIB:.2f} of the host's memory a rank" if forecast.host else ""
+    return f"about {forecast.total / GIB:.2f} GiB a device ({parts}){host}"
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
@@ -261,17 +266,21 @@ def check(loaded: Loaded) -> int:
         report.run("evaluation", lambda: check_evaluation(config, tokenizer))
     if inputs and (reference_is_stored(config) or config.distillation_enabled and config.distillation_top_k):
         report.run("cache", lambda: check_cache(config, inputs))
+    teacher = None
     if config.distillation_enabled and tokenizer:
-        report.run("teacher", lambda: check_teacher(config, tokenizer))
+        teacher = report.run("teacher", lambda: check_teacher(config, tokenizer))
     if start := report.run("start", lambda: check_start(loaded, inputs, report)):
         config = start.config
     if tokenizer and (start or not names_start(config)):  # else the model's shape is not known
         report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
         report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
         if hardware:
-            report_memory(config, tokenizer.vocab_size, *hardware, report)
-        report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
-    if inputs and hardware and not report.exit_codes:
+            report_memory(config, tokenizer.vocab_size, *hardware, teacher, report)
+        if not config.device_memory:  # of another machine, whose disk is not here either
+            report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
+    if config.device_memory:
+        report.line("ok", "speed", "not measured, because the device of DEVICE_MEMORY is not here")
+    elif inputs and hardware and not report.exit_codes:
         report_speed(config, inputs, *hardware, report)
     failures = len(report.exit_codes)
     if failures:
@@ -282,7 +291,18 @@ def check(loaded: Loaded) -> int:
 
 
 def check_hardware(config: Config) -> tuple[tuple[torch.device, torch.dtype], str]:
-    """Device and compute dtype. Raises SettingsError if they, or the attention kernel, are not available."""
+    """Device and compute dtype. Raises SettingsError if they, or the attention kernel, are not available.
+
+    With DEVICE_MEMORY they are a GPU's that need not be here.
+    """
+    if config.device_memory:
+        dtype = DTYPES.get(config.precision, torch.bfloat16)
+        eager = not config.compile or config.debug
+        return (torch.device("cuda"), dtype), (
+            f"planned for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
+            f"{config.device_memory:g} GB (DEVICE_MEMORY), whatever is here: "
+            f"{str(dtype).removeprefix('torch.')} over fp32 master weights, "
+            f"{'eager' if eager else 'compiled'}")
     device = prepare_device(config)
     dtype = choose_dtype(config, device.type)
     return (device, dtype), describe_hardware(config, device, dtype)
@@ -382,7 +402,8 @@ def report_speed(config: Config, inputs: Inputs, device: torch.device, dtype: to
         return f"about {minutes / 60:.1f} hours" if minutes >= 60 else f"about {minutes:.1f} minutes"
 
     vocab_size = inputs.tokenizer.vocab_size
-    forecast = estimate_memory(config, vocab_size, dtype.itemsize, device.type).total
+    alone = as_computed(config, device).model_copy(update={"sharding": "none", "cpu_offload": False})
+    forecast = estimate_memory(alone, vocab_size, dtype.itemsize, device.type).total
     if forecast > (free := free_memory(device)):
         report.line("warn", "speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model needs "
                                      f"about {forecast / GIB:.1f}")
@@ -406,43 +427,92 @@ def report_speed(config: Config, inputs: Inputs, device: torch.device, dtype: to
     report.run("speed", measure)
 
 
+def as_computed(config: Config, device: torch.device) -> Config:
+    """The settings with COMPILE as it will be: off where there is no compiler, unless only planned for."""
+    planned = config.device_memory and not config.debug
+    if config.compile and not planned and why_not_compile(config, device.type):
+        return config.model_copy(update={"compile": False})
+    return config
+
+
+def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
+    """The bytes of the weights of a teacher that runs in each step."""
+    if folder is None or config.distillation_top_k:
+        return 0
+    described = read_json(folder / "config.json")
+    stored = "fp32" if "32" in str(described.get("dtype", described.get("torch_dtype"))) else "bf16"
+    precision = stored if config.teacher_precision == "auto" else config.teacher_precision
+    with suppress(CheckpointError):  # it is not a Llama
+        count = parameter_count(read_model_config(folder), described["vocab_size"])
+        return count * DTYPES[precision].itemsize
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def report_memory(config: Config, vocab_size: int, device: torch.device, dtype: torch.dtype,
-                  report: Report) -> None:
+                  teacher: Optional[Path], report: Report) -> None:
     """Print the memory forecast, and what to change if it exceeds the device's memory."""
-    if device.type == "cuda":
-        room, owner = torch.cuda.get_device_properties(device).total_memory, "this GPU"
+    config = as_computed(config, device)
+    if config.device_memory:
+        room, owner = int(config.device_memory * 1e9), f"a GPU of {config.device_memory:g} GB"
+    elif device.type == "cuda":
+        room, owner = int(USABLE * torch.cuda.get_device_properties(device).total_memory), "this GPU"
     else:
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // config.world_size
         owner = "this machine" + (f" for each of {config.world_size} ranks" if config.world_size > 1 else "")
-    forecast = estimate_memory(config, vocab_size, dtype.itemsize, device.type)
+    known = (vocab_size, dtype.itemsize, device.type, teacher_bytes(config, teacher))
+    forecast = estimate_memory(config, *known)
     text = f"{describe_memory(forecast)}; {owner} has {room / GIB:.1f}"
     if forecast.total <= room:
         report.line("ok", "memory", text)
     else:
-        advice = memory_advice(config, room, vocab_size, dtype.itemsize, device.type)
-        report.line("warn", "memory", f"{text}. {advice}")
+        report.line("warn", "memory", f"{text}. {memory_advice(config, room, *known)}")
 
 
-def memory_advice(config: Config, room: int, *device) -> str:
-    """The smallest change of settings, except the global batch, with which the forecast fits `room` bytes.
-
-    Args:
-        device: the other arguments of estimate_memory.
+def cheaper_in_memory(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield changes of settings that need less memory for the same global batch, those that cost least first:
+    smaller micro-batches, recomputation, sharding within a machine, over all ranks, and offloading.
     """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]
-    compiled = ["selective"] if config.compile and not config.debug else []
-    for recompute in dict.fromkeys((config.activation_checkpointing, *compiled, "block")):
-        for rows in smaller:
-            settings = {"micro_batch_size": rows, "activation_checkpointing": recompute}
-            needed = estimate_memory(config.model_copy(update=settings), *device).total
-            if needed <= room:
-                changes = " ".join(f"{name.upper()}={value}" for name, value in settings.items()
-                                   if value != getattr(config, name))
-                return (f"It would fit with {changes} (about {needed / GIB:.2f} GiB; the global batch stays "
-                        "the same)")
-    return ("It would not fit with MICRO_BATCH_SIZE=1 and ACTIVATION_CHECKPOINTING=block either: use a "
-            "smaller model")
+    recompute = dict.fromkeys((config.activation_checkpointing, "selective", "block"))
+    machine = min(8, config.world_size)
+    layouts = [{"sharding": config.sharding}]
+    if config.sharding == "none" and machine < config.world_size:
+        layouts.append({"sharding": "hybrid", "shard_degree": machine})
+    if config.world_size > 1:
+        layouts.append({"sharding": "full"})
+    offloaded = [{**layout, "cpu_offload": True} for layout in (*layouts, {"sharding": "full"})]
+    for layout, how, rows in product((*layouts, *offloaded), recompute, smaller):
+        changes = {**layout, "micro_batch_size": rows, "activation_checkpointing": how}
+        yield {name: value for name, value in changes.items() if value != getattr(config, name)}
+
+
+def cheapest_that_fits(config: Config, room: int, *known) -> Optional[dict[str, Any]]:
+    """The first of these with which the forecast fits `room` bytes, and the settings go together; or None.
+
+    Args:
+        known: the other arguments of estimate_memory.
+    """
+    broken = {*rules(config, start_is_read=True)}
+    for changes in cheaper_in_memory(config):
+        changed = config.model_copy(update=changes)
+        fits = estimate_memory(changed, *known).total <= room
+        if fits and {*rules(changed, start_is_read=True)} <= broken:
+            return changes
+    return None
+
+
+def memory_advice(config: Config, room: int, *known) -> str:
+    """What to change, as a sentence; the arguments are those of `cheapest_that_fits`."""
+    changes = cheapest_that_fits(config, room, *known)
+    if changes is None:
+        return ("It would not fit with MICRO_BATCH_SIZE=1, ACTIVATION_CHECKPOINTING=block, SHARDING=full and "
+                "CPU_OFFLOAD=true either: use more ranks, shorter rows (MAX_SEQ_LEN) or a smaller model")
+    needed = estimate_memory(config.model_copy(update=changes), *known)
+    named = " ".join(f"{name.upper()}={str(value).lower()}" for name, value in changes.items())
+    host = f", and {needed.host / GIB:.2f} of the host's memory a rank" if needed.host else ""
+    return (f"It would fit with {named} (about {needed.total / GIB:.2f} GiB{host}; the global batch stays "
+            "the same)")
 
 
 def check_disk(config: Config, vocab_size: int) -> tuple[int, str]:

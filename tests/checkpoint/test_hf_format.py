@@ -5,13 +5,15 @@ import pickle
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
 import torch
 
 from checkpoint import hf_format, store
-from checkpoint.tensor_files import lazy, read_all
+from checkpoint.tensor_files import LazyTensor, lazy, read_all
 from common.errors import CheckpointError
 from config import ModelConfig
 from data_pipeline.train_bpe import write_tiktoken
@@ -95,6 +97,32 @@ def test_a_transformers_model_gives_its_logits_in_ours(config):
     tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (ours.logits(tokens_BT) - theirs(tokens_BT).logits).abs().max() < 1e-4
+
+
+def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, tmp_path):
+    """From folders of ours and of transformers; cut within a head, between heads, and in the padding."""
+    state, asked = model_of(config).state_dict(), []
+    (tmp_path / "ours").mkdir()
+    hf_format.save_model_folder(tmp_path / "ours", state, config, tokenizer, max_seq_len=256)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
+
+    def counted(tensor: LazyTensor) -> LazyTensor:
+        return replace(tensor, read=lambda start, stop: asked.append(stop - start) or tensor.read(start, stop))
+
+    for folder in ("ours", "theirs"):
+        asked.clear()
+        tensors = {name: counted(tensor) for name, tensor in hf_format.load_model_weights(tmp_path / folder).items()}
+        mine = hf_format.from_huggingface(tensors, config, padded(VOCAB))
+        assert not asked and mine.keys() == state.keys()
+        for name, whole in state.items():
+            cuts = [cut for cut in (0, 1, 5, 16, 23, 32, 63, 64, VOCAB - 3, VOCAB, VOCAB + 9, padded(VOCAB)) if cut <= len(whole)]
+            for start, stop in combinations_with_replacement(cuts, 2):
+                asked.clear()
+                assert torch.equal(mine[name].read(start, stop), whole[start:stop]), (name, start, stop)
+                allowed = stop - start + (config.head_dim if name.endswith((".wq.weight", ".wk.weight")) else 0)
+                if name in hf_format.VOCABULARY:
+                    allowed = min(stop, VOCAB) - min(start, VOCAB)
+                assert sum(asked) <= (allowed if start < stop else 0)
 
 
 def test_permutation_is_the_one_of_transformers_own_converter():

@@ -1,10 +1,21 @@
 """A sharded model computes what a whole one does: every stage, on 1, 2 and 4 ranks by gloo."""
 
+import math
+import os
 from pathlib import Path
 
 import pytest
-from factories import MODES, STAGE, Stages, TinyRun, assert_same_run, prepare_stages
+import torch
+from factories import MODES, STAGE, UNMEASURED, Stages, TinyRun, assert_same_run, prepare_stages, run_ranks
 from safetensors.torch import load_file
+
+import model
+import train
+from model_utils import build_model
+from objectives.base import LossSum, NextToken
+from parallel.collectives import start_ranks, stop_ranks
+from parallel.sharding import own
+from settings.load import load_config
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain"}
 FEATURES = {**MODES, "pretrain": PRETRAIN,
@@ -88,3 +99,88 @@ def test_copies_on_single_ranks_compute_the_bits_of_ddp(precision, stages, tmp_p
         job = runs[-1].start(2, PRECISION=precision, **settings)
         assert job.wait() == [0, 0], job.text()
     assert_same_run(*runs, step=4)
+
+
+# --------------------------------------------------------------------------------------- the guards
+
+
+def poison_rank_1() -> None:
+    """In step 3, rank 1 has an infinite gradient where its loss is finite."""
+    if os.environ["RANK"] != "1":
+        return
+    original = NextToken.loss_sum
+
+    def loss_sum(self, model, batch):
+        total, metrics = original(self, model, batch)
+        if model.training and train.HEARTBEAT.step == 3:
+            total = total * 1.0
+            total.register_hook(lambda gradient: gradient * math.inf)
+        return LossSum(total, metrics)
+
+    NextToken.loss_sum = loss_sum
+
+
+@pytest.mark.parametrize("layout", [pytest.param("copies-2", marks=pytest.mark.slow), "full-2"])
+def test_the_rank_whose_gradients_are_not_finite_is_named(layout, tiny_run):
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=0, **LAYOUTS[layout][1])
+    job = run.start(2, poison_rank_1)
+    assert job.wait() == [4, 4], job.text()
+    assert "step 3 was not finite on rank 1; nothing was updated, the state before it is saved" in job.text()
+    assert run.steps_saved() == [2]
+    tensors = load_file(run.folder / "debug" / "step-00000003" / "rank-1.safetensors")
+    assert any(name.startswith("gradient.layers.") for name in tensors)
+    assert run.train() == 0, "the state before it is good"
+
+
+def nudge_a_copy() -> None:
+    """Rank 3 holds rows of the second copy of the model; change one of its numbers after step 3."""
+    if os.environ["RANK"] != "3":
+        return
+    original = train.append_ledger
+
+    def enter(run, result):
+        if run.progress.step == 2:
+            rows = own(run.model.layers[1].attention.wq.weight)
+            rows.view(-1)[5] = torch.nextafter(rows.view(-1)[5], torch.tensor(math.inf))
+        original(run, result)
+
+    train.append_ledger = enter
+
+
+def test_a_copy_that_drifts_is_named(tiny_run):
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3, MICRO_BATCH_SIZE=1, SHARDING="hybrid", SHARD_DEGREE=2)
+    job = run.start(4, nudge_a_copy)
+    assert job.wait() == [1] * 4, job.text()
+    assert "layers.1.attention.wq.weight differs between rank 1 and rank 3." in job.text()
+    assert run.steps_saved() == [1, 2], "the drifted state is not saved"
+
+
+def check_dtypes(argv: list[str]) -> None:
+    """Sines, cosines and norms are computed in float32, the matrices of a block gathered in bf16."""
+    ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.apply_rotary_emb, model.RMSNorm.forward
+    config = load_config(argv).config
+
+    def rotary(x_BTNH, cos_BT1H, sin_BT1H):
+        seen.add((x_BTNH.dtype, cos_BT1H.dtype, sin_BT1H.dtype))
+        return rotate(x_BTNH, cos_BT1H, sin_BT1H)
+
+    def norm(self, x):
+        seen.add((x.dtype, self.weight.dtype, type(self.weight.data)))
+        return normalise(self, x)
+
+    def projection(self, x):
+        seen.add((x.dtype, self.weight.dtype))
+        return torch.nn.functional.linear(x, self.weight)
+
+    model.apply_rotary_emb, model.RMSNorm.forward, model.Linear.forward = rotary, norm, projection
+    sharded = build_model(config, 300, ranks, torch.bfloat16)
+    tokens_BT = torch.arange(20).view(2, 10)
+    sharded(tokens_BT, tokens_BT, reduction="sum").backward()
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert seen == {(bf16, fp32, fp32), (bf16, fp32, torch.Tensor), (bf16, bf16)}, seen
+    assert all(own(parameter).dtype == own(parameter.grad).dtype == fp32 for parameter in sharded.parameters())
+    stop_ranks()
+
+
+def test_sines_and_norms_are_float32_over_bf16_matrices(tiny_run, tmp_path):
+    run_ranks(check_dtypes, tiny_run(SHARDING="full", WORLD_SIZE=2).argv(), world_size=2, folder=tmp_path)

@@ -11,6 +11,8 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
+from factories import do_in_step
+
 import train
 
 SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -18,6 +20,12 @@ SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir"
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_in_step(step: int, rank: int) -> None:
+    """In a rank: send it a stop signal in the middle of a step, counted from 1, if it is this rank."""
+    if int(os.environ.get("RANK", 0)) == rank:
+        do_in_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 class HalfWritten:

@@ -1,0 +1,121 @@
+"""Tensors that are read by rows and one at a time; the bytes of the files are tested in test_store.py."""
+
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoint import hf_format, tensor_files
+from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, read_all, write_tensors
+from common.errors import CheckpointError
+from config import ModelConfig, OptimConfig
+from model import Transformer
+from model_utils import load_weights, restore_padding, trim_padding
+from training.optim import Optimizer
+
+
+def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 40)
+    tensors = {"matrix": torch.randn(7, 5), "vector": torch.randn(9).bfloat16(), "scalar": torch.tensor(2.5),
+               "wide": torch.randn(3, 50), "empty": torch.zeros(0, 4), "thin": torch.zeros(4, 0)}
+    save_file(tensors, tmp_path / "file")
+    opened = open_tensors(tmp_path / "file")
+    assert opened.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        for each in (opened[name], lazy(tensor)):
+            assert (each.shape, each.dtype, each.nbytes) == (tensor.shape, tensor.dtype, tensor.nbytes)
+            assert torch.equal(each.whole(), tensor)
+            spans = [(i, j) for i in range(each.rows + 1) for j in range(i, each.rows + 1)] if each.shape else []
+            assert all(torch.equal(each.read(i, j), tensor[i:j]) for i, j in spans)
+            pieces = [*each.pieces()]
+            assert torch.equal(torch.cat([tensor[:0].flatten() if tensor.ndim else tensor[None][:0],
+                                          *(piece.flatten() for piece in pieces)]), tensor.flatten())
+            assert all(piece.nbytes <= 40 or len(piece) == 1 for piece in pieces)
+    assert opened["matrix"].equals(lazy(tensors["matrix"])) and not opened["matrix"].equals(lazy(torch.zeros(7, 5)))
+
+
+def test_padded_and_first_rows_are_cut_anywhere():
+    whole = torch.cat([torch.randn(5, 2), torch.zeros(4, 2)])
+    padded, first = lazy(whole[:5]).padded(9), lazy(whole).first_rows(6)
+    assert padded.shape == (9, 2) and first.shape == (6, 2)
+    for each in (padded, first):
+        assert all(torch.equal(each.read(i, j), whole[i:j]) for j in range(each.rows + 1) for i in range(j + 1))
+    assert lazy(whole).padded(9).shape == lazy(whole).first_rows(99).shape == (9, 2)
+
+
+def resident_bytes_of_files() -> int:
+    return int(re.search(r"RssFile:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def test_only_the_rows_that_are_asked_for_are_read(tmp_path):
+    size, row = 1 << 25, 1 << 13
+    header = f'{{"a":{{"dtype":"U8","shape":[{size // row},{row}],"data_offsets":[0,{size}]}}}}'.encode()
+    with open(tmp_path / "file", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)  # zeros
+    before, tensor = resident_bytes_of_files(), open_tensors(tmp_path / "file")["a"]
+    rows = tensor.read(3_000, 3_016)
+    assert rows.shape == (16, row) and not rows.any()
+    assert resident_bytes_of_files() - before < size / 8
+    whole = tensor.whole()
+    assert not whole.any() and resident_bytes_of_files() - before > size / 2
+    del whole, rows
+    assert resident_bytes_of_files() - before < size / 8
+
+
+def one_at_a_time(tensors: dict[str, torch.Tensor]) -> dict[str, LazyTensor]:
+    """Tensors that refuse to be read while another is still in memory."""
+    read_before: list[weakref.ref] = []
+
+    def guarded(tensor: torch.Tensor) -> LazyTensor:
+        def read(start: int, stop: int) -> torch.Tensor:
+            assert not any(reference() is not None for reference in read_before), "two are in memory"
+            rows = lazy(tensor).read(start, stop).clone()
+            read_before.append(weakref.ref(rows.untyped_storage()))
+            return rows
+
+        return LazyTensor(tuple(tensor.shape), tensor.dtype, read)
+
+    return {name: guarded(tensor) for name, tensor in tensors.items()}
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path):
+    tensors = {name: torch.randn(6, 4) for name in "abc"}
+    with pytest.raises(AssertionError, match="two are in memory"):
+        read_all(one_at_a_time(tensors))
+    write_tensors(tmp_path / "file", one_at_a_time(tensors))
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in read_all(open_tensors(tmp_path / "file")).items())
+
+
+def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tmp_path):
+    """With the padding of the vocabulary, which no file has."""
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
+    trained, loaded = Transformer(config, 100), Transformer(config, 100)
+    trained.init_weights(torch.Generator().manual_seed(0))
+    optimizer, fresh = Optimizer(trained, OptimConfig()), Optimizer(loaded, OptimConfig())
+    trained(torch.arange(20).view(1, 20), torch.arange(20).view(1, 20)).sum().backward()
+    optimizer.step(0.01)
+    trained.tok_embeddings.weight.data[100:] = 0
+    tensors = read_all(hf_format.to_huggingface(trained.state_dict(), config, 100))
+    monkeypatch.setattr(hf_format, "load_model_weights", lambda folder: one_at_a_time(tensors))
+    load_weights(tmp_path, loaded)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded.parameters(), trained.parameters()))
+    state = trim_padding(optimizer.state_tensors(), trained)
+    assert state["tok_embeddings.weight.exp_avg"].shape == (100, 32)
+    fresh.load_state_tensors(restore_padding(one_at_a_time(read_all(state)), loaded))
+    mine, theirs = fresh.state_tensors(), optimizer.state_tensors()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_file_that_is_replaced_or_deleted_is_not_read_on(tmp_path):
+    write_tensors(tmp_path / "file", {"a": torch.ones(3)})
+    tensor = open_tensors(tmp_path / "file")["a"]
+    write_tensors(tmp_path / "other", {"a": torch.zeros(3)})
+    (tmp_path / "other").rename(tmp_path / "file")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="file is gone: "):
+            tensor.whole()
+        (tmp_path / "file").unlink(missing_ok=True)

@@ -1,0 +1,257 @@
+"""The recipes of scripts/launch start the launcher as it wants to be started, and go on after a preemption only.
+
+The job of Slurm runs with an `srun` and a `scontrol` of ours, which do what Slurm's do: `srun` starts a task for each node,
+forwards USR1 to the tasks themselves, kills them at TERM, and exits with their highest code.
+"""
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import ROOT
+from factories import PATIENCE, TinyRun, assert_same_run, do_in_step, free_port
+
+from common import errors
+from parallel.exit_report import EXIT_PREEMPTED
+from settings.load import load_config
+from training import optim
+
+RECIPES = ROOT / "scripts" / "launch"
+FATAL = {errors.DataError, errors.NonFiniteError, errors.CheckpointError}
+DATA = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model"}
+SRUN = f"""#!{sys.executable}
+import os, signal, subprocess, sys
+option = dict(word.split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+os.environ["JOB_PID"] = str(os.getppid())
+assert (option["--kill-on-bad-exit"], option["--open-mode"]) == ("0", "append"), "one may be saving; logs of earlier starts stay"
+tasks = []
+def kill(*_):
+    for task in tasks:
+        task.kill()
+signal.signal(signal.SIGUSR1, lambda number, _: [task.send_signal(number) for task in tasks])
+signal.signal(signal.SIGTERM, kill)
+for node in range(int(os.environ["SLURM_JOB_NUM_NODES"])):
+    output = option["--output"].replace("%j", os.environ["SLURM_JOB_ID"]).replace("%n", str(node))
+    tasks.append(subprocess.Popen(sys.argv[sys.argv.index("bash"):], env={{**os.environ, "SLURM_NODEID": str(node)}},
+                                  stdout=open(output, "a"), stderr=subprocess.STDOUT))
+sys.exit(max(task.wait() for task in tasks))
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1 $2" = "show hostnames" ]; then echo 127.0.0.1; echo elsewhere; else echo "$@" >> scontrol.txt; fi
+"""
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    """scripts/launch.py, by the name that it has for Python."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        return importlib.import_module("scripts.launch")
+    finally:
+        sys.path.remove(str(ROOT))
+
+
+def test_the_folder_of_recipes_hides_no_module(launcher):
+    assert Path(launcher.__file__) == ROOT / "scripts" / "launch.py"
+    assert not [*RECIPES.rglob("*.py")], "the folder would become a package"
+
+
+def checked(launcher, monkeypatch, command: list[str], **settings: str) -> tuple[int, int, str, int]:
+    """Where the machines meet, of a command that starts the launcher; its settings, and others, are checked too."""
+    assert command[:2] == ["python", "scripts/launch.py"]
+    monkeypatch.setattr(sys, "argv", command[1:])
+    args, flags = launcher.parse_args()
+    load_config(flags, {"WORLD_SIZE": "16", "RANK": "0", **settings})
+    return args.nnodes, args.node_rank, args.master_addr, args.master_port
+
+
+# ------------------------------------------------------------------------------------------- Slurm
+
+
+class Job:
+    """The job in a folder of its own; `python` is what a node runs, a command of bash."""
+
+    def __init__(self, folder: Path, *flags: str, python: str = "", **environ: str):
+        self.folder, binaries = folder, folder / "bin"
+        binaries.mkdir(parents=True, exist_ok=True)
+        (folder / "scripts").exists() or (folder / "scripts").symlink_to(ROOT / "scripts")
+        for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": f"#!/usr/bin/env bash\n{python}\n"}.items():
+            if name != "python" or python:
+                (binaries / name).write_text(text)
+                (binaries / name).chmod(0o755)
+        inherited = {name: value for name, value in os.environ.items() if name not in ("RUN_NAME", "MASTER_ADDR", "MASTER_PORT")}
+        path = os.pathsep.join([str(binaries), str(Path(sys.executable).parent), os.environ["PATH"]])
+        self.output = folder / "job.txt"
+        with open(self.output, "a") as output:
+            self.process = subprocess.Popen(
+                ["bash", str(RECIPES / "slurm.sh"), *flags], cwd=folder, stderr=subprocess.STDOUT, stdout=output,
+                env={**inherited, "PATH": path, "VIRTUAL_ENV": "set", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "first",
+                     "SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "2", **environ})
+
+    def text(self) -> str:
+        return "\n".join(path.read_text() for path in (self.output, *sorted(self.folder.glob("slurm-*.out"))))
+
+    def wait_for(self, *words: str) -> None:
+        """Wait until a node has printed each of these words."""
+        deadline = time.monotonic() + PATIENCE
+        while not all(word in self.text() for word in words):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+
+    def requeued(self) -> bool:
+        file = self.folder / "scontrol.txt"
+        return file.exists() and file.read_text() == "requeue 17\n"
+
+
+WAITS = ("trap 'echo node $NODE_RANK saves; sleep 0.3; exit 143' USR1; trap 'sleep 0.1; exit 143' TERM; "
+         "echo node $NODE_RANK; while :; do sleep 0.05; done")
+
+
+@pytest.mark.parametrize(("python", "environ", "code", "requeued"), [
+    ("exit 143", {}, 143, True), ("exit 0", {}, 0, False), ("exit 3", {}, 3, False), ("exit $((NODE_RANK * 6))", {}, 6, False),
+    ("exit 143", {"SLURM_RESTART_COUNT": "100"}, 143, False),
+    ("exit 143", {"SLURM_RESTART_COUNT": "2", "MAX_RESTARTS": "3"}, 143, True)])
+def test_a_job_is_queued_again_after_a_preemption_only(python, environ, code, requeued, tmp_path):
+    job = Job(tmp_path, python=python, **environ)
+    assert job.process.wait(PATIENCE) == code and job.requeued() is requeued, job.text()
+
+
+@pytest.mark.parametrize(("signals", "saves", "requeued"), [
+    ([signal.SIGUSR1], True, True), ([signal.SIGUSR1, signal.SIGUSR1], True, True), ([signal.SIGINT], True, False),
+    ([signal.SIGINT, signal.SIGUSR1], True, False)])
+def test_a_signal_to_the_job_saves_once_on_every_node(signals, saves, requeued, tmp_path):
+    job = Job(tmp_path, python=WAITS)
+    job.wait_for("node 0", "node 1")
+    for number in signals:
+        job.process.send_signal(number)
+        time.sleep(0.1)
+    assert job.process.wait(PATIENCE) == EXIT_PREEMPTED, job.text()
+    assert [job.text().count(f"node {node} saves") for node in range(2)] == [1, 1] and job.requeued() is requeued, job.text()
+
+
+def test_a_cancelled_job_does_not_come_back(tmp_path):
+    """scancel sends TERM to the job and to its tasks, not to srun."""
+    job = Job(tmp_path, python="echo pid $$; " + WAITS)
+    job.wait_for("node 0", "node 1")
+    job.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)  # the job only remembers it
+    for pid in re.findall(r"pid (\d+)", job.text()):
+        os.kill(int(pid), signal.SIGTERM)
+    assert job.process.wait(PATIENCE) == EXIT_PREEMPTED and not job.requeued(), job.text()
+
+
+def test_the_nodes_of_a_job_meet_at_the_first_and_name_the_run_after_the_job(launcher, monkeypatch, tmp_path):
+    tell = f"""exec {sys.executable} -c 'import json, os, sys; print("told", json.dumps([sys.argv[1:], dict(os.environ)]))' "$@" """
+    job = Job(tmp_path, "--preset", "llama3-8b,production", python=tell)
+    assert job.process.wait(PATIENCE) == 0, job.text()
+    for node in range(2):
+        line, = re.findall("^told (.*)$", (tmp_path / f"slurm-17-node-{node}.out").read_text(), re.MULTILINE)
+        argv, environ = json.loads(line)
+        assert environ["RUN_NAME"] == "first"
+        for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, environ[name])
+        assert checked(launcher, monkeypatch, ["python", *argv], **DATA) == (2, node, "127.0.0.1", 20017)
+
+
+def test_a_name_in_env_files_stays(tmp_path):
+    (tmp_path / ".env").write_text("RUN_NAME=mine\n")
+    job = Job(tmp_path, python="echo ${RUN_NAME:-as .env says}")
+    assert job.process.wait(PATIENCE) == 0 and job.text().count("as .env says") == 2, job.text()
+
+
+def test_a_job_outside_slurm_or_of_another_folder_is_told_how_to_be_submitted(tmp_path):
+    job = Job(tmp_path, SLURM_JOB_ID="")
+    assert job.process.wait(PATIENCE) == 2 and "error: submit this in Paddock's folder" in job.text()
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_up_saves_and_its_restart_ends_the_run(prepared, whole_on_two_ranks, tmp_path):
+    """Two launchers of one rank each; the run is the one that nothing interrupted."""
+    run = TinyRun(prepared, tmp_path / "runs", RUN_NAME="first")
+    flags = [flag for flag in run.argv() if not flag.startswith("--run-name")] + ["--nproc-per-node=1"]
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    (planted / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '0':\n    import test_launch_recipes\n    test_launch_recipes.signal_the_job_in_step_3()\n")
+    job = Job(tmp_path, *flags, MASTER_PORT=str(free_port()), PYTHONPATH=f"{planted}{os.pathsep}{os.environ['PYTHONPATH']}")
+    assert job.process.wait(PATIENCE) == EXIT_PREEMPTED and job.requeued(), job.text()
+    assert run.steps_saved() == [2, 3]
+    job = Job(tmp_path, *flags, MASTER_PORT=str(free_port()), SLURM_RESTART_COUNT="1")
+    assert job.process.wait(PATIENCE) == 0, job.text()
+    assert "resuming after step 3" in job.text()
+    assert_same_run(run, whole_on_two_ranks, 6)
+
+
+def signal_the_job_in_step_3() -> None:
+    """In a rank: as Slurm does shortly before the job's time is up."""
+    def signal_the_job() -> None:
+        os.kill(int(os.environ["JOB_PID"]), signal.SIGUSR1)
+        time.sleep(2)  # until the ranks have it
+
+    do_in_step(3, signal_the_job, optim)  # which train.py imports later
+
+
+# -------------------------------------------------------------------------- SkyPilot and Kubernetes
+
+
+def test_skypilot_starts_a_launcher_on_each_machine_and_goes_on_after_a_preemption(launcher, monkeypatch, tmp_path):
+    recipe = yaml.safe_load((RECIPES / "skypilot.yaml").read_text(encoding="utf-8"))
+    assert recipe["resources"]["job_recovery"]["recover_on_exit_codes"] == [EXIT_PREEMPTED]
+    assert recipe["envs"]["RUN_NAME"] and recipe["envs"]["OUTPUT_DIR"] in recipe["file_mounts"]
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "setup.sh").write_text("set_up() { test -f $1; }\npython() { printf '%s\\0' python \"$@\" > command; }\n")
+    (tmp_path / "requirements.txt").touch()
+    environ = {**recipe["envs"], "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+               "PATH": os.environ["PATH"]}
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-c", recipe[part]], cwd=tmp_path, env=environ, check=True)
+    command = (tmp_path / "command").read_text().split("\0")[:-1]
+    assert checked(launcher, monkeypatch, command) == (2, 1, "10.0.0.1", 29500)
+
+
+def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would_fail_again(launcher, monkeypatch):
+    volume, runtime, job = yaml.safe_load_all((RECIPES / "kubernetes.yaml").read_text(encoding="utf-8"))
+    assert [each["kind"] for each in (volume, runtime, job)] == ["PersistentVolumeClaim", "TrainingRuntime", "TrainJob"]
+    assert job["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    jobs = runtime["spec"]["template"]["spec"]
+    node, = jobs["replicatedJobs"]
+    assert all(re.fullmatch("[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"]) for rule in jobs["failurePolicy"]["rules"])
+    pod, rules = node["template"]["spec"]["template"]["spec"], node["template"]["spec"]["podFailurePolicy"]["rules"]
+    container, = pod["containers"]
+    assert node["name"] == container["name"] == "node", "the names that the trainer looks for"
+
+    # Which codes end all for good. The pattern is searched in the job's message, as Kubernetes writes it.
+    values = {code for rule in rules for code in rule["onExitCodes"]["values"]}
+    pattern, = jobs["failurePolicy"]["rules"][0]["onJobFailureMessagePatterns"]
+    restarting = {code for code in values
+                  if re.search(pattern, f"Container node for pod a/b failed with exit code {code} matching FailJob rule at index 0")}
+    assert restarting == {EXIT_PREEMPTED}
+    assert values - restarting == {each.exit_code for each in FATAL}
+    assert node["template"]["spec"]["backoffLimit"] == 0 and pod["restartPolicy"] == "Never"
+    monkeypatch.setattr(sys, "argv", ["launch.py"])
+    assert pod["terminationGracePeriodSeconds"] > launcher.parse_args()[0].shutdown_timeout
+
+    pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "first-node-0-0.first", "PET_MASTER_PORT": "29400"}
+    command = [re.sub(r"\$\((\w+)\)", lambda found: pet[found[1]], word) for word in container["command"]]
+    assert checked(launcher, monkeypatch, command + job["spec"]["trainer"]["args"], **DATA) == (2, 1, "first-node-0-0.first", 29400)
+    assert "RUN_NAME" in {each["name"] for each in job["spec"]["trainer"]["env"]}
+
+    # The image's folders are those that it is run with elsewhere.
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert all(mount["mountPath"] in dockerfile for mount in container["volumeMounts"] if "/paddock" in mount["mountPath"])
+    claim, = {each.get("persistentVolumeClaim", {}).get("claimName") for each in pod["volumes"]} - {None}
+    assert claim == volume["metadata"]["name"]
+
+
+def test_one_page_leads_to_all_recipes():
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    assert all(f"(../scripts/launch/{path.name})" in page for path in RECIPES.iterdir())
