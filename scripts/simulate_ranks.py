@@ -2,10 +2,10 @@
 
     python scripts/simulate_ranks.py --ranks 1 4 16 64 --preset sample
 
-Other flags are settings of train.py. The processes join a real process group (gloo), read the real inputs
-and go through the trainer's own code, without a model; the last lines are seconds. They share this machine's
-cores, so the seconds of many ranks are an upper bound, which the row "CPU, all ranks" shows. "hang" is how
-much longer than DISTRIBUTED_TIMEOUT it takes until a rank that was stopped is reported and all have left.
+Other flags are settings of train.py. The processes join a real process group (gloo) and go through the
+trainer's own code, without a model. They share this machine's cores, so the seconds of many ranks are an
+upper bound: see the row "CPU, all ranks". The row "hang" is how much later than DISTRIBUTED_TIMEOUT a rank
+that was stopped is reported, and all have left. Results: docs/scaling.md.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Seconds = dict[str, float]
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 16, 64],
-                        help="numbers of ranks (default: 1 2 4 16 64); 256 need 20 GB of memory")
+                        help="numbers of ranks (default: 1 2 4 16 64); 256 need about 10 GB of memory")
     parser.add_argument("--idle-seconds", type=float, default=10, metavar="S",
                         help="how long the watchdog is watched (default: 10)")
     parser.add_argument("--skip-hang", action="store_true", help="stop no rank")
@@ -185,9 +185,10 @@ def main() -> None:
 
     from parallel import collectives  # noqa: F401
     from settings.load import load_config
-    from training import setup
+    from training import preflight, setup
 
     config = load_config(flags).config
+    preflight.provide_sample(config, may_write=True)
     started = time.monotonic()
     inputs = setup.read_inputs(config, verify=False)
     table = {"inputs: then each rank reads": dict.fromkeys(args.ranks, time.monotonic() - started)}
