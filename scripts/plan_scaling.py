@@ -1,7 +1,7 @@
 """Predict how training scales from 1 to 1,024 GPUs: bytes exchanged, seconds of a step, efficiency.
 
     python scripts/plan_scaling.py --preset llama3-8b
-    python scripts/plan_scaling.py --preset llama3.2-1b --micro-batches 8 --network 25
+    python scripts/plan_scaling.py --preset llama3.2-1b --network 25
 
 Other flags are settings of train.py, of which the shape, MICRO_BATCH_SIZE, MAX_SEQ_LEN, PRECISION,
 GRADIENT_DTYPE, ACTIVATION_CHECKPOINTING, LORA_* and PEAK_TFLOPS count. Every GPU takes the same micro-batches
@@ -148,7 +148,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         help="of these that collectives reach (default: 0.8)")
     add("--utilization", type=float, default=0.45, metavar="SHARE",
         help="of PEAK_TFLOPS that the computation reaches (default: 0.45 of 989, H100)")
-    return parser.parse_known_args()
+    args, flags = parser.parse_known_args()
+    numbers = {**vars(args)}
+    if not all(number > 0 for number in (*numbers.pop("micro_batches"), *numbers.values())):
+        parser.error("all numbers must be above 0")
+    return args, flags
 
 
 def main() -> None:

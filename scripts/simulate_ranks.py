@@ -43,7 +43,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--idle-seconds", type=float, default=10, metavar="S",
                         help="how long the watchdog is watched (default: 10)")
     parser.add_argument("--skip-hang", action="store_true", help="stop no rank")
-    return parser.parse_known_args()
+    args, flags = parser.parse_known_args()
+    if min(args.ranks) < 1 or not args.idle_seconds > 0:
+        parser.error("all numbers must be above 0")
+    return args, flags
 
 
 def timed(work: Callable[[], Any], calls: int = 1) -> float:
