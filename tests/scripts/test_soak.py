@@ -14,7 +14,7 @@ from data_pipeline.shard_reader import TokenizerFacts
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
                        r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found, (\d+)/(\d+) changes "
-                       r"of ranks or SHARDING alike \(losses within [\de-]+, weights [\de-]+\); seed (\d+); \d+:\d\d")
+                       r"of ranks or SHARDING alike \(losses within [\d.e-]+, weights [\d.e-]+\); seed (\d+); \d+:\d\d")
 
 
 @pytest.fixture(scope="module")
