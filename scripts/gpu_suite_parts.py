@@ -355,7 +355,8 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
 PARTS: dict[str, Callable[[Task], None]] = {
     "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops,
-    **{name: partial(from_probe, name=name) for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
+    **{name: partial(from_probe, name=name)
+       for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
     **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
        for name in ("values", "attention", "compiled", "faults")},
     "ranks": partial(run_tests, prefix="test_ranks"),
