@@ -10,10 +10,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lora
+from common.errors import SettingsError
 from config import Config, ModelConfig, rules
 from fused import chunked_head, matmul
 from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
+from scripts import trace_memory
 from scripts.trace_memory import trace
 from settings.help import PRESETS_DIR
 from settings.load import load_config
@@ -178,3 +180,19 @@ def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
     billions = re.search(r"([\d.]+) billion", comment)[1]
     digits = len(billions.partition(".")[2])
     assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_script_prints_the_trace_beside_the_forecast(monkeypatch, capsys):
+    shape = ["--dim", "64", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--max-seq-len", "64"]
+    flags = [*shape, "--world-size", "4", "--sharding", "full", "--total-batch-size", "4096", "--micro-batch-size", "2"]
+    monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, "--vocab-size", "500"])
+    trace_memory.main()
+    told = capsys.readouterr().out
+    assert "Traced eagerly (COMPILE=false)" in told and "8 micro-batches x 4 ranks" in told
+    assert abs(float(re.search(r"the forecast is [\d.]+ \(([-+][\d.]+) %\)", told)[1])) < 5
+    for wrong, named in ((["--micro-batch-size", "3"], "TOTAL_BATCH_SIZE"), (["--lora-base-quantization", "int8"], "LORA_BASE"),
+                         (["--shardin", "full"], "shardin")):
+        monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, *wrong])
+        with pytest.raises(SettingsError, match=named):
+            trace_memory.main()
