@@ -1,6 +1,6 @@
 """Trace the memory of a training step on fake tensors and fake ranks, of any size, without that memory.
 
-    python scripts/trace_memory.py --preset llama3-8b --world-size 8 --compile false \\
+    python scripts/trace_memory.py --preset llama3-8b --world-size 8 \\
         --activation-checkpointing block
 
 Other flags are settings of train.py; neither data nor weights are read. The step of one rank is run with

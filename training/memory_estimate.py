@@ -131,12 +131,16 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
                  learned=padded * FLOAT32 if trained else 0, matrices=matrices, trained_matrices=trained)
 
 
+def head_chunks(config: Config, padded_vocab: int, device_type: str) -> int:
+    """Return the number of parts in which the head computes the logits of a micro-batch."""
+    largest = max(1, HEAD_CHUNK_BYTES[device_type] // (padded_vocab * FLOAT32))
+    return -(-config.micro_batch_size * config.max_seq_len // (config.head_chunk_tokens or largest))
+
+
 def head_bytes(config: Config, vocab_size: int, compute_bytes: int, device_type: str, sizes: Sizes) -> float:
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
-    tokens = config.micro_batch_size * config.max_seq_len
-    padded = -(-vocab_size // 128) * 128
-    largest = max(1, HEAD_CHUNK_BYTES[device_type] // (padded * FLOAT32))
-    chunks = -(-tokens // (config.head_chunk_tokens or largest))
+    tokens, padded = config.micro_batch_size * config.max_seq_len, -(-vocab_size // 128) * 128
+    chunks = head_chunks(config, padded, device_type)
     half = compute_bytes < FLOAT32
     # Of each logit of a chunk: compiled, itself and its gradient in the compute dtype; else a float32 copy,
     # which becomes the gradient in place. The gradient of the chunk before lives until it is replaced.
@@ -210,8 +214,11 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     inside += whole if recomputed else 0
     later = kept * (1 - 1 / config.n_layers)
     backward = [Phase(before, kept, inside), Phase(before, later, inside + exchanged)]
-    # A live reference, whose forward follows the model's.
-    reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered
+    # A live reference, whose forward follows the model's, which keeps the logits if they are one chunk.
+    reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered + norm
+    padded = -(-vocab_size // 128) * 128
+    if head_chunks(config, padded, device_type) == 1:
+        reference += tokens * padded * compute_bytes
     # Its end: the embedding's gradient, and the sum of both if they are one matrix. Then the update.
     whole_gradients = 3 if config.tie_embeddings else 2 if sharded else 1
     if not (before or sharded):  # the last of them becomes the gradient

@@ -72,8 +72,9 @@ def test_mode_and_gradients_are_left_as_they_were(model, training):
     model.train(training)
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        hidden = model.hidden
-        patch.setattr(model, "hidden", lambda *args: seen.append((model.training, torch.is_grad_enabled())) or hidden(*args))
+        logits = model.logits
+        patch.setattr(model, "logits", lambda *args, **options: seen.append((model.training, torch.is_grad_enabled()))
+                      or logits(*args, **options))
         generate(model, [[1]], 2)
     assert seen == [(False, False)] * 2
     assert model.training is training and model.layers[0].training is training and torch.is_grad_enabled()

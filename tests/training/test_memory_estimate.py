@@ -9,10 +9,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import lora
+from common.errors import SettingsError
 from config import Config, ModelConfig, rules
-from fused import chunked_head
+from fused import chunked_head, matmul
 from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
+from scripts import trace_memory
 from scripts.trace_memory import trace
 from settings.help import PRESETS_DIR
 from settings.load import load_config
@@ -103,8 +106,13 @@ def test_the_advice_on_memory_takes_the_cheapest_first():
     assert "smaller model" in memory_advice(config, GIB // 2, 128_256, 2)
 
 
-def kept_by_the_compiler(config: Config, budget: float) -> float:
-    """The bytes per token that a block's compiled graph saves for its backward, in bf16, as the partitioner decides."""
+def kept_by_the_compiler(config: Config, budget: float, gathered: bool = False) -> tuple[float, float]:
+    """What a block's compiled graph saves for its backward, in bf16, as the partitioner decides: the bytes per token, and those
+    of copies of weights.
+
+    Args:
+        gathered: the matrices are in bf16 already, as FSDP gathers them.
+    """
     torch._dynamo.reset()
     rows, length, kept = 3, 1100, []  # no weight has this many rows
 
@@ -112,15 +120,21 @@ def kept_by_the_compiler(config: Config, budget: float) -> float:
         forward, backward = min_cut_rematerialization_partition(graph, joint, compiler="inductor", **{
             name: value for name, value in options.items() if name != "compiler"})
         (output,) = [node for node in forward.graph.nodes if node.op == "output"]
-        storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in
-                    (node.meta["val"] for node in output.args[0][1:]) if isinstance(value, torch.Tensor)
-                    and (rows * length in value.shape or (length in value.shape and value.shape[0] == rows))}
-        kept.append(sum(storages.values()) / (rows * length))
+        tokens, copies = {}, {}
+        for node in output.args[0][1:]:
+            if isinstance(value := node.meta["val"], torch.Tensor):
+                of_tokens = rows * length in value.shape or (length in value.shape and value.shape[0] == rows)
+                if of_tokens or node.op != "placeholder":
+                    (tokens if of_tokens else copies)[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        kept.append((sum(tokens.values()) / (rows * length), sum(copies.values())))
         return forward, backward
 
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table)
     with FakeTensorMode(allow_non_fake_inputs=True), torch._functorch.config.patch(activation_memory_budget=budget):
         block = TransformerBlock(config)
+        if gathered:
+            lora.cast_base(block.requires_grad_(False), torch.bfloat16)
+            block.requires_grad_(True)
         angles = torch.empty(1, length, 1, config.head_dim)
         x_BTD = torch.empty(rows, length, config.dim, dtype=torch.bfloat16, requires_grad=True)
         torch.compile(block, backend=backend, fullgraph=True)(x_BTD, AttentionMeta("sdpa", angles, angles)).sum().backward()
@@ -131,17 +145,21 @@ def kept_by_the_compiler(config: Config, budget: float) -> float:
 @pytest.mark.parametrize("shape", [{"dim": 768, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048},
                                    pytest.param({"dim": 512, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 1536},
                                                 marks=pytest.mark.slow)])
-def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape):
-    config = Config(**shape, activation_checkpointing="selective")
+def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, monkeypatch):
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)  # as a GPU does
 
-    def forecast(budget: float) -> float:
-        return activation_bytes(config.model_copy(update={"activation_memory_budget": budget}), 2)
+    def forecast(budget: float, **changes) -> tuple[float, float]:
+        config = Config(**shape, activation_checkpointing="selective", activation_memory_budget=budget, **changes)
+        return activation_bytes(config, 2), memory_estimate.sizes_of(config, 128, 2, "cuda").copies
 
+    config = Config(**shape)
     for budget in (1.0, 0.9):
         assert kept_by_the_compiler(config, budget) == pytest.approx(forecast(budget), rel=0.01), budget
-    assert forecast(0.9) < 0.75 * forecast(1.0)
+    assert kept_by_the_compiler(config, 0.9, gathered=True) == pytest.approx(forecast(0.9, sharding="full"), rel=0.01)
+    assert forecast(0.9)[0] < 0.75 * forecast(1.0)[0] and forecast(0.9)[1] < forecast(1.0)[1]
     for budget in (0.5, 0.0):  # it saves whole tensors, and views of larger ones
-        assert kept_by_the_compiler(config, budget) < 1.15 * forecast(budget), budget
+        tokens, copies = kept_by_the_compiler(config, budget)
+        assert tokens < 1.15 * forecast(budget)[0] and copies == forecast(budget)[1] == 0, budget
 
 
 def test_the_forecast_knows_how_many_logits_exist_at_a_time():
@@ -162,3 +180,19 @@ def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
     billions = re.search(r"([\d.]+) billion", comment)[1]
     digits = len(billions.partition(".")[2])
     assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_script_prints_the_trace_beside_the_forecast(monkeypatch, capsys):
+    shape = ["--dim", "64", "--n-layers", "2", "--n-heads", "4", "--n-kv-heads", "2", "--max-seq-len", "64"]
+    flags = [*shape, "--world-size", "4", "--sharding", "full", "--total-batch-size", "4096", "--micro-batch-size", "2"]
+    monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, "--vocab-size", "500"])
+    trace_memory.main()
+    told = capsys.readouterr().out
+    assert "Traced eagerly (COMPILE=false)" in told and "8 micro-batches x 4 ranks" in told
+    assert abs(float(re.search(r"the forecast is [\d.]+ \(([-+][\d.]+) %\)", told)[1])) < 5
+    for wrong, named in ((["--micro-batch-size", "3"], "TOTAL_BATCH_SIZE"), (["--lora-base-quantization", "int8"], "LORA_BASE"),
+                         (["--shardin", "full"], "shardin")):
+        monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, *wrong])
+        with pytest.raises(SettingsError, match=named):
+            trace_memory.main()

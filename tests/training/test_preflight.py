@@ -64,7 +64,7 @@ def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypa
     assert told["evaluation"].startswith("10 questions (HellaSwag) from ")
     assert told["start"] == f"from initial weights, into {run.folder}"
     assert "parameters: 2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
-    assert all(part in told["memory"] for part in ("parameters", "gradients", "optimizer", "activations", "head"))
+    assert all(part in told["memory"] for part in ("parameters", "gradients", "optimizer", "activations", "working"))
     assert "for each of 2 ranks" in told["memory"]
 
 
@@ -210,6 +210,29 @@ def test_memory_that_is_not_there_is_warned_of_with_a_way_out(prepared, tmp_path
     checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)
     assert checked.code == 0 and checked.marks()["memory"] == "warn"
     assert "It would fit with MICRO_BATCH_SIZE=4 " in checked.text("warn")
+
+
+def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path)
+    checked = Checked(run, capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, COMPILE="true", SHARDING="full", DEVICE="cuda",
+                      PRECISION="auto")
+    assert checked.code == 0 and checked.marks()["memory"] == "ok" and "disk" not in checked.marks()
+    told = dict((name, text) for _, name, text in checked.lines)
+    assert told["hardware"].startswith("planned for 2 GPUs of 80 GB (DEVICE_MEMORY), whatever is here: bfloat16 ")
+    assert told["hardware"].endswith("compiled") and told["memory"].endswith("; a GPU of 80 GB has 74.5")
+    assert told["speed"].startswith("not measured")
+    small = Checked(run, capsys, DEVICE_MEMORY=0.0003, WORLD_SIZE=2)
+    assert small.code == 0 and "It would" in small.text("warn") and small.text("ok").count("eager")
+
+
+def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):
+    config = load_config(trained.argv(DISTILLATION_ENABLED="true", TEACHER_MODEL=trained.checkpoint(4)), {}).config
+    weights = (trained.checkpoint(4) / "model.safetensors").stat().st_size
+    assert preflight.teacher_bytes(config, trained.checkpoint(4)) == pytest.approx(weights, rel=0.05)
+    in_bf16 = config.model_copy(update={"teacher_precision": "bf16"})
+    assert preflight.teacher_bytes(in_bf16, trained.checkpoint(4)) * 2 == preflight.teacher_bytes(config, trained.checkpoint(4))
+    stored = config.model_copy(update={"distillation_top_k": 8})
+    assert preflight.teacher_bytes(stored, trained.checkpoint(4)) == preflight.teacher_bytes(config, None) == 0
 
 
 def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, capsys, monkeypatch):
