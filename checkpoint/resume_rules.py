@@ -81,8 +81,10 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         warnings.append("different run than before, as ALLOW_RESUME_MISMATCH permits: "
                         f"{differences(changed['fixed'])}")
     if state["world_size"] != config.world_size:
+        has_dropout = config.lora_enabled and config.lora_dropout
+        dropout = ", and LoRA dropout draws other numbers" if has_dropout else ""
         warnings.append(f"the number of ranks was {state['world_size']}, is {config.world_size}: each step "
-                        "reads the same rows, but sums are rounded in another order")
+                        f"reads the same rows, but sums are rounded in another order{dropout}")
     return Changes(notes, warnings)
 
 

@@ -67,7 +67,7 @@ PARTS = (
     Part("resume", "correctness", 200, "verify_resume.py with the settings as they are", needs=SAMPLE),
     Part("resume-deterministic", "correctness", 200, "the same with DETERMINISTIC=true", needs=SAMPLE),
     Part("ranks", "correctness", 180, "two ranks on one device: gradients, drift, a hang; nccl alone"),
-    Part("fsdp", "correctness", 60, "FSDP2 at world size 1, a probe"),
+    Part("fsdp", "correctness", 120, "SHARDING and CPU_OFFLOAD at world size 1 beside the plain run"),
     Part("memory", "correctness", 180, "the memory forecast beside the peak of a step"),
     Part("stage-sft", "correctness", 120, "SFT", needs=BASE),
     Part("stage-dpo", "correctness", 120, "DPO with a stored reference", needs=BASE),

@@ -61,7 +61,7 @@ from factories import (
     prepare_stages,
     without_clocks,
 )
-from test_sharding import FEATURES, furthest, run_with
+from test_sharding import FEATURES, compare_alike, run_with
 from tqdm import tqdm
 
 from checkpoint import store
@@ -76,7 +76,6 @@ SHORT = {"SAVE_EVERY": 1, "KEEP_LAST": 2, "KEEP_BEST": 0, "MAX_STEPS": 3, **UNME
 # The first steps must not depend on how many follow: neither the learning rate, nor HellaSwag before them.
 ELASTIC = {"MAX_STEPS": 6, "LR_SCHEDULE": "constant", "HELLASWAG_EVERY": 6}
 ELASTIC_FEATURES = [name for name in FEATURES if name not in ("bf16", "offloaded")]  # fp32; offload is drawn
-LOSSES_WITHIN, WEIGHTS_WITHIN = 1e-5, 1e-3  # of a loss, and of the largest number in a tensor
 GRACE_SECONDS = 3.0  # for the other ranks to exit before they are killed, as a launcher does
 KILLED = -signal.SIGKILL
 # Starting a process polls all that were started before, and an exit code read by two threads at once is lost.
@@ -325,30 +324,8 @@ def elastic_trial(setup: Setup, feature: str, changes: int, rng: Random, folder:
         setup.finish(run, world_size, plant, codes)
         while (layout[0], layout[1]["SHARDING"]) == (world_size, settings["SHARDING"]):
             layout = random_layout(rng)
-    setup.differences.append(compare_alike(run, whole))
+    setup.differences.append(compare_alike(run, whole, steps))
     return Counter({"changes": changes})
-
-
-def compare_alike(run: TinyRun, whole: TinyRun) -> tuple[float, float]:
-    """The largest difference of a loss, and of a weight. Raises AssertionError with the name of what differs.
-
-    A part that ends early evaluates at its end, where the whole run does not.
-    """
-    rows, expected = ([(line["step"], line["rows_crc32"]) for line in each.lines("ledger")]
-                      for each in (run, whole))
-    assert rows == expected, f"rows differ:\n{rows}\nexpected: {expected}"
-    largest = 0.0
-    for name, within in (("train_loss", LOSSES_WITHIN), ("val_loss", LOSSES_WITHIN), ("hellaswag_acc", 0),
-                         ("hellaswag_acc_norm", 0)):
-        found, expected = run.column(name), whole.column(name)
-        differences = [abs(found[step] - value) / max(1, abs(value)) for step, value in expected.items()]
-        assert max(differences) <= within, f"{name} differs:\n{found}\nexpected: {expected}"
-        largest = max(largest, *differences)
-    samples = [line for line in run.lines("samples") if line in whole.lines("samples")]
-    assert samples == whole.lines("samples"), f"samples differ: {run.lines('samples')}"
-    distance = furthest(run, whole, ELASTIC["MAX_STEPS"])
-    assert distance <= WEIGHTS_WITHIN, f"weights or optimizer state differ by {distance:.1e} of the largest"
-    return largest, distance
 
 
 class Trial(NamedTuple):
@@ -449,7 +426,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     print(f"soak: {share('kills')} identical ({held['inside saves']} inside saves, {held['of two ranks']} of "
           f"two ranks), {share('crash points')} recovered, {share('bit flips')} found, "
           f"{share('truncations')} found, {share('changes')} of ranks or SHARDING alike (losses within "
-          f"{losses:.0e}, weights {weights:.0e}); seed {args.seed}; {duration(seconds)}", flush=True)
+          f"{losses:.1g}, weights {weights:.1g}); seed {args.seed}; {duration(seconds)}", flush=True)
     return 1 if failed or not trials else 0
 
 

@@ -101,4 +101,7 @@ def test_a_setting_that_the_checkpoint_does_not_know_is_not_compared():
 
 def test_another_number_of_ranks_is_a_warning():
     (warning,) = changes(Config(), Config(world_size=2)).warnings
-    assert "the number of ranks was 1, is 2" in warning
+    assert "the number of ranks was 1, is 2" in warning and "dropout" not in warning
+    lora = dict(lora_enabled=True, lora_dropout=0.1)
+    (warning,) = changes(Config(**lora), Config(**lora, world_size=2)).warnings
+    assert warning.endswith("LoRA dropout draws other numbers")

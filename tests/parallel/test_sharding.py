@@ -72,6 +72,25 @@ def furthest(run: TinyRun, other: TinyRun, step: int) -> float:
     return distance
 
 
+def compare_alike(run: TinyRun, whole: TinyRun, last: int) -> tuple[float, float]:
+    """The largest difference of a loss, and of a tensor's number in the last checkpoint; asserts that both are small.
+
+    A part that ended early evaluated at its end, where the whole run did not.
+    """
+    rows, expected = ([line["rows_crc32"] for line in each.lines("ledger")] for each in (run, whole))
+    assert rows == expected, f"rows:\n{rows}\nexpected: {expected}"
+    difference = 0.0
+    for name in ("train_loss", "val_loss", "hellaswag_acc", "hellaswag_acc_norm"):
+        found, expected = run.column(name), whole.column(name)
+        difference = max(difference, *(abs(found[step] - value) / max(1, abs(value)) for step, value in expected.items()))
+        assert difference <= 1e-5, f"{name}:\n{found}\nexpected: {expected}"
+    samples = [line for line in run.lines("samples") if line in whole.lines("samples")]
+    assert samples == whole.lines("samples"), f"samples:\n{run.lines('samples')}\nexpected: {whole.lines('samples')}"
+    distance = furthest(run, whole, last)
+    assert distance <= 1e-3, f"weights or optimizer state differ by {distance} of the largest number"
+    return difference, distance
+
+
 @pytest.mark.parametrize("feature, layout", [
     pytest.param(feature, layout, marks=[] if (feature, layout) in QUICK else pytest.mark.slow)
     for feature in FEATURES for layout in LAYOUTS])

@@ -13,7 +13,8 @@ from data_pipeline.shard_reader import TokenizerFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "
-                       r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found; seed (\d+); \d+:\d\d")
+                       r"recovered, (\d+)/(\d+) bit flips found, (\d+)/(\d+) truncations found, (\d+)/(\d+) changes "
+                       r"of ranks or SHARDING alike \(losses within [\d.e-]+, weights [\d.e-]+\); seed (\d+); \d+:\d\d")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def last_line(capsys) -> list[int]:
 def test_a_few_kills_crash_points_flips_and_truncations(soak, capsys):
     assert soak.main(["--kills", "3", "--points", "4", "--flips", "5", "--truncations", "2", "--seed", "4"]) == 0
     kills, of, inside, _, *others = last_line(capsys)
-    assert (kills, of) == (3, 3) and inside >= 1 and others == [4, 4, 5, 5, 2, 2, 4]
+    assert (kills, of) == (3, 3) and inside >= 1 and others == [4, 4, 5, 5, 2, 2, 0, 0, 4]
 
 
 def test_a_failure_is_reported_with_the_command_that_repeats_it(soak, capsys, monkeypatch):
@@ -44,17 +45,17 @@ def test_a_failure_is_reported_with_the_command_that_repeats_it(soak, capsys, mo
     assert soak.main(["--kills", "0", "--points", "0", "--flips", "1", "--truncations", "1"]) == 1
     text = capsys.readouterr().out
     assert "FAILED: bit flips 0 (MANIFEST.json): nothing flipped, but it says:" in text and "[1/3]" not in text
-    assert "to repeat: python scripts/soak.py --kills 0 --points 0 --flips 1 --truncations 1 --seed 1 --only 'bit flips 0" in text
+    assert "to repeat: python scripts/soak.py --kills 0 --points 0 --flips 1 --truncations 1 --elastic 0 --seed 1 --only 'bit flips 0" in text
     assert text.splitlines()[-1].startswith("soak: 0/0 kills identical (0 inside saves, 0 of two ranks), 0/0 crash points "
                                             "recovered, 0/1 bit flips found, 1/1 truncations found")
 
 
 @pytest.mark.soak
 def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
-    assert soak.main(["--kills", "20", "--flips", "20", "--truncations", "24", "--seed", "1"]) == 0
+    assert soak.main(["--kills", "20", "--flips", "20", "--truncations", "24", "--elastic", "3", "--seed", "1"]) == 0
     kills, of, inside, of_two_ranks, points, all_points, *others = last_line(capsys)
     assert (kills, of) == (20, 20) and inside >= 6 and of_two_ranks >= 6
-    assert points == all_points >= 20 and others == [20, 20, 24, 24, 1]
+    assert points == all_points >= 20 and others == [20, 20, 24, 24, 3, 3, 1]
 
 
 @pytest.mark.slow
