@@ -308,11 +308,11 @@ def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
     store, bomb = dist.TCPStore(str(address), port, is_master=False), base64.b64encode(pickle.dumps(Bomb(tmp_path / "pwned")))
     statuses, polled = StatusStore(store, token, WORLD), {}
     assert store.check(statuses.keys), "else nothing is said of them below"
-    for key in (*statuses.keys, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
+    for key in (*statuses.keys, statuses.alarm_key, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
         store.set(key, bomb)
     with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
         loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command.wait_for(lambda: polled.update(statuses.poll()) or len(polled) == WORLD)  # since then
+        command.wait_for(lambda: polled.update(statuses.poll(range(WORLD))) or len(polled) == WORLD)  # since then
         time.sleep(2)  # and listened
     assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
 
