@@ -93,6 +93,7 @@ class Job:
         with open(self.output, "a") as output:
             self.process = subprocess.Popen(
                 ["bash", str(RECIPES / "slurm.sh"), *flags], cwd=folder, stderr=subprocess.STDOUT, stdout=output,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored where pytest runs in the background
                 env={**inherited, "PATH": path, "VIRTUAL_ENV": "set", "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "first",
                      "SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "2", **environ})
 
