@@ -48,10 +48,15 @@ USABLE = 0.94  # of a GPU's memory; CUDA itself, nccl's buffers and fragmentatio
 
 
 def describe_model(config: Config, vocab_size: int) -> str:
-    """The model's size and shape."""
+    """The model's size and shape, and how it is divided."""
+    divided = ""
+    if config.sharding != "none":
+        divided = (f"; divided over {config.ranks_per_copy} of {config.world_size} "
+                   f"rank{'s' if config.world_size > 1 else ''} (SHARDING={config.sharding})"
+                   f"{', in the memory of the host' if config.cpu_offload else ''}")
     return (f"{parameter_count(config, vocab_size):,} parameters: {config.n_layers} layers, dim "
             f"{config.dim}, heads {config.n_heads}/{config.n_kv_heads}, feed-forward {config.hidden_dim}, "
-            f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}")
+            f"vocabulary {vocab_size:,}{', tied' if config.tie_embeddings else ''}{divided}")
 
 
 def describe_adapters(model: Transformer, tokenizer) -> str:
