@@ -2,7 +2,7 @@
 
     python scripts/soak.py --kills 20 --flips 20 --seed 1    # two minutes
     python scripts/soak.py --kills 200 --flips 100 --truncations 50 --seed 2
-    python scripts/soak.py --kills 0 --points 0 --flips 0 --truncations 0 --elastic 50
+    python scripts/soak.py --kills 0 --points 0 --flips 0 --elastic 50
 
 Kills: `kill -9` at random times, every second one aimed at a save, of one process, or of one or both of two
 ranks. The run is resumed, perhaps killed again, and its end must be identical: SHA-256 of the weights and
