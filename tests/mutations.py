@@ -45,6 +45,7 @@ RESUMED = "tests/test_train.py::test_a_run_that_was_stopped_and_resumed_is_ident
 ATTENTION, STORE = "tests/fused/test_attention.py", "tests/checkpoint/test_store.py"
 EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/settings/test_load.py"
 PROPERTIES = "tests/data_pipeline/test_properties.py"
+SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_one_process"
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
 
 FAULTS = [
@@ -70,8 +71,8 @@ FAULTS = [
           '"weight_decay": config.weight_decay', OPTIM),
     fault("AdamW: bias correction starts anew on resume", "training/optim.py",
           "parameter.device, copy=True)", 'parameter.device, copy=True) * (entry != "step")', OPTIM),
-    fault("Muon: size of the update", "training/optim.py", "math.sqrt(max(shape))", "math.sqrt(min(shape))",
-          OPTIM),
+    fault("Muon: size of the update", "training/optim.py", "math.sqrt(max(like.shape))",
+          "math.sqrt(min(like.shape))", OPTIM),
     fault("learning rate: warm-up off by one", "training/optim.py", "(step + 1) / config.warmup_steps",
           "step / config.warmup_steps", OPTIM),
     fault("clipping: small gradients are stretched", "model_utils.py", "/ max_norm).clamp(min=1)",
@@ -83,6 +84,20 @@ FAULTS = [
           "SeedSequence((seed, rank))",
           "tests/test_model_utils.py::test_random_numbers_follow_from_seed_step_and_rank"),
 
+    # Sharding
+    fault("sharding: gradients of norms are not averaged", "train.py", "average_vectors(ddp_model, ranks)", "pass",
+          f"{SHARDED}[pretrain-hybrid-4]"),
+    fault("sharding: norm of the rank's own rows", "parallel/sharding.py",
+          "dist.all_reduce(squares, group=mesh.get_group(SHARD))", "pass", f"{SHARDED}[untied-full-4]"),
+    fault("sharding: gradients are not summed over the copies", "parallel/sharding.py",
+          "set_requires_all_reduce(exchange)", "set_requires_all_reduce(False)", f"{SHARDED}[pretrain-hybrid-4]"),
+    fault("sharding: Muon works on a rank's own rows", "training/optim.py",
+          "[gather_rows(update, like) for update in updates]", "updates", f"{SHARDED}[muon-full-2]"),
+    fault("sharding: another rank's rows are read", "parallel/sharding.py",
+          "start = min(rows, each * tensor.device_mesh.get_local_rank(SHARD))", "start = 0",
+          f"{SHARDED}[lora-whole-hybrid-4]"),
+    fault("sharding: norms are gathered in bf16", "parallel/sharding.py", "if parameter.ndim < 2}",
+          "if parameter.ndim < 0}", "tests/parallel/test_sharding.py::test_sines_and_norms_are_float32_over_bf16_matrices"),
     # Data
     fault("rows: every rank reads the first part", "data_pipeline/row_order.py", "[self.rank]", "[0]",
           f"{PROPERTIES}::test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step"),
