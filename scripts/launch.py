@@ -103,16 +103,8 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     return args, flags
 
 
-def check_settings(flags: list[str], nodes: int, ranks_here: int) -> Config:
-    """Return the configuration that each rank will read, and export `.env`'s keys; exits on a mistake.
-
-    Args:
-        ranks_here: on this machine; 0 = not known yet.
-    """
-    world_size = nodes * (ranks_here or 1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here or 1)
-    if not ranks_here:  # whether they can hold the model together is seen later
-        flags = [*flags, "--sharding=none", "--cpu-offload=false"]
+def check_settings(flags: list[str], world_size: int) -> Config:
+    """Return the configuration that each rank will read, and export `.env`'s keys; exits on a mistake."""
     try:
         loaded = load_config(flags, {**os.environ, "RANK": "0", "WORLD_SIZE": str(world_size)})
     except SettingsError as error:
@@ -314,7 +306,9 @@ def main() -> None:
     exit_report.open_missing_streams()
     args, flags = parse_args()
     exit_report.exit_at_signals()
-    config = check_settings(flags, args.nnodes, args.nproc_per_node or 0)
+    # Whether the ranks can hold a model together is checked below, when their number is known.
+    replicated = [*flags, "--sharding=none", "--cpu-offload=false"]
+    config = check_settings(replicated, args.nnodes * (args.nproc_per_node or 1))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported in our words
     logging.disable(logging.CRITICAL)  # so are the messages of torch's launcher
     if args.gpus:
@@ -326,7 +320,8 @@ def main() -> None:
 
     # The ranks of this machine, checked as the settings of each, and what they inherit.
     ranks_here = args.nproc_per_node or (torch.cuda.device_count() if config.device != "cpu" else 0) or 1
-    check_settings(flags, args.nnodes, ranks_here)
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_here)  # on which SHARDING=hybrid depends
+    check_settings(flags, args.nnodes * ranks_here)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
     os.environ[exit_report.LAUNCHER_PID] = str(os.getpid())
