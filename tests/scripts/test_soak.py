@@ -52,10 +52,16 @@ def test_a_failure_is_reported_with_the_command_that_repeats_it(soak, capsys, mo
 
 @pytest.mark.soak
 def test_twenty_kills_every_crash_point_and_every_file_damaged(soak, capsys):
-    assert soak.main(["--kills", "20", "--flips", "20", "--truncations", "24", "--elastic", "3", "--seed", "1"]) == 0
+    assert soak.main(["--kills", "20", "--flips", "20", "--truncations", "24", "--seed", "1"]) == 0
     kills, of, inside, of_two_ranks, points, all_points, *others = last_line(capsys)
     assert (kills, of) == (20, 20) and inside >= 6 and of_two_ranks >= 6
-    assert points == all_points >= 20 and others == [20, 20, 24, 24, 3, 3, 1]
+    assert points == all_points >= 20 and others == [20, 20, 24, 24, 0, 0, 1]
+
+
+@pytest.mark.slow
+def test_three_changes_of_ranks_or_sharding(soak, capsys):
+    assert soak.main(["--kills", "0", "--points", "0", "--flips", "0", "--truncations", "0", "--elastic", "3"]) == 0
+    assert last_line(capsys)[-3:-1] == [3, 3]
 
 
 @pytest.mark.slow
