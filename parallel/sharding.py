@@ -79,7 +79,7 @@ def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> N
         return
     model.to_empty(device="cpu" if offload else device)
     for parameter in model.parameters():
-        if not isinstance(parameter, DTensor):
+        if not is_divided(parameter):
             parameter.data = parameter.data.to(device)
 
 
@@ -91,18 +91,23 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this parameter is sharded; false for one that is whole on every rank."""
+    return isinstance(tensor, DTensor)
+
+
 def own(tensor: Tensor) -> Tensor:
     """Return the rank's own rows of a sharded parameter or gradient: its memory, not a copy.
 
     A tensor that is not sharded is returned itself.
     """
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().to_local() if is_divided(tensor) else tensor
 
 
 def own_rows(tensor: Tensor) -> tuple[int, int]:
     """Return the first of the rank's own rows, and the one after the last."""
     rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
+    if not is_divided(tensor):
         return 0, rows
     each = -(-rows // tensor.device_mesh[SHARD].size())
     start = min(rows, each * tensor.device_mesh.get_local_rank(SHARD))
@@ -123,11 +128,6 @@ def load_rows(parameter: Tensor, read: ReadRows) -> None:
         own(parameter).copy_(read(start, end))
 
 
-def is_divided(tensor: Tensor) -> bool:
-    """Whether this parameter is sharded; false for one that is whole on every rank."""
-    return isinstance(tensor, DTensor)
-
-
 def ranks_per_copy(model: nn.Module) -> int:
     """Return the number of ranks that hold one copy of the model together."""
     return next((each.device_mesh[SHARD].size() for each in model.parameters() if is_divided(each)), 1)
@@ -140,7 +140,7 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
         rows: the rank's own.
         like: the parameter.
     """
-    if not isinstance(like, DTensor) or like.device_mesh[SHARD].size() == 1:
+    if not is_divided(like) or like.device_mesh[SHARD].size() == 1:
         return rows
     group, device = like.device_mesh.get_group(SHARD), like.device_mesh.device_type
     each = -(-like.shape[0] // group.size())
@@ -229,7 +229,7 @@ def exchange_over_copies(model: nn.Module, exchange: bool) -> None:
 def average_vectors(model: nn.Module, ranks: Ranks) -> None:
     """Average the gradients that `fully_shard` ignores. Collective: every rank must call it."""
     gradients = [parameter.grad for parameter in model.parameters()
-                 if parameter.grad is not None and not isinstance(parameter, DTensor)]
+                 if parameter.grad is not None and not is_divided(parameter)]
     if not gradients:
         return
     together = ranks.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]) / ranks.world_size)
@@ -267,7 +267,7 @@ class FiniteGradients:
 
     def _watch(self, module: nn.Module, _) -> None:
         for parameter in module.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
+            if parameter.requires_grad and not is_divided(parameter):
                 self.handles.append(parameter.register_hook(self._look))
 
     def _look(self, gradient: Tensor) -> None:
