@@ -151,6 +151,24 @@ def test_the_rank_whose_gradients_are_not_finite_is_named(layout, tiny_run):
     assert run.train() == 0, "the state before it is good"
 
 
+def spike_in_step_15() -> None:
+    original = NextToken.loss_sum
+
+    def loss_sum(self, model, batch):
+        total, metrics = original(self, model, batch)
+        return LossSum(total + 20.0 * self.count(batch) * (train.HEARTBEAT.step == 15), metrics)
+
+    NextToken.loss_sum = loss_sum
+
+
+def test_the_update_of_a_spike_is_left_out_on_every_rank(tiny_run):
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, MAX_STEPS=16, LOSS_SPIKE_WINDOW=16, LOSS_SPIKE_POLICY="skip", SHARDING="full")
+    job = run.start(2, spike_in_step_15)
+    assert job.wait() == [0, 0], job.text()
+    assert [line["updated"] for line in run.lines("ledger")] == [True] * 14 + [False, True]
+    assert run.hashes(15) == run.hashes(14) != run.hashes(16)
+
+
 def nudge_a_copy() -> None:
     """Rank 3 holds rows of the second copy of the model; change one of its numbers after step 3."""
     if os.environ["RANK"] != "3":
