@@ -126,7 +126,8 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     for tensor in tensors:
         words = tensor.detach().contiguous().flatten().view(torch.uint8)
         words = words.view(torch.int32) if len(words) % 4 == 0 else words.to(torch.int32)
-        weights = torch.arange(1, 2 * min(len(words), CHUNK_WORDS), 2, dtype=torch.int32, device=words.device)
+        # Of nothing, too: a rank may hold no row of a sharded matrix.
+        weights = 2 * torch.arange(min(len(words), CHUNK_WORDS), dtype=torch.int32, device=words.device) + 1
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         for chunk in words.split(CHUNK_WORDS):
             total = total * 1_000_003 + (chunk * weights[:len(chunk)]).sum(dtype=torch.int64)
