@@ -3,8 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,9 +61,14 @@ def test_repeats_of_more_documents_than_are_kept_are_estimated(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def sets(prepared: Prepared, tmp_path_factory) -> dict[str, Path]:
-    """Prepared documents, of which a third are repeated, chats, pairs and a mixture."""
-    folder, dice = tmp_path_factory.mktemp("data"), Random(3)
+def sets(prepared: Prepared) -> Iterator[dict[str, Path]]:
+    """Prepared documents, of which a third are repeated, chats, pairs and a mixture; their paths are short, as lines with them are measured."""
+    with TemporaryDirectory() as folder:
+        yield make_sets(prepared, Path(folder))
+
+
+def make_sets(prepared: Prepared, folder: Path) -> dict[str, Path]:
+    dice = Random(3)
     texts = [" ".join(sentence(dice) for _ in range(3)) + f" Ümlaut {number}" for number in range(60)]
     records = {"documents": [{"text": text} for text in texts + texts[:30]],
                "chats": [{"prompt": f"{text}?", "completion": "Yes\x1b[2J, it is."} for text in texts],
