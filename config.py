@@ -233,8 +233,7 @@ class LogConfig(Section):
     wandb_enabled: bool = safe(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
     wandb_project: str = safe("paddock", "project at Weights & Biases and in trackio")
     tensorboard_enabled: bool = safe(False, "write TensorBoard files too")
-    trackio_enabled: bool = safe(False, "log to trackio too (pip install trackio); local, unless TRACKIO_SPACE_ID "
-                                        "is set")
+    trackio_enabled: bool = safe(False, "log to trackio too, which is optional (pip install trackio)")
     wandb_api_key: Optional[SecretStr] = safe(None, "secret; never as a flag")
     hf_token: Optional[SecretStr] = safe(None, "secret, for gated repositories; never as a flag")
 

@@ -13,20 +13,17 @@ from common.heartbeat import HEARTBEAT, ignore
 from training.state import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
-# By the heartbeat's names; every other one is an evaluation.
-PHASES = {"forward and backward": "forward", "update": "optimizer", "save": "save", "other": "other",
-          **{name: name for name in STEP_PHASES}}
+PHASES = (*STEP_PHASES, "save", "other")  # what the heartbeat names otherwise is an evaluation
+ALIASES = {"forward and backward": "forward", "update": "optimizer"}  # of the heartbeat
 # Not the backward: it contains the wait for a slower rank, so that the others look slow there.
-COMPARED = {"step": ("data", "forward", "optimizer"), "evaluation": ("evaluation",), "save": ("save",)}
+COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
 COMPARED_STEPS = 10  # at least, in a comparison of the ranks
-SLOWER = 1.15  # by how much a rank exceeds the median of the others, to count as slow
-LOST = {"step": 0.02, "evaluation": 0.05, "save": 0.05}  # at least this share of all time since the last one
-REPEATED = {"step": 2, "evaluation": 1, "save": 1}  # comparisons in a row until a rank is named
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The mean without the largest value, which one hiccup of the machine can make; of nothing, 0."""
-    return (sum(seconds) - max(seconds)) / (len(seconds) - 1) if len(seconds) > 1 else 0.0
+SLOWER = 1.15  # by how much a slow rank exceeds the median of the others
+# The least that it loses: as a share of a step, or of all time, and in seconds. Small evaluations are uneven.
+LOST = {"step": (0.02, 0.0), "evaluation": (0.05, 1.0), "save": (0.05, 0.2)}
+# A comparison adds the excess in standard errors, at most MOST, and takes MOST off where a rank is not slow.
+# A rank is named at ENOUGH: after two comparisons at least, because of a save after one.
+ENOUGH, MOST = 10.0, {"step": 5.0, "evaluation": 5.0, "save": 10.0}
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
@@ -40,14 +37,17 @@ def median_of_others(values: np.ndarray) -> np.ndarray:
 
 
 class SlowRanks:
-    """Which ranks were named as slow, so that each is named once when it begins and once when it is over."""
+    """Which ranks are slow, so that each is named once when that begins and once when it is over.
+
+    Every rank has the same values, and so comes to the same result.
+    """
 
     def __init__(self) -> None:
-        self.streaks = dict.fromkeys(COMPARED, 0)  # (ranks, phases): comparisons in a row; negative: not slow
+        self.evidence = dict.fromkeys(COMPARED, 0.0)  # arrays of (ranks, phases)
         self.named: dict[tuple[str, int], int] = {}  # the phase's place, by the group and the rank
 
-    def compare(self, own: dict[str, np.ndarray], step_seconds: float,
-                steps: int) -> list[tuple[int, str, float]]:
+    def compare(self, own: dict[str, np.ndarray], variances: dict[str, np.ndarray],
+                seconds: dict[str, float]) -> list[tuple[int, str, float]]:
         """(rank, phase, ratio) of each rank that begins to be slow in a phase; the ratio is 0 at its end.
 
         The ratio is to the median of the other ranks. Of several phases the one that costs most is named.
@@ -55,6 +55,8 @@ class SlowRanks:
         Args:
             own: by phase, the seconds of each rank without its waits: of a step, or of all evaluations or
                 saves since the last comparison.
+            variances: of these means over the steps.
+            seconds: by group, those of which LOST is a share.
         """
         news = []
         for group, phases in COMPARED.items():
@@ -62,24 +64,31 @@ class SlowRanks:
             if len(table) < 2 or not table.any():  # a single rank; no evaluation, no save
                 continue
             others = median_of_others(table)
-            lost = (table - others) / (step_seconds * (1 if group == "step" else steps))
-            slow = (table > SLOWER * others) & (lost > LOST[group])
+            spread = np.stack([variances.get(phase, np.zeros(len(table))) for phase in phases], 1)
+            errors = np.sqrt(spread + median_of_others(spread))
+            lost = table - others
+            share, least = LOST[group]
+            slow = (table > SLOWER * others) & (lost > max(share * seconds[group], least))
             if group == "save":
                 slow[0] = False  # it writes, while the others wait
-            streaks = self.streaks[group]
-            streaks = np.where(slow, np.maximum(streaks, 0) + 1, np.minimum(streaks, 0) - 1)
-            self.streaks[group] = streaks
-            worst = np.where(streaks >= REPEATED[group], lost, 0)
+            added = np.where(slow, np.minimum(lost / np.maximum(errors, 1e-9), MOST[group]), -MOST[group])
+            self.evidence[group] = evidence = np.clip(self.evidence[group] + added, 0, ENOUGH)
+            worst = np.where(slow & (evidence >= ENOUGH), lost, 0)
             for rank in range(len(table)):
                 before, phase = self.named.get((group, rank)), int(worst[rank].argmax())
                 if worst[rank, phase] and phase != before:
                     self.named[group, rank] = phase
                     ratio = table[rank, phase] / max(others[rank, phase], 1e-6)
                     news.append((rank, phases[phase], float(ratio)))
-                elif before is not None and streaks[rank, before] <= -2:
+                elif before is not None and not evidence[rank, before]:
                     del self.named[group, rank]
                     news.append((rank, phases[before], 0.0))
         return news
+
+
+def mean(steps: Sequence[Counter[str]], phase: str) -> float:
+    """The mean seconds of a phase; of no steps, 0."""
+    return sum(step[phase] for step in steps) / max(1, len(steps))
 
 
 class HostClock:
@@ -157,7 +166,8 @@ class Phases:
 
     def mark(self, name: str, waits: bool) -> None:
         """Note that a phase begins, or that this rank begins or ends to wait for others in it."""
-        waits, unix, step = waits and self.run.ranks.world_size > 1, None, HEARTBEAT.step
+        name, unix, step = ALIASES.get(name, name), None, HEARTBEAT.step
+        waits = waits and self.run.ranks.world_size > 1
         if self.marks and self.marks[-1][1:4] == (name, waits, step):
             return
         if name == "data" and step != self.step:
@@ -175,7 +185,7 @@ class Phases:
             self._count(mark, seconds)
 
     def _count(self, mark: Mark, seconds: float) -> None:
-        phase = PHASES.get(mark.name, "evaluation")
+        phase = mark.name if mark.name in PHASES else "evaluation"
         is_of_step = phase in STEP_PHASES
         key = "communication" if is_of_step and mark.waits else phase
         self.totals[key] += seconds
@@ -201,15 +211,12 @@ class Phases:
         steps, self.steps = self.steps, []
         self.to_compare += steps[self.is_first_step:]
         self.is_first_step = False
-        own = [sum(step[phase] for step in steps) / len(steps) for phase in STEP_PHASES]
-        own += [typical([step[phase] for step in self.to_compare]) for phase in COMPARED["step"]]
-        own += [self.own_pauses[phase] for phase in ("evaluation", "save")]
-
+        own = [mean(steps, phase) for phase in STEP_PHASES] + self._own()
         ranks, every = self.run.ranks, np.zeros((self.run.ranks.world_size, len(own)))
         every[ranks.rank] = own
         every = np.reshape(ranks.all_reduce_floats(every.ravel().tolist()), every.shape)
         if len(self.to_compare) >= COMPARED_STEPS - 1:  # the first was left out
-            self._compare(every[:, len(STEP_PHASES):])
+            self._compare(every[:, len(STEP_PHASES):], every[:, :len(STEP_PHASES)].sum(1).mean())
         means = dict(zip(STEP_PHASES, every.mean(0).tolist()))
         if ranks.world_size == 1:
             del means["communication"]
@@ -222,18 +229,27 @@ class Phases:
         self._read_marks(wait=True)
         pauses, self.pauses, sums = self.pauses, Counter(), Counter()
         for (name, step), seconds in pauses.items():
-            phase = PHASES.get(name, "evaluation")
+            phase = "save" if name == "save" else "evaluation"
             sums[f"{phase}_seconds"] += seconds
             if phase == "evaluation":
                 self.run.log.event("evaluation", step, what=name, seconds=seconds)
         return dict(sums)
 
-    def _compare(self, own: np.ndarray) -> None:
-        """Log which ranks are slow now, and which are not any more, from each rank's own seconds."""
-        now, steps = time.perf_counter(), len(self.to_compare)
-        names = [name for group in COMPARED.values() for name in group]
-        news = self.slow_ranks.compare(dict(zip(names, own.T)), (now - self.compared_at) / steps, steps)
-        self.compared_at, self.to_compare, self.own_pauses = now, [], Counter()
+    def _own(self) -> list[float]:
+        """What the ranks compare: means over the steps, their variances, pauses, and the time of all."""
+        phases, steps = COMPARED["step"], self.to_compare
+        variances = [np.var([step[phase] for step in steps], ddof=1) / len(steps) if len(steps) > 1 else 0.0
+                     for phase in phases]
+        return [*(mean(steps, phase) for phase in phases), *variances, self.own_pauses["evaluation"],
+                self.own_pauses["save"], time.perf_counter() - self.compared_at]
+
+    def _compare(self, every: np.ndarray, step_seconds: float) -> None:
+        """Log which ranks begin or end to be slow, from the `_own` of each."""
+        data, forward, *variances, evaluation, save, since = every.T
+        own = {"data": data, "forward": forward, "evaluation": evaluation, "save": save}
+        all_time = {"step": step_seconds, "evaluation": since.mean(), "save": since.mean()}
+        news = self.slow_ranks.compare(own, dict(zip(COMPARED["step"], variances)), all_time)
+        self.compared_at, self.to_compare, self.own_pauses = time.perf_counter(), [], Counter()
         if not news:
             return
         log, step = self.run.log, HEARTBEAT.step
@@ -241,7 +257,7 @@ class Phases:
         for rank, phase, ratio in news:
             place = f"rank {rank}{f' on {hosts[rank]}' if len(set(hosts)) > 1 else ''}"
             if ratio:
-                log.warn(f"{place} is slow: its {phase} takes {ratio:.2f} times as long as that of the others")
+                log.warn(f"{place} is slow: its {phase} takes {ratio:.2f} times as long as that of others")
                 log.event("slow rank", step, rank=rank, phase=phase, ratio=round(ratio, 3), host=hosts[rank])
             else:
                 log.info(f"{place} is no longer slow in {phase}")
@@ -249,6 +265,7 @@ class Phases:
 
     def describe(self) -> str:
         """How the time since the beginning was spent, in percent."""
+        self.mark("other", waits=False)
         self._read_marks(wait=True)
         total = time.perf_counter() - self.started
         percent = {phase: f"{100 * seconds / total:.1f}" for phase, seconds in self.totals.items() if seconds}
