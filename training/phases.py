@@ -23,7 +23,7 @@ SLOWER = 1.15  # by how much a slow rank exceeds the median of the others
 LOST = {"step": (0.02, 0.0), "evaluation": (0.05, 1.0), "save": (0.05, 0.2)}
 # A comparison adds the excess in standard errors, at most MOST, and takes MOST off where a rank is not slow.
 # A rank is named at ENOUGH: after two comparisons at least, because of a save after one.
-ENOUGH, MOST = 10.0, {"step": 5.0, "evaluation": 5.0, "save": 10.0}
+ENOUGH, MOST = 8.0, {"step": 5.0, "evaluation": 5.0, "save": 8.0}
 
 
 def median_of_others(values: np.ndarray) -> np.ndarray:
