@@ -125,10 +125,11 @@ def test_without_a_folder_there_is_only_the_console(capsys, tmp_path, monkeypatc
 def test_a_logged_step_is_one_object_on_one_line(tmp_path):
     log = make_log(tmp_path)
     log.step(METRICS)
-    assert written(tmp_path / "metrics.jsonl") == [METRICS]  # before the run ends
+    (line,) = written(tmp_path / "metrics.jsonl")  # before the run ends
+    assert line == {**METRICS, "time": line["time"]} and 0 <= time.time() - line["time"] < 60
     log.step({"step": 210, "val_loss": float("nan"), "grad_norm": float("inf"), "hellaswag_n": 3})
     log.close()
-    assert written(tmp_path / "metrics.jsonl")[1] == {"step": 210, "val_loss": None, "grad_norm": None, "hellaswag_n": 3}
+    assert written(tmp_path / "metrics.jsonl")[1].items() >= {"step": 210, "val_loss": None, "grad_norm": None, "hellaswag_n": 3}.items()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -180,15 +181,49 @@ def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
     assert (tmp_path / "other.txt").read_text(encoding="utf-8") == "one\nzwei \u00e9\nthree\n" and len(warnings) == 1
 
 
-# wandb and TensorBoard
+# events.jsonl
+
+
+def test_the_events_of_a_run_are_a_chronicle_that_no_resume_shortens(tmp_path):
+    log = make_log(tmp_path)
+    assert log.previous == {"previous_step": None, "previous_time": None}
+    for step in (1, 2, 3):
+        log.step({"step": step})
+        log.event("save", step, seconds=0.5, checkpoint=f"step-{step}")
+    log.close()
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"time": 1.5, "st')  # a kill -9
+    third = written(tmp_path / "metrics.jsonl")[2]
+    log = make_log(tmp_path, step=1)
+    assert log.previous == {"previous_step": 3, "previous_time": third["time"]}
+    log.event("end", 1, reason="\x1b\u2028", ratio=float("inf"))
+    log.close()
+    first, *_, last = events = written(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events] == [1, 2, 3, 1] and first.keys() == {"time", "step", "event", "seconds", "checkpoint"}
+    assert last == {"time": last["time"], "step": 1, "event": "end", "reason": "\x1b\u2028", "ratio": None}
+
+
+def test_metrics_of_an_earlier_version_have_no_time(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    log = make_log(tmp_path)
+    log.close()
+    assert log.previous == {"previous_step": 7, "previous_time": None}
+
+
+# Trackers
 
 
 class FakeWandb(types.ModuleType):
     """A wandb module that records its calls, and misbehaves in one of them."""
 
+    id = "abc"
+
     def __init__(self, bad=None, misbehave=None):
         super().__init__("wandb")
         self.bad, self.misbehave, self.calls, self.logged = bad, misbehave, [], []
+
+    def Table(self, columns, data):
+        return columns, data
 
     def Settings(self, **settings):
         return settings
