@@ -24,7 +24,7 @@ from training.trackers import TensorBoard, Tracker, Trackio, Wandb
 
 LOGS = ("metrics", "samples", "ledger", "events")  # the JSON-lines files of a run
 # Metrics that differ between two equal runs.
-CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_watts|joules_.*|gpu_.*")
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 REPORT = "report.html"
 FINISH_SECONDS = 60  # for a tracker at the end of a run

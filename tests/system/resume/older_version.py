@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, MIDDLE = 6, 3
 # Metrics that differ between two equal runs.
-CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_watts|joules_.*|gpu_.*")
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 
 # The warm-up is longer than MIDDLE, so that continued runs depend on it too.
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 96,
