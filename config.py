@@ -231,8 +231,9 @@ class LogConfig(Section):
     log_all_ranks: bool = safe(False, "print the lines of every rank on the console, not only rank 0's")
     peak_tflops: Optional[float] = safe(None, "the GPU's dense bf16 TFLOP/s for MFU; none = known GPUs", gt=0)
     wandb_enabled: bool = safe(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
-    wandb_project: str = safe("paddock", "project at Weights & Biases")
+    wandb_project: str = safe("paddock", "project at Weights & Biases and in trackio")
     tensorboard_enabled: bool = safe(False, "write TensorBoard files too")
+    trackio_enabled: bool = safe(False, "log to trackio too, which is optional (pip install trackio)")
     wandb_api_key: Optional[SecretStr] = safe(None, "secret; never as a flag")
     hf_token: Optional[SecretStr] = safe(None, "secret, for gated repositories; never as a flag")
 

@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
@@ -43,10 +42,12 @@ from parallel.sharding import FiniteGradients, average_vectors, is_sharded
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
 from training.optim import learning_rate
-from training.run_log import abandoning_trackers, console_line
+from training.phases import Phases
+from training.run_log import console_line
 from training.setup import open_run
 from training.state import Run, StepResult, begin, how_to_resume, keep_settings, save_checkpoint
 from training.step_guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
+from training.trackers import abandoning_trackers
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -104,14 +105,13 @@ def train_loop(run: Run) -> int:
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
-    started, throughput = time.perf_counter(), diagnostics.Throughput()
+    phases = Phases(run)
     try:
-        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
+        with phases, run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
-            latest = {} if progress.pending_metrics is None else finish_step(run)
+            latest = {} if progress.pending_metrics is None else finish_step(run, phases)
             first = progress.step
             while not run.finished:
-                throughput.skip_pause()
                 HEARTBEAT.enter("data", progress.step + 1)
                 batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
@@ -129,14 +129,14 @@ def train_loop(run: Run) -> int:
                     handle_loss_spike(run, batches, result)
                 run.advance(result)
 
-                throughput.add(config.total_batch_size)
+                HEARTBEAT.begin("other")
                 if due(config.log_every, progress.step, run.finished):
-                    progress.pending_metrics = step_metrics(run, result, lr, throughput.read())
+                    progress.pending_metrics = step_metrics(run, result, lr, phases.read_steps())
                 if due(config.drift_check_every, progress.step, run.finished):
                     check_replicas(run)
                 if result.stop:
                     raise Interrupted
-                latest = finish_step(run)
+                latest = finish_step(run, phases)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
@@ -145,7 +145,7 @@ def train_loop(run: Run) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    preflight.print_summary(run, time.perf_counter() - started, first, latest)
+    preflight.print_summary(run, phases, first, latest)
     return 0
 
 
@@ -212,13 +212,14 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     ddp_model.train()  # an evaluation may have switched dropout off
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
+        HEARTBEAT.begin("forward")
         with exchanging(ddp_model, is_last=number == len(batches)):
             total, metrics = run.objective.loss_sum(ddp_model, batch)
             mean = total * factor
+            HEARTBEAT.begin("backward")
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
-        HEARTBEAT.beat()
     return sums
 
 
@@ -240,22 +241,27 @@ def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
         return math.isfinite(sums["loss"]) and are_finite()
 
 
-def step_metrics(run: Run, result: StepResult, lr: float, tokens_per_second: float) -> dict[str, Any]:
-    """The metrics of a logged step, which are also printed."""
+def step_metrics(run: Run, result: StepResult, lr: float, seconds: dict[str, float]) -> dict[str, Any]:
+    """The metrics of a logged step, which are also printed.
+
+    Args:
+        seconds: those of a step, and of its phases.
+    """
     config, ranks, progress = run.config, run.ranks, run.progress
+    tokens_per_second = config.total_batch_size / seconds["step_seconds"]
     metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
                "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen,
-               "tokens_per_second": tokens_per_second,
+               "tokens_per_second": tokens_per_second, **seconds,
                "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
     if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
         flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
         metrics["mfu"] = tokens_per_second * flops / (peak * ranks.world_size)
-    tokens_left = (config.max_steps - progress.step) * config.total_batch_size
-    run.log.info(console_line(progress.step, config.max_steps, metrics, tokens_left / tokens_per_second))
+    seconds_left = (config.max_steps - progress.step) * seconds["step_seconds"]
+    run.log.info(console_line(progress.step, config.max_steps, metrics, seconds_left))
     return metrics
 
 
-def finish_step(run: Run) -> dict[str, Any]:
+def finish_step(run: Run, phases: Phases) -> dict[str, Any]:
     """Evaluate, log and save what is due after the last step; returns its metrics.
 
     Collective: every rank must call it.
@@ -267,7 +273,7 @@ def finish_step(run: Run) -> dict[str, Any]:
     evaluate(run)
     metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
-        run.log.step({"step": progress.step, **metrics})
+        run.log.step({"step": progress.step, **metrics, **phases.read_pauses()})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     if run.finished or (progress.step > 0 and (new_best or due(config.save_every, progress.step))):
         save_checkpoint(run)

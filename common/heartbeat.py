@@ -2,12 +2,16 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
 BACKGROUND_SECONDS = 0.5  # between the beats of beat_in_background
+
+
+def ignore(part: str, waits: bool) -> None:
+    """Nobody measures the phases."""
 
 
 class Heartbeat:
@@ -19,13 +23,22 @@ class Heartbeat:
     def __init__(self) -> None:
         self.stacks_folder: Optional[Path] = None  # where the watchdog writes stack traces
         self.step, self.phase, self.is_waiting, self.last_beat = 0, "start-up", False, time.monotonic()
+        self.part = self.phase
+        # Told of each part that begins, and when a wait in it begins and ends.
+        self.on_mark: Callable[[str, bool], None] = ignore
 
     def enter(self, phase: str, step: Optional[int] = None) -> None:
         """Record that a phase begins; the step stays as it is unless one is given."""
         self.phase = phase
-        self.beat()
         if step is not None:
             self.step = step
+        self.begin(phase)
+
+    def begin(self, part: str) -> None:
+        """Record that a part of the phase begins, which reports of a hang do not name."""
+        self.part = part
+        self.beat()
+        self.on_mark(part, False)
 
     def beat(self) -> None:
         """Record that this process made progress."""
@@ -36,10 +49,12 @@ class Heartbeat:
     def waiting(self) -> Iterator[None]:
         """A `with` block in which this process waits for other ranks."""
         self.is_waiting, self.last_beat = True, time.monotonic()
+        self.on_mark(self.part, True)
         try:
             yield
         finally:
             self.beat()
+        self.on_mark(self.part, False)  # not after an error of the device, which the mark would raise again
 
     @contextmanager
     def beat_in_background(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +38,8 @@ from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import last_line, show  # noqa: E402
 from config import Config  # noqa: E402
 from settings.load import Loaded, exit_with, export, load_config  # noqa: E402
+from training.run_log import CLOCKS  # noqa: E402
 
-CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ between two equal runs
 STOP_SECONDS = 60  # for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5
 # Differences allowed between layouts, relative to the largest gradient: sums run in another order, and in
@@ -259,7 +259,7 @@ def compare_lines(what: str, one: list[dict], other: list[dict], names: tuple[st
     for a, b in zip(one, other):
         if a["step"] != b["step"]:
             return Verdict(what, False, f"step {a['step']} in one run, step {b['step']} in the other")
-        for name in names or sorted((a.keys() | b.keys()) - {*CLOCKS}):
+        for name in names or sorted(filterfalse(CLOCKS.fullmatch, a.keys() | b.keys())):
             if a.get(name) != b.get(name):
                 return Verdict(what, False, f"step {a['step']}: {name} is {a.get(name)} in one run, "
                                             f"{b.get(name)} in the other")

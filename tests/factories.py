@@ -31,6 +31,7 @@ from objectives.base import NextToken
 from parallel.collectives import Ranks
 from training import run_folder
 from training.optim import Optimizer
+from training.run_log import CLOCKS
 from training.state import Progress
 
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
@@ -213,12 +214,9 @@ class TinyRun:
         return found
 
 
-CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
-
-
 def without_clocks(metrics: list[dict]) -> list[dict]:
     """The lines without the values that differ between two equal runs."""
-    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in metrics]
+    return [{name: value for name, value in line.items() if not CLOCKS.fullmatch(name)} for line in metrics]
 
 
 def assert_same_run(run: TinyRun, other: TinyRun, step: int, logs: Sequence[str] = ("metrics", "ledger", "samples")) -> None:

@@ -1,11 +1,10 @@
-"""Measurements of a run (FLOPs, throughput, memory, loss spikes), and the report of a non-finite step."""
+"""Measurements of a run (FLOPs, memory, loss spikes), and the report of a non-finite step."""
 
 import json
 import math
 import re
 import statistics
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Optional
@@ -47,6 +46,13 @@ def peak_flops(device: torch.device, override_tflops: Optional[float] = None) ->
                  if re.search(rf"\b{known}\b", name)), None)
 
 
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or how many threads of the CPU are used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
@@ -55,30 +61,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-class Throughput:
-    """Tokens per second of the steps since the last reading, without pauses (evaluation, saving)."""
-
-    def __init__(self) -> None:
-        self.tokens, self.seconds, self.started = 0, 0.0, time.perf_counter()
-
-    def add(self, tokens: int) -> None:
-        """Count the tokens of a step that ends now."""
-        now = time.perf_counter()
-        self.tokens += tokens
-        self.seconds += now - self.started
-        self.started = now
-
-    def skip_pause(self) -> None:
-        """Leave out the time since the last step."""
-        self.started = time.perf_counter()
-
-    def read(self) -> float:
-        """Tokens per second since the last reading."""
-        rate = self.tokens / self.seconds if self.seconds else 0.0
-        self.tokens, self.seconds = 0, 0.0
-        return rate
 
 
 # ------------------------------------------------------------------------------------ loss spikes

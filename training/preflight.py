@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
@@ -32,8 +33,9 @@ from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
 from settings.load import Loaded
 from tokenizer import load_tokenizer
-from training.diagnostics import flops_per_token
+from training.diagnostics import device_name, flops_per_token
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
+from training.phases import Phases
 from training.run_folder import has_run
 from training.setup import find_start, prepare_device, read_inputs
 from training.speed_probe import free_memory, matmul_flops, seconds_per_step
@@ -106,9 +108,6 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     Raises:
         SettingsError: ATTENTION_BACKEND or selective checkpointing is not available here.
     """
-    name = f"CPU, {torch.get_num_threads()} threads"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
@@ -116,8 +115,8 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     if why_eager and config.activation_checkpointing == "selective":
         raise SettingsError("ACTIVATION_CHECKPOINTING=selective is done by the compiler, but "
                             f"{why_eager}; use block, or none")
-    return (f"{name}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention {kernel}"
-            f"{', documents apart' if config.document_mask else ''}; "
+    return (f"{device_name(device)}; {str(dtype).removeprefix('torch.')} over fp32 master weights; attention "
+            f"{kernel}{', documents apart' if config.document_mask else ''}; "
             f"{f'eager ({why_eager})' if why_eager else 'compiled'}"
             f"{'; deterministic' if config.deterministic else ''}")
 
@@ -149,20 +148,21 @@ def first_metrics(run: Run) -> dict[str, float]:
     return found
 
 
-def print_summary(run: Run, seconds: float, first_step: int, latest: dict) -> None:
+def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> None:
     """Print the results of a finished run, where they are, and what to do next.
 
     Collective: every rank must call it.
 
     Args:
-        seconds: since this process began with the step after `first_step`.
+        phases: those since this process began with the step after `first_step`.
         latest: the metrics after the last step.
     """
     config, progress, info = run.config, run.progress, run.log.info
-    took = f" in {duration(seconds)}"
+    took = f" in {duration(time.perf_counter() - phases.started)}"
     if first_step:
         took = f"; this start took {progress.step - first_step:,} of them{took}"
     info(f"Finished {progress.step:,} steps ({progress.tokens_seen:,} tokens){took}.")
+    info(f"Time: {phases.describe()}.")
     before = run.ranks.broadcast(first_metrics(run) if run.ranks.is_rank0 else None)
     if "val_loss" in latest:
         since = f"from {before['val_loss']:.4f} to " if "val_loss" in before else ""

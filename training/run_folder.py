@@ -264,4 +264,5 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
 def has_run(run_dir: Path) -> bool:
     """Whether a run in this folder has checkpoints or logged steps."""
     has_checkpoints = any((run_dir / "checkpoints").glob("*"))
-    return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl"))
+    return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl")
+                                  if file.name != "events.jsonl")  # has a line before the first step

@@ -1,44 +1,54 @@
-"""The log of a run: console, a text file for each rank, JSON lines, wandb and TensorBoard."""
+"""The log of a run: console, a text file for each rank, JSON lines, and the trackers."""
 
 import errno
 import json
 import math
 import os
-import queue
+import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
-from checkpoint.schema import read_lines
-from common.errors import CheckpointError, requires_package
+from checkpoint.schema import Line, read_lines
+from common.errors import CheckpointError
 from common.files import NotAFileError, plain
-from common.text import duration, print_safely, print_traceback, printable
+from common.text import duration, print_safely, printable
 from config import Config
 from parallel.gpus import number_of
+from training.trackers import TensorBoard, Tracker, Trackio, Wandb
 
-LOGS = ("metrics", "samples", "ledger")  # the JSON-lines files of a run
+LOGS = ("metrics", "samples", "ledger", "events")  # the JSON-lines files of a run
+# Metrics that differ between two equal runs.
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
+EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
+REPORT = "report.html"
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None:
+def keep_lines_up_to(path: Path, step: float, warn: Callable[[str], None]) -> Optional[Line]:
     """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
+    Returns:
+        The newest line that the file had.
     Raises:
         OSError: the file cannot be read or written, or is no regular file.
     """
+    newest = None
     if not path.exists():
-        return
+        return newest
     beside, aside, bad_lines = path.with_suffix(".tmp"), path.with_name(f"{path.name}.bad"), 0
     with ExitStack() as stack:
         kept, bad = stack.enter_context(open(beside, "wb", opener=plain)), None
         for line, entry in read_lines(path):
+            newest = entry or newest
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
@@ -47,6 +57,7 @@ def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None
     os.replace(beside, path)
     if bad_lines:
         warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
+    return newest
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -109,109 +120,6 @@ def disk_errors(path: Path) -> Iterator[None]:
                               "set OUTPUT_DIR to a folder that can be written") from error
 
 
-# ------------------------------------------------------------------------------------------- trackers
-
-
-class Tracker:
-    """A service that also gets the metrics, in its own thread, so that it can be slow, fail or hang.
-
-    After its first error there is one warning, and it is not called again.
-
-    Args:
-        start: returns an object with log(values, step=...) and finish().
-    """
-
-    broken: set[str] = set()  # the names of trackers that failed or did not finish
-
-    def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
-        self.name, self.start, self.warn, self.given_up = name, start, warn, False
-        self.waiting: queue.Queue[Optional[tuple[dict[str, float], int]]] = queue.Queue()
-        self.thread = threading.Thread(target=self._work, daemon=True)
-        self.thread.start()
-
-    def _work(self) -> None:
-        try:
-            run = self.start()
-            while (entry := self.waiting.get()) is not None:
-                run.log(entry[0], step=entry[1])
-            run.finish()
-        # Whatever a tracker raises, SystemExit included, must not end the run.
-        except BaseException as error:
-            self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: "
-                          f"{str(error)[:200]}")
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Queue a step's metrics; returns at once."""
-        if self.thread.is_alive():
-            self.waiting.put((values, step))
-
-    def close(self, timeout_seconds: float) -> None:
-        """Let it finish, for at most so long."""
-        self.waiting.put(None)
-        self.thread.join(timeout_seconds)
-        if self.thread.is_alive():
-            self._give_up(f"{self.name} did not finish within {timeout_seconds:.0f} s and is abandoned; "
-                          "metrics.jsonl is complete")
-
-    def _give_up(self, why: str) -> None:
-        if not self.given_up:  # one that did not finish may still fail later
-            self.given_up = True
-            Tracker.broken.add(self.name)
-            self.warn(why)
-
-
-@contextmanager
-def abandoning_trackers() -> Iterator[None]:
-    """A `with` block around a program: if a tracker is broken, end the process at once with its exit code.
-
-    What wandb has registered to run at the end of the process would wait for ever.
-    """
-    try:
-        yield
-    finally:
-        if Tracker.broken:
-            error = sys.exc_info()[1]
-            if error is not None and not isinstance(error, SystemExit):
-                print_traceback(*sys.exc_info())
-            with suppress(OSError):
-                sys.stdout.flush()
-            exits = isinstance(error, SystemExit) and isinstance(error.code, int)
-            os._exit(error.code if exits else int(error is not None))
-
-
-def start_wandb(config: Config, run_dir: Path, run_id: str):
-    """A wandb run: online if there is a key, else offline, unless WANDB_MODE is set."""
-    with requires_package("wandb", "WANDB_ENABLED=true"):
-        import wandb
-    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
-    return wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow", dir=run_dir,
-                      config=config.public(), mode=mode,
-                      settings=wandb.Settings(init_timeout=30, finish_timeout=45, console="off", silent=True))
-
-
-class TensorBoard:
-    """TensorBoard's event files in the run's folder."""
-
-    def __init__(self, run_dir: Path, step: int):
-        with requires_package("tensorboard", "TENSORBOARD_ENABLED=true"):
-            from torch.utils.tensorboard import SummaryWriter
-
-        # On a full disk its thread dies with a traceback; the next call raises the same error, which counts.
-        show = threading.excepthook
-        threading.excepthook = lambda death: (type(death.thread).__module__.startswith("tensorboard.")
-                                              or show(death))
-        self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Write a step's metrics."""
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def finish(self) -> None:
-        """Close the files."""
-        self.writer.close()
-
-
 # ----------------------------------------------------------------------------------------------- log
 
 
@@ -228,6 +136,8 @@ class RunLog:
         self.early: list[str] = []  # lines that wait for `open`
         self.file: Optional[LineFile] = None
         self.lines: dict[str, LineFile] = {}  # by their names in LOGS
+        self.run_dir = Path()
+        self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.trackers: list[Tracker] = []
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "") -> None:
@@ -244,25 +154,33 @@ class RunLog:
             self.file.write(line)
         if self.rank > 0:
             return
+        self.run_dir, newest = run_dir, {}
+        limits = {"ledger": steps_taken, "events": math.inf}  # the events are a chronicle
         for name in LOGS:
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                keep_lines_up_to(path, steps_taken if name == "ledger" else step, self.warn)
+                newest[name] = keep_lines_up_to(path, limits.get(name, step), self.warn)
             self.lines[name] = LineFile(path, self.warn)
-        if self.config.wandb_enabled:
-            start = lambda: start_wandb(self.config, run_dir, wandb_run_id)
-            self.trackers.append(Tracker("wandb", start, self.warn))
-        self._start_tensorboard(run_dir, step)
+        before = newest["metrics"].model_dump() if newest["metrics"] else {}
+        self.previous = {"previous_step": before.get("step"), "previous_time": before.get("time")}
+        self._start_trackers(step, wandb_run_id)
 
-    def _start_tensorboard(self, run_dir: Path, step: int) -> None:
-        if self.config.tensorboard_enabled:
-            self.trackers.append(Tracker("TensorBoard", lambda: TensorBoard(run_dir, step), self.warn))
+    def _start_trackers(self, step: int, run_id: str) -> None:
+        config, run_dir = self.config, self.run_dir
+        logged = self.previous["previous_step"] if step >= 0 else None  # by the run that is resumed
+        services = {"wandb": (config.wandb_enabled, lambda: Wandb(config, run_dir, run_id)),
+                    "TensorBoard": (config.tensorboard_enabled, lambda: TensorBoard(run_dir, step)),
+                    "trackio": (config.trackio_enabled, lambda: Trackio(config, run_dir, run_id, logged))}
+        running = [tracker.name for tracker in self.trackers]
+        self.trackers += [Tracker(name, start, self.warn) for name, (enabled, start) in services.items()
+                          if enabled and name not in running]
 
     def follow(self, run_dir: Path, step: int) -> None:
         """Continue in a renamed folder: open files move with it, TensorBoard opens its own by path."""
         if self.rank == 0:
+            self.run_dir = run_dir
             self.trackers = [tracker for tracker in self.trackers if tracker.name != "TensorBoard"]
-            self._start_tensorboard(run_dir, step)
+            self._start_trackers(step, "")
 
     def info(self, text: str) -> None:
         """Log a line."""
@@ -289,12 +207,22 @@ class RunLog:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
-        metrics = finite(metrics)
-        self._write_json("metrics", metrics)
+        step, metrics = metrics["step"], finite(metrics)
+        self._write_json("metrics", {"step": step, "time": time.time(), **metrics})
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
+        self._send("log", values, step)
+        evaluated = [(step, name, value) for name, value in values.items() if EVALUATED.match(name)]
+        if evaluated:
+            self._send("table", "evaluation", ("step", "metric", "value"), evaluated, step)
+
+    def _send(self, call: str, *arguments: Any) -> None:
         for tracker in self.trackers:
-            tracker.log(values, metrics["step"])
+            tracker.send(call, *arguments)
+
+    def event(self, event: str, step: int, **facts: Any) -> None:
+        """Log what happened to the run, and when, to events.jsonl."""
+        self._write_json("events", {"time": time.time(), "step": step, "event": event, **finite(facts)})
 
     def entry(self, step: int, facts: dict[str, Any]) -> None:
         """Log a step's line in ledger.jsonl: which rows it read, and its result."""
@@ -303,13 +231,18 @@ class RunLog:
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
         self._write_json("samples", {"step": step, "prompt": prompt, "text": text})
+        self._send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
         self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (end of text at once)")
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""
+        if (report := self.run_dir / REPORT).is_file():
+            self._send("report", report)
         for tracker in self.trackers:
-            tracker.close(FINISH_SECONDS if finished else LEAVE_SECONDS)
+            tracker.close(self.run_dir, FINISH_SECONDS if finished else LEAVE_SECONDS)
+            if tracker.note:
+                self.info(tracker.note)
         # The text file last: closing the others may cause a warning.
         for file in (*self.lines.values(), self.file):
             if file:

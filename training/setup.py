@@ -220,4 +220,5 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             log.info("Stopped by a signal before the first step; nothing is changed. The same command starts "
                      "again.")
             raise
+        stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run

@@ -3,6 +3,7 @@
 import math
 import shlex
 import shutil
+import socket
 import time
 import uuid
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from dataloaders import Rows, StepLoader, validation_batches
 from model import Transformer
 from model_utils import trim_padding
 from objectives.base import Objective
-from parallel.collectives import Ranks, RunContext
+from parallel.collectives import Ranks, RunContext, classify_exception
 from parallel.sharding import RowServer, is_sharded, named_parameters, own
 from training import diagnostics, run_folder
 from training.optim import Optimizer
@@ -180,6 +181,19 @@ class Run:
         return (f"Early stopping: {progress.validations_without_best} validations without a {best}; to "
                 "continue, raise EARLY_STOPPING_PATIENCE.")
 
+    def why_ended(self, error: Optional[BaseException]) -> str:
+        """Why this process takes no more steps.
+
+        Args:
+            error: what it raised, if it did.
+        """
+        if error is not None:
+            report = classify_exception(error)
+            return report.sentence if report else f"{type(error).__name__}: {error}"
+        if not self.finished or self.progress.pending_metrics is not None:
+            return "stopped by a signal"
+        return "finished" if self.progress.step >= self.config.max_steps else "early stopping"
+
     def advance(self, result: StepResult) -> None:
         """Count a finished step."""
         self.progress.step += 1
@@ -222,6 +236,9 @@ def begin(run: Run) -> None:
     run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id))
+    run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
+                  device=diagnostics.device_name(run.ranks.device), host=socket.gethostname(),
+                  torch=torch.__version__, paddock=store.PADDOCK_VERSION, **run.log.previous)
 
 
 def follow_folder(run: Run) -> bool:
@@ -325,7 +342,9 @@ def write_checkpoint(run: Run) -> None:
     protected = [run.started_from] if run.started_from else []
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,
                                            run.log.warn))
-    run.log.info(f"Saved {run.saved} in {time.perf_counter() - started:.1f} s")
+    seconds = time.perf_counter() - started
+    run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
+    run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
 
 
 def trained_bytes(model: Transformer) -> int:

@@ -11,7 +11,6 @@ from model import Transformer
 from training import diagnostics
 from training.diagnostics import (
     FirstBadModule,
-    Throughput,
     bad_gradients,
     banner,
     count_bad,
@@ -80,23 +79,6 @@ def test_peak_memory_on_a_cpu_is_resident_and_never_shrinks():
     assert peak_memory_bytes(torch.device("cpu")) >= max(before, held.nbytes)
     del held
     assert peak_memory_bytes(torch.device("cpu")) > before > 2**20
-
-
-# Throughput
-
-
-def test_throughput_leaves_pauses_out(monkeypatch):
-    clock = iter([0.0, 2.0, 3.0, 103.0, 104.0, 105.0])
-    monkeypatch.setattr(diagnostics.time, "perf_counter", lambda: next(clock))
-    throughput = Throughput()  # 0
-    throughput.add(100)  # 2 s
-    throughput.add(100)  # 1 s
-    throughput.skip_pause()  # an evaluation of 100 s
-    throughput.add(100)  # 1 s
-    assert throughput.read() == 300 / 4
-    throughput.add(100)  # 1 s; only what came after the last reading
-    assert throughput.read() == 100
-    assert throughput.read() == 0
 
 
 # What went wrong

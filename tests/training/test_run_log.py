@@ -1,6 +1,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,10 +126,11 @@ def test_without_a_folder_there_is_only_the_console(capsys, tmp_path, monkeypatc
 def test_a_logged_step_is_one_object_on_one_line(tmp_path):
     log = make_log(tmp_path)
     log.step(METRICS)
-    assert written(tmp_path / "metrics.jsonl") == [METRICS]  # before the run ends
+    (line,) = written(tmp_path / "metrics.jsonl")  # before the run ends
+    assert line == {**METRICS, "time": line["time"]} and 0 <= time.time() - line["time"] < 60
     log.step({"step": 210, "val_loss": float("nan"), "grad_norm": float("inf"), "hellaswag_n": 3})
     log.close()
-    assert written(tmp_path / "metrics.jsonl")[1] == {"step": 210, "val_loss": None, "grad_norm": None, "hellaswag_n": 3}
+    assert written(tmp_path / "metrics.jsonl")[1].items() >= {"step": 210, "val_loss": None, "grad_norm": None, "hellaswag_n": 3}.items()
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -180,15 +182,55 @@ def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
     assert (tmp_path / "other.txt").read_text(encoding="utf-8") == "one\nzwei \u00e9\nthree\n" and len(warnings) == 1
 
 
-# wandb and TensorBoard
+# events.jsonl
+
+
+def test_the_events_of_a_run_are_a_chronicle_that_no_resume_shortens(tmp_path):
+    log = make_log(tmp_path)
+    assert log.previous == {"previous_step": None, "previous_time": None}
+    for step in (1, 2, 3):
+        log.step({"step": step})
+        log.event("save", step, seconds=0.5, checkpoint=f"step-{step}")
+    log.close()
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"time": 1.5, "st')  # a kill -9
+    third = written(tmp_path / "metrics.jsonl")[2]
+    log = make_log(tmp_path, step=1)
+    assert log.previous == {"previous_step": 3, "previous_time": third["time"]}
+    log.event("end", 1, reason="\x1b\u2028", ratio=float("inf"))
+    log.close()
+    first, *_, last = events = written(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events] == [1, 2, 3, 1] and first.keys() == {"time", "step", "event", "seconds", "checkpoint"}
+    assert last == {"time": last["time"], "step": 1, "event": "end", "reason": "\x1b\u2028", "ratio": None}
+
+
+def test_metrics_of_an_earlier_version_have_no_time(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    log = make_log(tmp_path)
+    log.close()
+    assert log.previous == {"previous_step": 7, "previous_time": None}
+
+
+# Trackers
 
 
 class FakeWandb(types.ModuleType):
     """A wandb module that records its calls, and misbehaves in one of them."""
 
+    id = "abc"
+
     def __init__(self, bad=None, misbehave=None):
         super().__init__("wandb")
-        self.bad, self.misbehave, self.calls, self.logged = bad, misbehave, [], []
+        self.bad, self.misbehave, self.calls, self.logged, self.artifacts = bad, misbehave, [], [], []
+
+    def Table(self, columns, data):
+        return columns, data
+
+    def Artifact(self, name, type):
+        return types.SimpleNamespace(add_file=lambda path: self.artifacts.append((name, type, Path(path).read_text())))
+
+    def log_artifact(self, artifact):
+        self._call("log_artifact")
 
     def Settings(self, **settings):
         return settings
@@ -246,6 +288,92 @@ def test_wandb_is_offline_unless_there_is_a_key(tmp_path, monkeypatch, environ, 
     assert fake.arguments["mode"] == mode
 
 
+class FakeTrackio(types.ModuleType):
+    """A trackio module with the signatures of trackio 0.43, as far as they are used."""
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.logged, self.artifacts, self.finished = [], [], 0
+
+    def init(self, project, name=None, config=None, resume="never", embed=True, auto_log_gpu=None, auto_log_cpu=None):
+        self.named = (project, name, resume)
+        assert not any(key.startswith("_") for key in config), "reserved for trackio"
+        return self
+
+    def Table(self, columns=None, data=None):
+        return [dict(zip(columns, row)) for row in data]
+
+    def log(self, metrics, step=None):
+        assert not {"project", "run", "timestamp", "step", "time", "metrics"} & metrics.keys(), "reserved for trackio"
+        self.logged.append((step, metrics))
+
+    def log_artifact(self, artifact_or_path, name=None, type=None):
+        self.artifacts.append((Path(artifact_or_path).read_text(), name, type))
+
+    def finish(self):
+        self.finished += 1
+
+
+def log_a_run(log) -> None:
+    """A step with an evaluation, a sample, and the report of a run."""
+    (log.run_dir / "report.html").write_text("<html>")
+    log.sample(2, "a|b", "c\nd")
+    log.step({"step": 2, "train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4, "none": float("nan")})
+    log.close()
+
+
+VALUES = {"train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4}
+SAMPLE, EVALUATION = (2, "a|b", "c\nd"), [(2, "val_loss", 1.5), (2, "hellaswag_n", 4)]
+
+
+def test_wandb_gets_tables_and_the_report_and_tells_how_to_upload_an_offline_run(tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = make_log(tmp_path / "my runs" / "run", wandb_enabled=True)
+    log_a_run(log)
+    assert fake.logged == [(2, {"samples": (["step", "prompt", "text"], [SAMPLE])}), (2, VALUES),
+                           (2, {"evaluation": (["step", "metric", "value"], EVALUATION)})]
+    assert fake.artifacts == [("report-abc", "report", "<html>")]
+    assert f"[CPU0] Upload to wandb: wandb sync '{tmp_path}/my runs/run/wandb'/offline-run-*" in capsys.readouterr().out
+
+
+def test_an_online_run_is_not_uploaded_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    run_with(FakeWandb(), tmp_path, monkeypatch)
+    assert "wandb sync" not in capsys.readouterr().out
+
+
+def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    log = RunLog(Config(trackio_enabled=True), 0, "cpu")
+    log.open(tmp_path / "run", wandb_run_id="12ab")
+    log_a_run(log)
+    table = [{"step": 2, "metric": "val_loss", "value": 1.5}, {"step": 2, "metric": "hellaswag_n", "value": 4}]
+    expected = [(2, {"samples": [dict(zip(("step", "prompt", "text"), SAMPLE))]}), (2, VALUES), (2, {"evaluation": table})]
+    assert fake.logged == expected and fake.artifacts == [("<html>", "report-12ab", "report")] and fake.finished == 1
+    assert fake.named == ("paddock", "run-12ab", "allow")
+    log = RunLog(Config(trackio_enabled=True), 0, "cpu")
+    log.open(tmp_path / "run", step=1, wandb_run_id="12ab")
+    log.sample(2, "a", "b")
+    for step in (2, 3):
+        log.step({"step": step, "train_loss": 0.5})
+    log.close()
+    assert fake.logged[len(expected):] == [(3, {"train_loss": 0.5})], "step 2 is taken again"
+
+
+def test_another_run_in_the_folder_of_a_killed_one_is_a_run_of_its_own_at_trackio(tmp_path, monkeypatch):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    log = make_log(tmp_path, step=-1, trackio_enabled=True)
+    log.step({"step": 1, "train_loss": 0.5})
+    log.close()
+    assert fake.logged == [(1, {"train_loss": 0.5})]
+
+
 def leave():
     raise SystemExit(1)
 
@@ -294,10 +422,14 @@ def test_the_trackers_never_see_a_secret(tmp_path, monkeypatch):
 def test_tensorboard_files_hold_the_metrics(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     log = make_log(tmp_path, tensorboard_enabled=True)
+    log.sample(200, "a|b", "c\nd")
     log.step(METRICS)
     log.step({"step": 210, "val_loss": float("nan")})
     log.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (sample,) = events.Tensors("samples/text_summary")
+    assert sample.step == 200 and sample.tensor_proto.string_val == [
+        b"| step | prompt | text |\n| --- | --- | --- |\n| 200 | a\\|b | c<br>d |"]
     assert set(events.Tags()["scalars"]) == set(METRICS) - {"step"}
     assert [(event.step, round(event.value, 3)) for event in events.Scalars("train_loss")] == [(200, 2.234)]
 
@@ -314,13 +446,19 @@ def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
         log = RunLog(Config(wandb_enabled=True, wandb_api_key="canary-wandb"), 0, "cpu")
         log.open(Path("run"), wandb_run_id="canaries")
         for step in (1, 2, 3):
-            log.step({{"step": step, "train_loss": 1.0 / step}})
+            log.sample(step, "Once", " upon")
+            log.step({{"step": step, "train_loss": 1.0 / step, "val_loss": 1.0}})
+        Path("run/report.html").write_text("<html>")
         log.close()
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-                          env={**environ, "HF_TOKEN": "canary-hf", "WANDB_API_KEY": "canary-wandb", "WANDB_MODE": "offline"})
+                          env={**environ, "HF_TOKEN": "canary-hf", "WANDB_API_KEY": "canary-wandb", "WANDB_MODE": "offline",
+                               "HOME": "/proc/none"})
     assert done.returncode == 0 and "off for the rest" not in done.stderr, done.stderr
+    (command,) = re.findall("Upload to wandb: (.*)", done.stdout)
+    shown = subprocess.run(f"{command} --dry-run", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environ)
+    assert "Would sync 1 run(s)" in shown.stderr and "/offline-run-" in shown.stderr, shown.stderr
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in files)
     assert not any(b"canary" in path.read_bytes() for path in files)

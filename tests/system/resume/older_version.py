@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, MIDDLE = 6, 3
-CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ between two equal runs
+# Metrics that differ between two equal runs.
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 
 # The warm-up is longer than MIDDLE, so that continued runs depend on it too.
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 96,
@@ -183,7 +184,7 @@ def facts_of(run: Path, code: int, text: str) -> dict[str, Any]:
     """Return everything of a finished run that must be the same; missing files give empty values."""
     def lines(name: str) -> list[dict]:
         content = (run / name).read_text().splitlines() if (run / name).exists() else []
-        return [{key: value for key, value in json.loads(line).items() if key not in CLOCKS}
+        return [{key: value for key, value in json.loads(line).items() if not CLOCKS.fullmatch(key)}
                 for line in content]
 
     checkpoint = run / "checkpoints" / f"step-{STEPS:08d}"

@@ -1,0 +1,201 @@
+"""Services that also get a run's metrics, samples and report: wandb, TensorBoard and trackio."""
+
+import os
+import queue
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Optional, Protocol
+
+from common.errors import requires_package
+from common.text import print_traceback
+from config import Config
+
+Rows = Sequence[Sequence[Any]]
+
+
+class Service(Protocol):
+    """What a tracker calls, in its own thread."""
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Take a step's metrics."""
+
+    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """Take what a step adds to a table."""
+
+    def report(self, path: Path) -> None:
+        """Take the run's report, a page of HTML."""
+
+    def finish(self, run_dir: Path) -> Optional[str]:
+        """Complete the run; returns a line for the user."""
+
+
+class Tracker:
+    """A service in its own thread, so that it can be slow, fail or hang.
+
+    After its first error there is one warning, and it is not called again.
+    """
+
+    broken: set[str] = set()  # the names of trackers that failed or did not finish
+
+    def __init__(self, name: str, start: Callable[[], Service], warn: Callable[[str], None]):
+        self.name, self.start, self.warn, self.given_up = name, start, warn, False
+        self.note: Optional[str] = None  # for the user, at the end
+        self.waiting: queue.Queue[tuple] = queue.Queue()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            service, call = self.start(), ""
+            while call != "finish":
+                call, *arguments = self.waiting.get()
+                self.note = getattr(service, call)(*arguments)
+        # Whatever a tracker raises, SystemExit included, must not end the run.
+        except BaseException as error:
+            self._give_up(f"{self.name} is off for the rest of this run: {type(error).__name__}: "
+                          f"{str(error)[:200]}")
+
+    def send(self, call: str, *arguments: Any) -> None:
+        """Queue a call of one of the service's methods; returns at once."""
+        if self.thread.is_alive():
+            self.waiting.put((call, *arguments))
+
+    def close(self, run_dir: Path, timeout_seconds: float) -> None:
+        """Let it finish, for at most so long."""
+        self.send("finish", run_dir)
+        self.thread.join(timeout_seconds)
+        if self.thread.is_alive():
+            self._give_up(f"{self.name} did not finish within {timeout_seconds:.0f} s and is abandoned; "
+                          "metrics.jsonl is complete")
+
+    def _give_up(self, why: str) -> None:
+        if not self.given_up:  # one that did not finish may still fail later
+            self.given_up = True
+            Tracker.broken.add(self.name)
+            self.warn(why)
+
+
+@contextmanager
+def abandoning_trackers() -> Iterator[None]:
+    """A `with` block around a program: if a tracker is broken, end the process at once with its exit code.
+
+    What wandb has registered to run at the end of the process would wait for ever.
+    """
+    try:
+        yield
+    finally:
+        if Tracker.broken:
+            error = sys.exc_info()[1]
+            if error is not None and not isinstance(error, SystemExit):
+                print_traceback(*sys.exc_info())
+            with suppress(OSError):
+                sys.stdout.flush()
+            exits = isinstance(error, SystemExit) and isinstance(error.code, int)
+            os._exit(error.code if exits else int(error is not None))
+
+
+class Wandb:
+    """A wandb run: online if there is a key, else offline, unless WANDB_MODE is set."""
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str):
+        with requires_package("wandb", "WANDB_ENABLED=true"):
+            import wandb
+        # It copies tables and artifacts there; else it needs a home that can be written.
+        os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.absolute() / "wandb"))
+        by_key = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        self.mode = os.environ.get("WANDB_MODE") or by_key
+        self.wandb = wandb
+        self.run = wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow",
+                              dir=run_dir, config=config.public(), mode=self.mode,
+                              settings=wandb.Settings(init_timeout=30, finish_timeout=45, console="off",
+                                                      silent=True))
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Log a step's metrics; wandb leaves out those of a step that it has."""
+        self.run.log(values, step=step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """Log what a step adds to a table."""
+        self.run.log({name: self.wandb.Table(columns=[*columns], data=[*rows])}, step=step)
+
+    def report(self, path: Path) -> None:
+        """Log the report as an artifact."""
+        artifact = self.wandb.Artifact(f"report-{self.run.id}", "report")
+        artifact.add_file(str(path))
+        self.run.log_artifact(artifact)
+
+    def finish(self, run_dir: Path) -> Optional[str]:
+        """Finish; returns how to upload an offline run."""
+        self.run.finish()
+        if self.mode == "offline":
+            return f"Upload to wandb: wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
+        return None
+
+
+class TensorBoard:
+    """TensorBoard's event files in the run's folder. They have no place for the report."""
+
+    def __init__(self, run_dir: Path, step: int):
+        with requires_package("tensorboard", "TENSORBOARD_ENABLED=true"):
+            from torch.utils.tensorboard import SummaryWriter
+
+        # On a full disk its thread dies with a traceback; the next call raises the same error, which counts.
+        show = threading.excepthook
+        threading.excepthook = lambda death: (type(death.thread).__module__.startswith("tensorboard.")
+                                              or show(death))
+        self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Write a step's metrics."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """Write what a step adds to a table, as Markdown."""
+        lines = [columns, ["---"] * len(columns), *rows]
+        cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
+
+    def report(self, path: Path) -> None:
+        """Nothing."""
+
+    def finish(self, run_dir: Path) -> None:
+        """Close the files."""
+        self.writer.close()
+
+
+class Trackio:
+    """A trackio run: on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set.
+
+    Args:
+        last_step: the last one that the run has logged before; trackio would show a step twice.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str, last_step: Optional[int]):
+        with requires_package("trackio", "TRACKIO_ENABLED=true"):
+            import trackio
+        self.trackio, self.run_id, self.last_step = trackio, run_id, -1 if last_step is None else last_step
+        # Its name for the run is the only one that it finds the run by.
+        self.run = trackio.init(project=config.wandb_project, name=f"{run_dir.name}-{run_id}", resume="allow",
+                                config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log a step's metrics."""
+        if step > self.last_step:
+            self.run.log(values, step=step)
+
+    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """Log what a step adds to a table."""
+        self.log({name: self.trackio.Table(columns=[*columns], data=[*rows])}, step)
+
+    def report(self, path: Path) -> None:
+        """Log the report as an artifact."""
+        self.run.log_artifact(path, name=f"report-{self.run_id}", type="report")
+
+    def finish(self, run_dir: Path) -> None:
+        """Flush what is queued."""
+        self.run.finish()
