@@ -1,0 +1,225 @@
+"""A run's folder, read as it grows, as the part of the page's data that tells of this run."""
+
+import math
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+from common.errors import CheckpointError
+from common.text import duration
+from report.curves import Curve, as_json
+from report.goodput import Measured, end_of, goodput, last_sign, split_processes
+from report.lines import GrowingFile, entry_of, signature
+from report.power import PowerTrace
+from report.run_facts import parameters_in, read_or_none, segments, setting_lines, sources
+from report.run_state import Ending, holder_runs, run_state
+
+LOGS = ("metrics", "ledger", "samples", "events")
+MOST_SAMPLES, MOST_ALARMS = 40, 200
+SAMPLE_CHARACTERS = 2000
+RECENT_LINES = 50  # from which the time that is left is estimated
+
+
+class RunReader:
+    """A run's folder; `read` reads what is new, `data` gives it.
+
+    Raises:
+        CheckpointError: this is no run, or a file of it cannot be read.
+    """
+
+    def __init__(self, folder: Path, name: str):
+        self.folder, self.name = Path(folder), name
+        if not self.folder.is_dir():
+            raise CheckpointError(f"there is no run {str(folder)!r}: name the folder of a run, or a run in "
+                                  "OUTPUT_DIR")
+        if not any((self.folder / file).exists() for file in ("metrics.jsonl", "config.json")):
+            raise CheckpointError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
+        self.files = [GrowingFile(self.folder / f"{log}.jsonl", getattr(self, f"_restart_{log}"),
+                                  getattr(self, f"_add_{log}")) for log in ("events", *LOGS[:3])]
+        self.power = PowerTrace(self.folder)
+
+    def read(self) -> None:
+        """Read what is new. Raises CheckpointError if a file cannot be read."""
+        for file in self.files:
+            file.read()
+        self.power.read()
+
+    def signature(self) -> tuple:
+        """What differs when the run has written something, or has ended."""
+        others = [self.folder / "config.json", self.folder / "data.json", self.folder / "evaluations.jsonl"]
+        logs = [file.path for file in self.files]
+        return holder_runs(self.folder / "run.lock"), signature([*logs, *others, *self.power.paths()])
+
+    # ------------------------------------------------------------------------------------- the logs
+
+    def _restart_events(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.starts: list[float] = []
+
+    def _add_events(self, line: bytes) -> None:
+        event = entry_of(line)
+        if event and isinstance(event.get("time"), (int, float)) and isinstance(event.get("event"), str):
+            self.events.append(event)
+            if event["event"] == "start":
+                self.starts.append(event["time"])
+
+    def _restart_metrics(self) -> None:
+        self.curves: dict[str, Curve] = {}
+        self.step, self.measured = 0, {}
+        self.recent: deque = deque(maxlen=RECENT_LINES)  # (step, time)
+
+    def _add_metrics(self, line: bytes) -> None:
+        entry = entry_of(line)
+        if entry is None:
+            return
+        step = entry.pop("step")
+        if isinstance(at := entry.get("time"), (int, float)):
+            self._measure(step, at, entry.get("step_seconds"))
+        for name, value in entry.items():
+            if value is None or type(value) is float or type(value) is int:
+                if (curve := self.curves.get(name)) is None:
+                    curve = self.curves[name] = Curve()
+                curve.add(step, value if value is not None and math.isfinite(value) else None)
+        self.step = step
+
+    def _measure(self, step: int, at: float, step_seconds: Optional[float]) -> None:
+        self.recent.append((step, at))
+        process = bisect_right(self.starts, at) - 1
+        if process < 0:
+            return
+        measured = self.measured.get(process)
+        if measured is None:
+            start = [event for event in self.events if event["event"] == "start"][process]
+            measured = self.measured[process] = Measured(last_step=start["step"])
+        steps = max(0, step - measured.last_step)
+        measured.add(step, at, (step_seconds or 0.0) * steps)
+
+    def _restart_ledger(self) -> None:
+        self.bad_steps: deque = deque(maxlen=MOST_ALARMS)
+
+    def _add_ledger(self, line: bytes) -> None:
+        if b'"spike"' in line or b'"updated": false' in line:  # the others need not be parsed
+            if entry := entry_of(line):
+                self.bad_steps.append(entry)
+
+    def _restart_samples(self) -> None:
+        self.samples: list[dict[str, Any]] = []
+
+    def _add_samples(self, line: bytes) -> None:
+        if entry := entry_of(line):
+            texts = {name: str(entry.get(name, ""))[:SAMPLE_CHARACTERS] for name in ("prompt", "text")}
+            self.samples.append({"step": entry["step"], **texts})
+
+    # ------------------------------------------------------------------------------------- its parts
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the newest steps."""
+        return read_or_none(self.folder / "config.json")
+
+    @property
+    def max_steps(self) -> int:
+        """MAX_STEPS."""
+        return self.settings.get("MAX_STEPS") or 0
+
+    def processes(self) -> tuple[list[list[dict]], list[Measured]]:
+        """The events of each process, and what metrics.jsonl says of it."""
+        processes = split_processes(self.events)
+        return processes, [self.measured.get(number, Measured()) for number in range(len(processes))]
+
+    def state(self) -> tuple[str, str]:
+        """The run's state and its sentence."""
+        processes, measured = self.processes()
+        if processes:
+            end = end_of(processes[-1]) or {}
+            ending = Ending(end.get("reason"), True, last_sign(processes[-1], measured[-1], None))
+        else:
+            path = self.folder / "metrics.jsonl"
+            ending = Ending(None, False, path.stat().st_mtime if path.exists() else None)
+        return run_state(self.folder, ending, self.step, self.max_steps)
+
+    def data(self, most_points: int) -> dict[str, Any]:
+        """The run as in the page's data; each curve has at most so many points."""
+        state, sentence = self.state()
+        eta = None
+        if state == "running" and len(self.recent) > 1:
+            (first, began), (last, ended) = self.recent[0], self.recent[-1]
+            eta = (self.max_steps - last) * (ended - began) / max(1, last - first)
+        curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()
+                  if name not in ("time", "counted")}
+        return {"name": self.name, "state": state, "sentence": sentence, "step": self.step,
+                "max_steps": self.max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
+                "samples": self.chosen_samples(), "settings": setting_lines(self.settings),
+                "segments": [*segments(self.folder)], "sources": sources(self.folder, self.settings),
+                "goodput": goodput(*self.processes()), "alarms": self.alarms(), "power": self.power.data()}
+
+    def facts(self) -> Iterator[list[str]]:
+        """Yield what describes the run in a word each: label and text."""
+        settings, start = self.settings, next((event for event in reversed(self.events)
+                                               if event["event"] == "start"), {})
+        stage = settings.get("TRAINING_STAGE", "")
+        adapted = ", LoRA" if settings.get("LORA_ENABLED") else ""
+        distilled = ", distillation" if settings.get("DISTILLATION_ENABLED") else ""
+        yield ["stage", f"{stage}{adapted}{distilled}"]
+        if count := parameters_in(self.newest_checkpoint()):
+            yield ["trained parameters" if adapted else "parameters", f"{count:,}"]
+        if (tokens := self.curves.get("tokens_seen")) and tokens.last():
+            yield ["tokens", f"{tokens.last():,.0f}"]
+        if begun := self.starts[:1]:
+            yield ["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(begun[0]))]
+            processes, measured = self.processes()
+            yield ["time", duration(last_sign(processes[-1], measured[-1], None) - begun[0])]
+        start.setdefault("world_size", settings.get("WORLD_SIZE"))
+        for label, name in (("device", "device"), ("host", "host"), ("ranks", "world_size"),
+                            ("torch", "torch"), ("Paddock", "paddock")):
+            if start.get(name):
+                yield [label, str(start[name])]
+        if checkpoint := self.newest_checkpoint():
+            yield ["newest checkpoint", checkpoint.name]
+
+    def newest_checkpoint(self) -> Optional[Path]:
+        """The newest checkpoint; None if there is none."""
+        return max((self.folder / "checkpoints").glob("step-*"), default=None)
+
+    def chosen_samples(self) -> list[dict[str, Any]]:
+        """Samples of evenly distributed steps, those of the last one among them."""
+        steps = sorted({sample["step"] for sample in self.samples})
+        per_step = -(-len(self.samples) // max(1, len(steps)))
+        most = max(1, MOST_SAMPLES // max(1, per_step))
+        chosen = {steps[-1 - round(place * (len(steps) - 1) / max(1, most - 1))] for place in range(most)} \
+            if len(steps) > most else set(steps)
+        return [sample for sample in self.samples if sample["step"] in chosen][-MOST_SAMPLES:]
+
+    def alarms(self) -> list[dict[str, Any]]:
+        """What went wrong, in the order of the steps; the newest if there is much."""
+        found = [*map(alarm_of_step, self.bad_steps), *filter(None, map(alarm_of_event, self.events))]
+        return sorted(found, key=lambda alarm: alarm["step"])[-MOST_ALARMS:]
+
+
+def alarm_of_step(entry: dict[str, Any]) -> dict[str, Any]:
+    """What the ledger says of a step that was not as the others."""
+    loss = entry.get("loss")
+    left_out = "" if entry.get("updated") else "; its update was left out"
+    if "spike" in entry:
+        score = f", {entry['spike']:.1f} robust standard deviations above the recent ones" \
+            if isinstance(entry["spike"], (int, float)) and entry["spike"] is not True else ""
+        return {"step": entry["step"], "kind": "loss spike", "text": f"the loss was {loss}{score}{left_out}"}
+    what = "the gradient was not finite" if entry.get("grad_norm") is None else f"the loss was {loss}"
+    return {"step": entry["step"], "kind": "update left out", "text": f"{what}{left_out}"}
+
+
+def alarm_of_event(event: dict[str, Any]) -> Optional[dict[str, Any]]:
+    """The alarm that an event is; None if it is none."""
+    kind = event["event"]
+    if kind in ("start", "end", "save", "evaluation"):
+        return None
+    if kind == "slow rank" and isinstance(event.get("ratio"), (int, float)):
+        text = (f"rank {event.get('rank')} takes {event['ratio']:.2f} times as long as the others in "
+                f"{event.get('phase')}")
+    else:
+        facts = [f"{name}: {value}" for name, value in event.items() if name not in ("time", "step", "event")]
+        text = event.get("text") or ", ".join(facts) or kind
+    return {"step": event["step"], "kind": kind, "text": str(text)}
