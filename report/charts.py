@@ -29,8 +29,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("clock", "SM clock", "MHz", (), {"gpu_clock_mhz": "slowest GPU"}),
     ("throttling", "Time with a throttle reason", "%", ("percent",), {"gpu_throttled": "throttled"}))
 # What is not drawn: times and counts that other curves rest on, and bands and references of other curves.
-HIDDEN = {"step", "time", "step_seconds", "counted", "tokens_seen", "val_perplexity", "val_cross_entropy",
-          "generation_n"}
+HIDDEN = {"step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
 ACCURACIES = {"_acc": "", "_acc_norm": " (by length)"}
 

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections.abc import Iterable
 from typing import NamedTuple, Optional
 
 import numpy as np
@@ -26,12 +27,10 @@ class Curve:
     def __init__(self):
         self.x, self.y, self.width = array("q"), array("d"), 1
 
-    def add(self, x: int, y: Optional[float]) -> None:
-        """Add a point; None is a gap. One that lies behind the last one is ignored."""
-        if self.x and x <= self.x[-1]:
-            return
-        self.x.append(x)
-        self.y.append(math.nan if y is None else y)
+    def add(self, x: Iterable[int], y: np.ndarray) -> None:
+        """Add points that lie behind the last one, in their order; a value that is not finite is a gap."""
+        self.x.extend(x)
+        self.y.frombytes(np.where(np.isfinite(y), y, np.nan).tobytes())
         if len(self.x) > 2 * MOST_POINTS:
             self.width, points = decimated(self._points(), MOST_POINTS, self.width)
             self.x, self.y = array("q", points.x.tobytes()), array("d", points.y.tobytes())

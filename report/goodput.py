@@ -2,7 +2,7 @@
 
 Of the chronicle `events.jsonl`, each `start` begins a *process*. Its last sign of life is its `end` event;
 after a kill, it is the latest of its other events, its lines in metrics.jsonl and the `previous_time` of the
-next start. All time is that from the first `start` to the last sign of life, without the time between a run that
+next start. All time is that from the first `start` to the last sign of life, but not that between a run which
 had finished and its continuation. It is divided into:
 
 - steps: the sum over the logged lines of `step_seconds` * steps since the line before, of the same process;

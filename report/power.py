@@ -29,6 +29,7 @@ class PowerTrace:
         self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
         self.before: dict[str, float] = {}  # the time of each GPU's last sample
         self.marks: deque = deque(maxlen=MOST_MARKS)
+        self.waiting: dict[tuple[str, bool], list[tuple[int, float]]] = {}  # not in the curves yet
 
     def paths(self) -> list[Path]:
         """The power files, oldest first: power.1.csv, ..., power.csv, then those of other ranks."""
@@ -46,6 +47,10 @@ class PowerTrace:
             self.files = {path: self._file(path) for path in paths}
         for file in self.files.values():
             file.read()
+            for (gpu, is_fast), points in self.waiting.items():
+                x, y = zip(*sorted(points))
+                self.gpus[gpu][is_fast].add(x, np.array(y))
+            self.waiting = {}
 
     def _file(self, path: Path) -> GrowingFile:
         rank = path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-")
@@ -67,7 +72,7 @@ class PowerTrace:
         try:
             time = float(row["time"])
             step = int(row["step"] or 0)
-            watts = float(row["watts"]) if row["gpu"] and row["watts"] else None
+            watts = float(row["watts"] or "nan")
         except (KeyError, ValueError):
             return
         self.start = time if self.start is None else self.start
@@ -75,10 +80,10 @@ class PowerTrace:
             self.marks.append([round(time - self.start, 6), row["phase"], step])
             return
         gpu = f"rank {rank}, GPU {row['gpu']}" if rank else row["gpu"]
-        curves = self.gpus.setdefault(gpu, (Curve(), Curve()))
+        self.gpus.setdefault(gpu, (Curve(), Curve()))
         is_fast = time - self.before.get(gpu, -np.inf) < FAST_SECONDS
         self.before[gpu] = time
-        curves[is_fast].add(round(1000 * (time - self.start)), watts)
+        self.waiting.setdefault((gpu, is_fast), []).append((round(1000 * (time - self.start)), watts))
 
     def data(self) -> Optional[dict[str, Any]]:
         """The trace as in the page's data; None without a sample."""

@@ -1,12 +1,13 @@
 """A run's folder, read as it grows, as the part of the page's data that tells of this run."""
 
-import math
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
+
+import numpy as np
 
 from common.errors import CheckpointError
 from common.text import duration
@@ -20,6 +21,8 @@ from report.run_state import Ending, holder_runs, run_state
 LOGS = ("metrics", "ledger", "samples", "events")
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
+LINES_AT_ONCE = 1000
+NOT_DRAWN = {"step", "time", "counted"}
 RECENT_LINES = 50  # from which the time that is left is estimated
 
 
@@ -45,6 +48,7 @@ class RunReader:
         """Read what is new. Raises CheckpointError if a file cannot be read."""
         for file in self.files:
             file.read()
+        self._fill_curves()
         self.power.read()
 
     def signature(self) -> tuple:
@@ -68,22 +72,31 @@ class RunReader:
 
     def _restart_metrics(self) -> None:
         self.curves: dict[str, Curve] = {}
-        self.step, self.measured = 0, {}
+        self.newest, self.measured = -1, {}  # the newest step; by the number of the process
         self.recent: deque = deque(maxlen=RECENT_LINES)  # (step, time)
+        self.waiting: list[dict[str, Any]] = []  # lines that are not in the curves yet
 
     def _add_metrics(self, line: bytes) -> None:
         entry = entry_of(line)
-        if entry is None:
+        if entry is None or entry["step"] <= self.newest:
             return
-        step = entry.pop("step")
+        self.newest = entry["step"]
         if isinstance(at := entry.get("time"), (int, float)):
-            self._measure(step, at, entry.get("step_seconds"))
-        for name, value in entry.items():
-            if value is None or type(value) is float or type(value) is int:
-                if (curve := self.curves.get(name)) is None:
-                    curve = self.curves[name] = Curve()
-                curve.add(step, value if value is not None and math.isfinite(value) else None)
-        self.step = step
+            self._measure(self.newest, at, entry.get("step_seconds"))
+        self.waiting.append(entry)
+        if len(self.waiting) >= LINES_AT_ONCE:
+            self._fill_curves()
+
+    def _fill_curves(self) -> None:
+        names = dict.fromkeys(name for entry in self.waiting for name in entry if name not in NOT_DRAWN)
+        for name in names:
+            having = [entry for entry in self.waiting if name in entry]
+            try:
+                values = np.array([entry[name] for entry in having], np.float64)
+            except (TypeError, ValueError):  # no number
+                continue
+            self.curves.setdefault(name, Curve()).add([entry["step"] for entry in having], values)
+        self.waiting = []
 
     def _measure(self, step: int, at: float, step_seconds: Optional[float]) -> None:
         self.recent.append((step, at))
@@ -114,6 +127,11 @@ class RunReader:
             self.samples.append({"step": entry["step"], **texts})
 
     # ------------------------------------------------------------------------------------- its parts
+
+    @property
+    def step(self) -> int:
+        """The newest logged step."""
+        return max(0, self.newest)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -148,8 +166,7 @@ class RunReader:
         if state == "running" and len(self.recent) > 1:
             (first, began), (last, ended) = self.recent[0], self.recent[-1]
             eta = (self.max_steps - last) * (ended - began) / max(1, last - first)
-        curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()
-                  if name not in ("time", "counted")}
+        curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()}
         return {"name": self.name, "state": state, "sentence": sentence, "step": self.step,
                 "max_steps": self.max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
                 "samples": self.chosen_samples(), "settings": setting_lines(self.settings),
