@@ -8,12 +8,13 @@ from typing import Any
 
 from report.charts import charts
 from report.compare import comparison
-from report.curves import points_per_curve
+from report.curves import FEWEST_POINTS, points_per_curve
 from report.run_data import RunReader
 
 FORMAT = 1
-BYTES_OF_CURVES = 620_000  # of the million that a page may have
-BYTES_PER_POINT = 17  # of JSON: a step and a value of six digits, rarely more
+MOST_BYTES = 800_000  # of the million that a page may have
+MOST_POINTS = 40_000  # of all curves together
+MOST_RUNS = 4  # of which all settings are listed
 
 
 class Report:
@@ -38,13 +39,19 @@ class Report:
     def data(self, live: bool = False) -> dict[str, Any]:
         """The page's data, as JSON; docs/contracts.md describes it."""
         curves = {name: curve for run in self.runs for name, curve in run.curves.items()}
-        lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
-        most = points_per_curve(lengths, BYTES_OF_CURVES // BYTES_PER_POINT)
         last = {name: curve.last() for name, curve in curves.items()}
-        return {"format": FORMAT, "title": " and ".join(run.name for run in self.runs),
-                "generated": time.time(), "live": live, "runs": [run.data(most) for run in self.runs],
+        made = {"format": FORMAT, "title": " and ".join(run.name for run in self.runs),
+                "generated": time.time(), "live": live, "runs": [],
                 "charts": charts(curves, last, self.runs[0].settings.get("HELLASWAG_NAME", "HellaSwag")),
                 "comparison": comparison(self.runs)}
+        lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
+        share, all_settings, budget = 1 / len(self.runs), len(self.runs) <= MOST_RUNS, MOST_POINTS
+        while True:
+            most = points_per_curve(lengths, budget)
+            made["runs"] = [run.data(most, share, all_settings) for run in self.runs]
+            if most <= FEWEST_POINTS or len(as_text(made).encode()) <= MOST_BYTES:
+                return made
+            budget //= 2
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional
 import numpy as np
 
 MOST_POINTS = 4096  # that a curve keeps; a page shows fewer
+FEWEST_POINTS = 50  # that a page shows of a long one
 
 
 class Points(NamedTuple):
@@ -98,4 +99,4 @@ def points_per_curve(lengths: list[int], budget: int) -> int:
     waiting = sorted(lengths)
     while waiting and waiting[0] <= budget // len(waiting):
         budget -= waiting.pop(0)
-    return max(50, budget // len(waiting)) if waiting else MOST_POINTS * 2
+    return max(FEWEST_POINTS, budget // len(waiting)) if waiting else MOST_POINTS * 2

@@ -85,15 +85,20 @@ class PowerTrace:
         self.before[gpu] = time
         self.waiting.setdefault((gpu, is_fast), []).append((round(1000 * (time - self.start)), watts))
 
-    def data(self) -> Optional[dict[str, Any]]:
-        """The trace as in the page's data; None without a sample."""
+    def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
+        """The trace as in the page's data; None without a sample.
+
+        Args:
+            share: of the values and marks that a page may have.
+        """
         if not self.gpus:
             return None
-        most = MOST_VALUES // (2 * len(self.gpus))
+        most = round(share * MOST_VALUES / 2 / len(self.gpus))
         time, rows = zip(*sorted(row for fast in (False, True) for row in self._rows(fast, most)))
         columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus)}
         return {"files": [path.name for path in self.files], "start": self.start,
-                "time": [round(at / 1000, 3) for at in time], "gpus": columns, "marks": [*self.marks]}
+                "time": [round(at / 1000, 3) for at in time], "gpus": columns,
+                "marks": [*self.marks][-round(share * MOST_MARKS):]}
 
     def _rows(self, fast: bool, most: int) -> list[tuple[float, tuple]]:
         """(ms, watts of each GPU) of the slow or the fast samples: of a bucket one row, or its extremes."""

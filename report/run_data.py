@@ -35,17 +35,22 @@ class RunReader:
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
-        if not self.folder.is_dir():
-            raise CheckpointError(f"there is no run {str(folder)!r}: name the folder of a run, or a run in "
-                                  "OUTPUT_DIR")
+        self.check_folder()
         if not any((self.folder / file).exists() for file in ("metrics.jsonl", "config.json")):
             raise CheckpointError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
         self.files = [GrowingFile(self.folder / f"{log}.jsonl", getattr(self, f"_restart_{log}"),
                                   getattr(self, f"_add_{log}")) for log in ("events", *LOGS[:3])]
         self.power = PowerTrace(self.folder)
 
+    def check_folder(self) -> None:
+        """Raise CheckpointError if there is no such folder (any more)."""
+        if not self.folder.is_dir():
+            raise CheckpointError(f"there is no run {str(self.folder)!r}: name the folder of a run, or a run "
+                                  "in OUTPUT_DIR")
+
     def read(self) -> None:
         """Read what is new. Raises CheckpointError if a file cannot be read."""
+        self.check_folder()
         for file in self.files:
             file.read()
         self._fill_curves()
@@ -159,19 +164,28 @@ class RunReader:
             ending = Ending(None, False, path.stat().st_mtime if path.exists() else None)
         return run_state(self.folder, ending, self.step, self.max_steps)
 
-    def data(self, most_points: int) -> dict[str, Any]:
-        """The run as in the page's data; each curve has at most so many points."""
+    def data(self, most_points: int, share: float = 1.0, all_settings: bool = True) -> dict[str, Any]:
+        """The run as in the page's data.
+
+        Args:
+            most_points: of each curve.
+            share: of the samples, alarms and power values that a page may have.
+            all_settings: list also those at their defaults.
+        """
         state, sentence = self.state()
         eta = None
         if state == "running" and len(self.recent) > 1:
             (first, began), (last, ended) = self.recent[0], self.recent[-1]
             eta = (self.max_steps - last) * (ended - began) / max(1, last - first)
         curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()}
+        samples = self.chosen_samples(max(4, round(MOST_SAMPLES * share)))
+        alarms = self.alarms()[-max(10, round(MOST_ALARMS * share)):]
+        settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
         return {"name": self.name, "state": state, "sentence": sentence, "step": self.step,
                 "max_steps": self.max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
-                "samples": self.chosen_samples(), "settings": setting_lines(self.settings),
-                "segments": [*segments(self.folder)], "sources": sources(self.folder, self.settings),
-                "goodput": goodput(*self.processes()), "alarms": self.alarms(), "power": self.power.data()}
+                "samples": samples, "settings": settings, "segments": [*segments(self.folder)],
+                "sources": sources(self.folder, self.settings), "goodput": goodput(*self.processes()),
+                "alarms": alarms, "power": self.power.data(share)}
 
     def facts(self) -> Iterator[list[str]]:
         """Yield what describes the run in a word each: label and text."""
@@ -201,19 +215,17 @@ class RunReader:
         """The newest checkpoint; None if there is none."""
         return max((self.folder / "checkpoints").glob("step-*"), default=None)
 
-    def chosen_samples(self) -> list[dict[str, Any]]:
-        """Samples of evenly distributed steps, those of the last one among them."""
-        steps = sorted({sample["step"] for sample in self.samples})
-        per_step = -(-len(self.samples) // max(1, len(steps)))
-        most = max(1, MOST_SAMPLES // max(1, per_step))
-        chosen = {steps[-1 - round(place * (len(steps) - 1) / max(1, most - 1))] for place in range(most)} \
-            if len(steps) > most else set(steps)
-        return [sample for sample in self.samples if sample["step"] in chosen][-MOST_SAMPLES:]
+    def chosen_samples(self, most: int) -> list[dict[str, Any]]:
+        """At most so many samples, of evenly distributed steps, those of the last one among them."""
+        steps = sorted({sample["step"] for sample in self.samples}, reverse=True)
+        most_steps = max(1, most * len(steps) // max(1, len(self.samples)))
+        chosen = {*steps[::-(-len(steps) // most_steps) or 1]}
+        return [sample for sample in self.samples if sample["step"] in chosen][-most:]
 
     def alarms(self) -> list[dict[str, Any]]:
-        """What went wrong, in the order of the steps; the newest if there is much."""
+        """What went wrong, in the order of the steps."""
         found = [*map(alarm_of_step, self.bad_steps), *filter(None, map(alarm_of_event, self.events))]
-        return sorted(found, key=lambda alarm: alarm["step"])[-MOST_ALARMS:]
+        return sorted(found, key=lambda alarm: alarm["step"])
 
 
 def alarm_of_step(entry: dict[str, Any]) -> dict[str, Any]:
