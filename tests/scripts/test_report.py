@@ -80,7 +80,7 @@ class Server:
         self.process = subprocess.Popen([sys.executable, SCRIPT, *runs, "--serve", "--port", "0"], stdout=subprocess.PIPE,
                                         stderr=subprocess.PIPE, text=True, start_new_session=True)
         line = self.process.stdout.readline()
-        found = re.match(r"http://127\.0\.0\.1:(\d+)/ ", line)
+        found = re.match(r"http://127.0.0.1:(\d+)/ ", line)
         assert found, line + self.process.stderr.read()
         self.port, self.streams = int(found[1]), []
 
