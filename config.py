@@ -229,6 +229,7 @@ class LogConfig(Section):
 
     log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
     log_all_ranks: bool = safe(False, "print the lines of every rank on the console, not only rank 0's")
+    report: bool = safe(True, "write report.html into the run's folder at each save and at the end")
     peak_tflops: Optional[float] = safe(None, "the GPU's dense bf16 TFLOP/s for MFU; none = known GPUs", gt=0)
     wandb_enabled: bool = safe(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
     wandb_project: str = safe("paddock", "project at Weights & Biases and in trackio")

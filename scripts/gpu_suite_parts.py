@@ -189,7 +189,7 @@ def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> l
         "tokenizer-path": data / "tokenizer.model", "optimizer": "adamw", "learning-rate": 0.003,
         "lr-schedule": "cosine", "warmup-steps": 2, "hellaswag-every": 0, "sample-every": 0, "save-every": 0,
         "log-every": 1, "drift-check-every": 0, "max-steps": 60, "total-batch-size": 16_384,
-        "validation-rows": 16, "validate-every": 20}
+        "validation-rows": 16, "validate-every": 20, "report": "false"}
     if task.tiny:
         settings |= {"max-steps": 4, "total-batch-size": 2048, "validation-rows": 2, "validate-every": 2,
                      "dim": 64, "n-layers": 2, "ffn-dim": 128}

@@ -64,7 +64,7 @@ def few_steps(config: Config, first: int, steps: int) -> dict[str, Any]:
             "VALIDATION_ROWS": min(config.validation_rows, 2 * config.micro_batch_size * config.world_size),
             "HELLASWAG_EXAMPLES": min(config.hellaswag_examples or 8, 8), "EARLY_STOPPING_PATIENCE": 0,
             "SAMPLE_TOKENS": min(config.sample_tokens, 8), "LOG_EVERY": 1, "WANDB_ENABLED": "false",
-            "TENSORBOARD_ENABLED": "false"}
+            "TENSORBOARD_ENABLED": "false", "REPORT": "false"}
 
 
 def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:

@@ -4,6 +4,7 @@ Until the start of a run is accepted, nothing in its folder changes except the l
 """
 
 import fcntl
+import fnmatch
 import json
 import os
 import shutil
@@ -19,14 +20,15 @@ from common.errors import CheckpointError
 from common.files import FileLock
 from config import Config
 from parallel.collectives import Ranks
+from training.report_in_background import REPORT
 from training.run_log import LOGS, disk_errors
 
 LOCK = "run.lock"
 SEGMENTS = "configs"  # the folder with the settings of each part of a run
 DATA = "data.json"  # what a run on a mixture reads of each source
-# What a run writes. The checkpoints move first: from then on the run counts as moved aside.
+# What a run writes, as patterns. The checkpoints move first: from then on the run counts as moved aside.
 OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
-       DATA, SEGMENTS, "log", "debug", "tensorboard")
+       DATA, SEGMENTS, "log", "debug", "tensorboard", REPORT, "power*.csv", "profile")
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
 Warn = Callable[[str], None]
 
@@ -246,10 +248,9 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
 
     moving, moved = unfinished or new_folder(run_dir / f"tmp-before-{time.strftime('%Y%m%d-%H%M%S')}"), []
     try:
-        for entry in OWN:
-            if os.path.lexists(run_dir / entry):
-                (run_dir / entry).rename(moving / entry)
-                moved.append(entry)
+        for entry in (name for pattern in OWN for name in fnmatch.filter(os.listdir(run_dir), pattern)):
+            (run_dir / entry).rename(moving / entry)
+            moved.append(entry)
     except OSError:
         for entry in moved:
             (moving / entry).rename(run_dir / entry)

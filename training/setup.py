@@ -39,7 +39,7 @@ from training.optim import Optimizer
 from training.run_folder import RunFolder, open_run_folder
 from training.run_log import RunLog
 from training.start import Start, find_checkpoint, start_from
-from training.state import Inputs, Progress, Run, trained_bytes
+from training.state import Inputs, Progress, Run, finish_report, trained_bytes
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -220,5 +220,6 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
             log.info("Stopped by a signal before the first step; nothing is changed. The same command starts "
                      "again.")
             raise
+        stack.push(lambda error, *_: finish_report(run, error is not None or signals.received is not None))
         stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run

@@ -7,7 +7,7 @@ import socket
 import time
 import uuid
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -33,8 +33,9 @@ from parallel.collectives import Ranks, RunContext, classify_exception
 from parallel.sharding import RowServer, is_sharded, named_parameters, own
 from training import diagnostics, run_folder
 from training.optim import Optimizer
+from training.report_in_background import BackgroundReport
 from training.run_folder import SEGMENTS, RunFolder
-from training.run_log import RunLog, disk_errors
+from training.run_log import FINISH_SECONDS, LEAVE_SECONDS, RunLog, disk_errors
 from training.start import is_inside
 
 
@@ -149,6 +150,7 @@ class Run:
     objective: Objective
     started_from: Optional[Path]  # a checkpoint, which retention must keep
     saved: Optional[Path] = None  # the checkpoint of the current state
+    report: BackgroundReport = field(default_factory=BackgroundReport)
 
     @property
     def ranks(self) -> Ranks:
@@ -345,6 +347,19 @@ def write_checkpoint(run: Run) -> None:
     seconds = time.perf_counter() - started
     run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
     run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
+    if writes_report(run):
+        run.report.start(run.folder, run.log.warn)
+
+
+def writes_report(run: Run) -> bool:
+    """Whether this rank writes the run's report: rank 0, once the run's folder may be written."""
+    return run.config.report and bool(run.log.lines)
+
+
+def finish_report(run: Run, in_a_hurry: bool) -> None:
+    """Write the report of a run that ends, for at most as long as a tracker may take."""
+    if writes_report(run):
+        run.report.finish(run.folder, LEAVE_SECONDS if in_a_hurry else FINISH_SECONDS, run.log.warn)
 
 
 def trained_bytes(model: Transformer) -> int:

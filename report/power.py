@@ -1,0 +1,130 @@
+"""The power trace of a run, power.csv, on one time axis with the marks of the phases."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+
+from report.curves import Curve, rounded
+from report.lines import GrowingFile
+
+MOST_VALUES = 12_000  # of all GPUs together
+MOST_MARKS = 1000  # the newest
+FAST_SECONDS = 0.3  # samples that are closer than this belong to a window of POWER_HZ
+
+
+class PowerTrace:
+    """The power files of a run, read as they grow; of a long trace, each bucket of time keeps its extremes.
+
+    Windows of fast samples have buckets of their own, so that they stay sharp in a trace of days.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.files = folder, {}
+        self._restart()
+
+    def _restart(self) -> None:
+        self.start: Optional[float] = None
+        self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
+        self.before: dict[str, float] = {}  # the time of each GPU's last sample
+        self.marks: deque = deque(maxlen=MOST_MARKS)
+        self.waiting: dict[tuple[str, bool], list[tuple[int, float]]] = {}  # not in the curves yet
+
+    def paths(self) -> list[Path]:
+        """The power files, oldest first: power.1.csv, ..., power.csv, then those of other ranks."""
+        def order(path: Path) -> tuple[str, float]:
+            stem, _, number = path.stem.partition(".")
+            return stem, int(number) if number.isdecimal() else np.inf
+
+        return sorted(self.folder.glob("power*.csv"), key=order)
+
+    def read(self) -> None:
+        """Read what is new; everything again if a file was rotated. Raises CheckpointError."""
+        paths = self.paths()
+        if [*self.files] != paths:
+            self._restart()
+            self.files = {path: self._file(path) for path in paths}
+        for file in self.files.values():
+            file.read()
+            for (gpu, is_fast), points in self.waiting.items():
+                x, y = zip(*sorted(points))
+                self.gpus[gpu][is_fast].add(x, np.array(y))
+            self.waiting = {}
+
+    def _file(self, path: Path) -> GrowingFile:
+        rank = path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-")
+        columns: list[str] = []
+
+        def add(line: bytes) -> None:
+            values = line.decode(errors="replace").rstrip("\r\n").split(",")
+            if values[0] == "time":
+                columns[:] = values
+            elif len(values) == len(columns):
+                self._add(dict(zip(columns, values)), rank)
+
+        def restart() -> None:
+            columns.clear()
+
+        return GrowingFile(path, restart, add)
+
+    def _add(self, row: dict[str, str], rank: str) -> None:
+        try:
+            time = float(row["time"])
+            step = int(row["step"] or 0)
+            watts = float(row["watts"] or "nan")
+        except (KeyError, ValueError):
+            return
+        self.start = time if self.start is None else self.start
+        if not row["gpu"]:
+            self.marks.append([round(time - self.start, 6), row["phase"], step])
+            return
+        gpu = f"rank {rank}, GPU {row['gpu']}" if rank else row["gpu"]
+        self.gpus.setdefault(gpu, (Curve(), Curve()))
+        is_fast = time - self.before.get(gpu, -np.inf) < FAST_SECONDS
+        self.before[gpu] = time
+        self.waiting.setdefault((gpu, is_fast), []).append((round(1000 * (time - self.start)), watts))
+
+    def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
+        """The trace as in the page's data; None without a sample.
+
+        Args:
+            share: of the values and marks that a page may have.
+        """
+        if not self.gpus:
+            return None
+        most = round(share * MOST_VALUES / 2 / len(self.gpus))
+        time, rows = zip(*sorted(row for fast in (False, True) for row in self._rows(fast, most)))
+        columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus)}
+        return {"files": [path.name for path in self.files], "start": self.start,
+                "time": [round(at / 1000, 3) for at in time], "gpus": columns,
+                "marks": [*self.marks][-round(share * MOST_MARKS):]}
+
+    def _rows(self, fast: bool, most: int) -> list[tuple[float, tuple]]:
+        """(ms, watts of each GPU) of the slow or the fast samples: of a bucket one row, or its extremes."""
+        curves = [pair[fast] for pair in self.gpus.values()]
+        points = [curve.points(most) for curve in curves]
+        spans = [np.ptp(each.x) for each in points if len(each.x)]
+        width = max([1.0, *(2 * span / most for span in spans)])
+        buckets: dict[int, list[list]] = {}
+        for gpu, each in enumerate(points):
+            for x, y in zip(each.x.tolist(), each.y.tolist()):
+                buckets.setdefault(int(x // width), [[] for _ in curves])[gpu].append((x, y))
+        rows = []
+        for inside in buckets.values():
+            first = min(x for own in inside for x, _ in own)
+            several = max(map(len, inside)) > 1
+            kept = [_extremes(own) for own in inside]
+            rows.append((first, tuple(pair[0] for pair in kept)))
+            if several:
+                rows.append((first + width / 2, tuple(pair[1] for pair in kept)))
+        return rows
+
+
+def _extremes(points: list[tuple[float, float]]) -> tuple[Optional[float], Optional[float]]:
+    """The lowest and the highest value in the order of time, twice the same of one, None of none."""
+    finite = [(x, y) for x, y in points if y == y]
+    if not finite:
+        return None, None
+    pair = sorted((min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])))
+    return pair[0][1], pair[1][1]

@@ -1,0 +1,100 @@
+"""The live page of a run: on loopback only, read only, brought up to date by server-sent events."""
+
+import asyncio
+import errno
+import socket
+import threading
+from collections.abc import AsyncIterator
+
+from common.errors import CheckpointError, SettingsError, requires_package
+from common.text import show
+from report.build import Report, as_text
+from report.page import render
+
+HOST = "127.0.0.1"
+HOSTS = [HOST, "localhost"]  # any other name may be a site's that leads here (DNS rebinding)
+POLL_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+           "Cross-Origin-Resource-Policy": "same-origin"}
+
+
+class Live:
+    """The newest data of a report, made again only when a file of its runs has changed."""
+
+    def __init__(self, report: Report):
+        self.report, self.lock = report, threading.Lock()
+        self.data, self.signature, self.version = report.data(live=True), report.signature(), 1
+
+    def current(self) -> tuple[int, dict]:
+        """A number that grows with each change, and the data."""
+        with self.lock:
+            signature = self.report.signature()
+            if signature != self.signature:
+                self.signature = signature
+                try:
+                    self.report.read()
+                    self.data, self.version = self.report.data(live=True), self.version + 1
+                except CheckpointError:  # a file is moved or locked; the page keeps what it has
+                    self.signature = ()
+            return self.version, self.data
+
+
+def make_app(live: Live):
+    """The web application: `/` is the page, `/events` its data whenever that changes; nothing else."""
+    with requires_package("starlette", "--serve"):
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.requests import Request
+        from starlette.responses import HTMLResponse, Response, StreamingResponse
+        from starlette.routing import Route
+
+    async def page(request: Request) -> Response:
+        _, data = await asyncio.to_thread(live.current)
+        return HTMLResponse(render(data, live=True), headers=HEADERS)
+
+    async def stream() -> AsyncIterator[str]:
+        sent, quiet = 0, 0.0
+        while True:
+            version, data = await asyncio.to_thread(live.current)
+            if version != sent:
+                yield f"event: data\ndata: {as_text(data)}\n\n"
+                sent, quiet = version, 0.0
+            elif quiet >= KEEP_ALIVE_SECONDS:
+                yield ": nothing new\n\n"
+                quiet = 0.0
+            await asyncio.sleep(POLL_SECONDS)
+            quiet += POLL_SECONDS
+
+    async def events(request: Request) -> Response:
+        content = stream() if request.method == "GET" else iter(())
+        return StreamingResponse(content, media_type="text/event-stream", headers=HEADERS)
+
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)
+    app = Starlette(routes=[Route("/", page), Route("/events", events)], middleware=[hosts])
+    app.router.redirect_slashes = False
+    return app
+
+
+def serve(report: Report, port: int) -> None:
+    """Serve the page until Ctrl-C, and print where.
+
+    Args:
+        port: 0 for a free one.
+    Raises:
+        SettingsError: the port cannot be used, or a package is missing.
+    """
+    app = make_app(Live(report))
+    with requires_package("uvicorn", "--serve"):
+        import uvicorn
+    try:
+        listening = socket.create_server((HOST, port))
+    except OSError as error:
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise SettingsError(f"--port {port} {why}; --port 0 takes a free one") from error
+    with listening:
+        # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0))
+        show(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C ends it)")
+        server.run(sockets=[listening])

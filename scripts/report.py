@@ -1,0 +1,82 @@
+"""Write a run's report: one self-contained HTML page of its curves, chronicle and settings.
+
+    python scripts/report.py first
+    python scripts/report.py first second        two runs overlaid and compared
+    python scripts/report.py first --serve       the page follows the run
+
+With several runs, their curves are overlaid, their settings and results are compared, and evaluations of the
+same items are tested in pairs: is one better than the other?
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import CheckpointError, local_path, run_script  # noqa: E402
+from common.files import atomic_write  # noqa: E402
+from common.text import show  # noqa: E402
+from report.build import Report  # noqa: E402
+from report.page import render  # noqa: E402
+from report.serve import serve  # noqa: E402
+from settings.load import find_run  # noqa: E402
+
+DEFAULT_PORT = 8321
+
+
+def parse_args() -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    parser.add_argument("run", nargs="+", help="the folder of a run, or the name of a run in OUTPUT_DIR")
+    parser.add_argument("--output", metavar="FILE", type=local_path,
+                        help="the page (default: report.html in the run's folder; of several runs, in the "
+                             "folder that holds the first one)")
+    parser.add_argument("--serve", action="store_true",
+                        help="show the page on this machine only, and keep it up to date; writes nothing")
+    parser.add_argument("--port", type=int, metavar="N", default=DEFAULT_PORT,
+                        help="of --serve; 0 = a free one (default: %(default)s)")
+    parser.add_argument("--in-background", action="store_true",
+                        help="as REPORT=true writes it: print nothing, and ignore stop signals")
+    args = parser.parse_args()
+    if not 0 <= args.port < 1 << 16:
+        parser.error("--port must be at least 0 and at most 65535")
+    if args.serve and args.output:
+        parser.error("--serve writes no file; leave out --output")
+    return args
+
+
+def write(report: Report, path: Path) -> None:
+    """Write the page, which appears completely or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_text(render(report.data()), encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; name another file with "
+                              "--output") from error
+
+
+def main() -> None:
+    args = parse_args()
+    if args.in_background:  # a signal to all processes of a job is for the run, which ends this one itself
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+    folders = [find_run(name) for name in args.run]
+    report = Report(folders)
+    report.read()
+    if args.serve:
+        return serve(report, args.port)
+    where = folders[0] if len(folders) == 1 else folders[0].absolute().parent
+    path = args.output or where / "report.html"
+    write(report, path)
+    if not args.in_background:
+        show(str(path))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,107 @@
+"""Paired tests, against scipy where it is installed; and what they say of two runs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.item_scores import packed_bits
+from report.compare import comparison
+from report.paired_tests import mcnemar, paired_t, sign_test, t_probability
+from report.run_data import RunReader
+
+
+@given(st.integers(0, 400), st.integers(0, 400))
+def test_the_sign_test_is_exact(a, b):
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(a, a + b).pvalue if a + b else 1.0
+    assert sign_test(a, b) == pytest.approx(expected, rel=1e-9)
+
+
+@given(st.integers(1, 60), st.floats(-30, 30))
+def test_the_t_distribution_is_students(degrees, t):
+    stats = pytest.importorskip("scipy.stats")
+    assert 1 - t_probability(t, degrees) == pytest.approx(2 * stats.t.sf(abs(t), degrees), abs=1e-12)
+
+
+def test_the_t_test_is_the_usual_one_and_weights_count_as_copies():
+    stats, dice = pytest.importorskip("scipy.stats"), np.random.default_rng(0)
+    a, b = dice.normal(size=(2, 24))
+    found = paired_t(a, b)
+    assert found.p == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-9)
+    assert (found.a, found.b, found.difference) == pytest.approx((a.mean(), b.mean(), b.mean() - a.mean()))
+    assert paired_t(a, b, np.full(24, 512.0))[1:] == pytest.approx(found[1:])
+    weighted = paired_t(a, b, np.arange(1.0, 25.0))
+    assert weighted.difference == pytest.approx(np.average(b - a, weights=np.arange(1, 25)))
+
+
+@pytest.mark.parametrize("shift, p", [(0.0, 1.0), (0.5, 0.0)])
+def test_a_constant_difference_is_no_division_by_zero(shift, p):
+    a = np.array([1.0, 2.0, 4.0])
+    assert paired_t(a, a + shift).p == p
+    assert paired_t(a[:1], a[:1] + shift).p == 1.0, "one item says nothing"
+
+
+def test_the_error_of_a_difference_of_accuracies_is_that_of_the_paired_differences():
+    a, b = np.random.default_rng(0).random((2, 300)) < [[0.5], [0.7]]
+    found, differences = mcnemar(a, b), b.astype(float) - a
+    assert found.difference == pytest.approx(differences.mean())
+    assert found.stderr == pytest.approx(differences.std(ddof=1) / math.sqrt(300))
+    assert mcnemar(a, a)[3:] == (0, 0, 1)
+
+
+def write_run(folder, settings, metrics, evaluations):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    for name, rows in (("metrics", metrics), ("evaluations", evaluations)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = RunReader(folder, folder.name)
+    run.read()
+    return run
+
+
+def scored(step: int, right: np.ndarray, items: str = "abc", shift: float = 0.0) -> list[dict]:
+    noise = np.random.default_rng(step).normal(0, 0.01, 16)
+    return [{"step": step, "name": "hellaswag", "items": items, "n": len(right), "correct": packed_bits(right)},
+            {"step": step, "name": "validation", "items": items, "n": 16, "loss": (2.5 + shift + noise).tolist(), "count": [256] * 16}]
+
+
+@pytest.fixture
+def right():
+    """1,000 items, of which b solves 12 more than a."""
+    a = np.arange(1000) < 600
+    b = np.arange(1000) < 612
+    return a, b
+
+
+def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
+    settings = {"MAX_STEPS": 20, "LEARNING_RATE": 0.1, "HELLASWAG_NAME": "stories", "RUN_NAME": "x"}
+    metrics = [{"step": 10, "val_loss": 2.0, "val_loss_stderr": 0.1, "hellaswag_acc": 0.5},
+               {"step": 20, "val_loss": 2.5, "val_loss_stderr": 0.2, "hellaswag_acc": 0.6, "hellaswag_stderr": 0.01}]
+    a = write_run(tmp_path / "a", settings, metrics, scored(10, ~right[0]) + scored(20, right[0], shift=0.1))
+    b = write_run(tmp_path / "b", settings | {"LEARNING_RATE": 0.2, "RUN_NAME": "y", "REPORT": True}, metrics[:1],
+                  scored(10, right[1]))
+    found = comparison([a, b])
+    assert found["settings"] == [{"name": "LEARNING_RATE", "values": ["0.1", "0.2"]}, {"name": "REPORT", "values": [None, "true"]}]
+    rows = {row["name"]: row["cells"] for row in found["results"]}
+    assert rows["validation loss (last)"] == [{"value": 2.5, "stderr": 0.2, "step": 20}, {"value": 2.0, "stderr": 0.1, "step": 10}]
+    assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
+    assert rows["stories accuracy"] == [{"value": 0.6, "stderr": 0.01, "step": 20}, {"value": 0.5, "stderr": None, "step": 10}]
+    accuracy, loss = found["tests"]
+    assert accuracy["sentence"] == "stories accuracy: b is better than a by 1.2 +- 0.3 points (p = 0.00049, 1,000 items)"
+    assert (accuracy["better"], accuracy["step_a"], accuracy["step_b"], accuracy["n"]) == ("b", 20, 10, 1000)
+    assert loss["sentence"].startswith("validation loss: b is better than a by 0.1") and "16 blocks" in loss["sentence"]
+    assert comparison([a]) is None
+
+
+def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
+    a = write_run(tmp_path / "a", {}, [], scored(10, right[0]))
+    same = write_run(tmp_path / "same", {}, [], scored(10, right[0]))
+    other = write_run(tmp_path / "other", {}, [], scored(10, right[1], items="def"))
+    without = write_run(tmp_path / "without", {}, [], [])
+    tests = comparison([a, same, other, without])["tests"]
+    assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
+    assert tests[0]["sentence"] == "HellaSwag accuracy: same and a are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"

@@ -1,0 +1,255 @@
+"""A run's folder as the page's data: real runs, old ones, damaged ones, and one of a million steps."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from commands import ROOT
+from factories import TinyRun, stop_at
+
+from common.errors import CheckpointError
+from common.files import FileLock
+from report.build import Report, as_text, distinct_names
+from report.page import render
+from report.run_facts import parameters_in
+
+
+def read(*folders) -> Report:
+    report = Report(folders)
+    report.read()
+    return report
+
+
+@pytest.fixture(scope="module")
+def resumed(prepared, tmp_path_factory) -> TinyRun:
+    """A run that a signal stopped after step 4, and that goes on with another setting."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("resumed"), RUN_NAME="resumed")
+    with stop_at(4):
+        assert run.train() == 143
+    assert run.train(LEARNING_RATE=0.02, ALLOW_RESUME_MISMATCH="LEARNING_RATE") == 0
+    return run
+
+
+def test_a_real_run_is_told_as_its_files_tell_it(resumed):
+    data = read(resumed.folder).data()
+    run, = data["runs"]
+    assert (run["name"], run["state"], run["step"], run["max_steps"]) == ("resumed", "finished", 6, 6)
+    assert run["sentence"] == "finished after 6 of 6 steps" and run["eta_seconds"] is None
+    for name in ("train_loss", "val_loss", "learning_rate", "tokens_per_second"):
+        expected = resumed.column(name)
+        assert run["curves"][name]["x"] == [*expected] and run["curves"][name]["y"] == pytest.approx([*expected.values()], rel=1e-5)
+    assert [sample["step"] for sample in run["samples"]] == [line["step"] for line in resumed.lines("samples")]
+    settings = {line["name"]: line for line in run["settings"]}
+    assert (settings["DIM"]["value"], settings["DIM"]["changed"], settings["DIM"]["default"]) == ("32", True, "768")
+    assert settings["COMPILE"]["value"] == "false" and settings["SEED"]["changed"] is False and settings["SEED"]["meaning"]
+    assert "HF_TOKEN" not in settings
+    assert [(part["step"], part["world_size"]) for part in run["segments"]] == [(1, 1), (5, 1)]
+    assert {"name": "LEARNING_RATE", "before": "0.01", "after": "0.02"} in run["segments"][1]["changes"]
+    facts = dict(run["facts"])
+    assert (facts["stage"], facts["tokens"], facts["newest checkpoint"]) == ("pretrain", "1,536", "step-00000006")
+    assert "shards" in run["sources"][0]["label"]
+    assert {"loss", "accuracy", "learning-rate", "grad-norm", "throughput"} <= {chart["id"] for chart in data["charts"]}
+    curves = {series["curve"] for chart in data["charts"] for series in chart["series"]}
+    assert curves <= run["curves"].keys() and len(as_text(data)) < 100_000
+
+
+def test_the_parameters_are_counted_from_the_headers_of_the_weights(whole):
+    from safetensors import safe_open
+
+    with safe_open(whole.checkpoint(6) / "model.safetensors", "numpy") as file:
+        expected = sum(file.get_tensor(name).size for name in file.keys())  # noqa: SIM118
+    assert parameters_in(whole.checkpoint(6)) == expected > 0
+    assert parameters_in(None) is None and parameters_in(whole.folder) is None
+
+
+def test_it_needs_no_torch_and_starts_at_once():
+    code = "import sys; from report import build, page, serve; assert not {'torch', 'matplotlib', 'starlette'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+# ------------------------------------------------------------------------------------ its state
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run without checkpoints, of 5 of 10 steps; events are written by the tests."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"MAX_STEPS": 10}')
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "train_loss": 1.0}}\n' for step in range(1, 6)))
+    return folder
+
+
+def started(folder, *events) -> None:
+    start = {"time": time.time() - 60, "step": 0, "event": "start"}
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (start, *events)))
+
+
+@pytest.mark.parametrize("reason, state, sentence", [
+    ("finished", "finished", "finished after 5 of 10 steps"), ("early stopping", "finished", "stopped early after 5 of 10 steps"),
+    ("stopped by a signal", "stopped", "stopped by a signal after 5 of 10 steps"),
+    ("the disk is full", "failed", "failed after 5 of 10 steps: the disk is full"),
+    (None, "failed", "ended without a word (killed, or the machine failed) after 5 of 10 steps")])
+def test_the_end_says_what_became_of_a_run(folder, reason, state, sentence):
+    started(folder, *([{"time": time.time(), "step": 5, "event": "end", "reason": reason}] if reason else []))
+    run, = read(folder).data()["runs"]
+    assert (run["state"], run["sentence"]) == (state, sentence)
+
+
+def test_a_run_goes_on_while_its_lock_is_held_and_the_lock_is_left_alone(folder):
+    with FileLock(folder / "run.lock") as lock:
+        assert lock.take() == ""
+        before = (folder / "run.lock").stat()
+        run, = read(folder).data()["runs"]
+        assert (run["state"], run["sentence"]) == ("running", "running: 5 of 10 steps are done")
+        assert (folder / "run.lock").stat() == before
+    assert read(folder).data()["runs"][0]["state"] == "stopped"
+
+
+def test_the_number_of_a_killed_process_may_be_another_ones(folder):
+    (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
+    started(folder)
+    assert read(folder).data()["runs"][0]["state"] == "failed", "this process does not hold the lock"
+
+
+def test_a_run_on_another_machine_is_judged_by_its_last_sign_of_life(folder):
+    (folder / "run.lock").write_text("process 1 on elsewhere")
+    assert read(folder).data()["runs"][0]["sentence"] == "running on another machine: 5 of 10 steps are done"
+    os.utime(folder / "metrics.jsonl", (time.time() - 7200, time.time() - 7200))
+    run, = read(folder).data()["runs"]
+    assert run["state"] == "unknown" and "no sign of life for 2:00:0" in run["sentence"]
+
+
+def test_the_time_that_is_left_is_told_while_it_runs(folder):
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "time": {1000 + 3 * step}}}\n' for step in range(1, 6)))
+    with FileLock(folder / "run.lock") as lock:
+        assert lock.take() == ""
+        assert read(folder).data()["runs"][0]["eta_seconds"] == 15
+
+
+# ----------------------------------------------------------------------- alarms, old and damaged runs
+
+
+def test_alarms_come_from_the_ledger_and_the_chronicle(folder):
+    good = {"step": 1, "rows_crc32": "0", "loss": 1.0, "grad_norm": 1.0, "updated": True}
+    rows = [good, good | {"step": 2, "loss": 9.0, "spike": 12.34, "updated": False, "rows": [1, 2]},
+            good | {"step": 3, "grad_norm": None, "updated": False}]
+    (folder / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    started(folder, {"time": 1, "step": 4, "event": "slow rank", "rank": 5, "phase": "data", "ratio": 1.4},
+            {"time": 1, "step": 1, "event": "drift", "rank": 2}, {"time": 1, "step": 5, "event": "save", "seconds": 1})
+    alarms = read(folder).data()["runs"][0]["alarms"]
+    assert [(alarm["step"], alarm["kind"], alarm["text"]) for alarm in alarms] == [
+        (1, "drift", "rank: 2"),
+        (2, "loss spike", "the loss was 9.0, 12.3 robust standard deviations above the recent ones; its update was left out"),
+        (3, "update left out", "the gradient was not finite; its update was left out"),
+        (4, "slow rank", "rank 5 takes 1.40 times as long as the others in data")]
+
+
+def test_a_mixture_shows_its_sources(folder):
+    (folder / "data.json").write_text(json.dumps({"sources": [
+        {"source": "web", "set": "../somewhere", "documents": 3, "tokens": 70, "weights": [1], "share": 0.7, "passes": 1.5}]}))
+    assert read(folder).data()["runs"][0]["sources"] == [
+        {"label": "web", "share": 0.7, "tokens": 70, "documents": 3, "epochs": 1.5}]
+
+
+def test_a_run_of_an_older_version_shows_what_it_has(whole, tmp_path):
+    old = tmp_path / "old"
+    old.mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        shutil.copy(whole.folder / name, old)
+    data = read(old).data()
+    run, = data["runs"]
+    assert (run["goodput"], run["power"], run["alarms"], run["segments"], run["samples"]) == (None, None, [], [], [])
+    assert run["state"] == "finished" and render(data)
+
+
+@pytest.mark.parametrize("log", ["metrics", "ledger", "samples", "events", "evaluations"])
+def test_damaged_lines_of_a_log_are_left_out(whole, tmp_path, log):
+    folder = shutil.copytree(whole.folder, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    damage = b'\n\0\0\0\n{"step": 3\nnull\n{"step": 4, "train_loss": "high", "time": "noon", "event": 3, "spike": "much"}\n' \
+             b'{"step": 7, "train_loss": NaN, "val_loss": 1e999, "name": 3}\n{"step": 8, "train'
+    with open(folder / f"{log}.jsonl", "ab") as file:
+        file.write(damage)
+    assert render(read(folder, folder).data())
+
+
+def test_what_is_no_run_is_told(tmp_path):
+    for folder, words in ((tmp_path / "none", "there is no run"), (tmp_path, "is no run: it has neither")):
+        with pytest.raises(CheckpointError, match=words):
+            Report([folder])
+    (tmp_path / "config.json").write_text("nonsense")
+    with pytest.raises(CheckpointError, match="config.json cannot be read"):
+        read(tmp_path).data()
+
+
+@pytest.mark.parametrize("folders, names", [(["a/x", "a/y"], ["x", "y"]), (["a/x", "b/x"], ["a/x", "b/x"]), (["a", "a"], ["a (1)", "a (2)"])])
+def test_runs_have_distinct_names(folders, names):
+    assert distinct_names(folders) == names
+
+
+# ----------------------------------------------------------------------------------------- long runs
+
+
+def write_long(folder, steps: int, every: int) -> None:
+    """A run with 40 metrics in each logged line, and everything else that a page shows in quantity."""
+    from random import Random
+
+    dice, names = Random(0), [f"metric_{number}" for number in range(34)]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"MAX_STEPS": steps}))
+    with open(folder / "metrics.jsonl", "w") as metrics:
+        for step in range(every, steps + 1, every):
+            values = {name: dice.random() * 1e6 for name in names}
+            known = {"time": 1e9 + step, "step_seconds": 0.5, "train_loss": dice.random(), "learning_rate": 1e-4 * dice.random(),
+                     "grad_norm": dice.random(), "tokens_per_second": 1e6 * dice.random(), "mfu": dice.random()}
+            if step == steps // 2 // every * every:
+                known["train_loss"] = 1234.5
+            metrics.write(json.dumps({"step": step, **known, **values}) + "\n")
+    with open(folder / "samples.jsonl", "w") as samples:
+        for number in range(1000):
+            samples.write(json.dumps({"step": number * 10, "prompt": "Once", "text": "upon a time " * 30}) + "\n")
+
+
+def check_size(*folders) -> None:
+    report = read(*folders)
+    data = report.data()
+    assert len(render(data).encode()) < 1_000_000
+    for run in data["runs"]:
+        curve = run["curves"]["train_loss"]
+        assert 100 <= len(curve["x"]) and max(curve["y"]) == 1234.5 and curve["x"] == sorted(set(curve["x"]))
+        assert run["samples"][-1]["step"] == 9990 and len(run["samples"]) <= 40
+
+
+def test_a_page_of_several_long_runs_stays_small(tmp_path):
+    write_long(tmp_path / "a", 20_000, 2)
+    check_size(tmp_path / "a")
+    check_size(*[tmp_path / "a"] * 5)
+
+
+@pytest.mark.slow
+def test_a_page_of_a_million_steps_stays_small_and_is_read_in_bounded_memory(tmp_path):
+    write_long(tmp_path / "a", 1_000_000, 1)
+    code = ("import resource, sys; from pathlib import Path; from report.build import Report; "
+            "report = Report([Path(sys.argv[1])]); report.read(); report.data(); "
+            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert int(done.stdout) < 200_000, "KiB; the file has 900 MB"
+    check_size(tmp_path / "a", tmp_path / "a")
+
+
+def test_what_is_appended_is_added_and_what_a_resume_took_back_is_gone(folder):
+    report = read(folder)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "train_loss": 2.0}\n{"step": 7, "train_lo')
+    report.read()
+    assert report.data()["runs"][0]["curves"]["train_loss"]["y"] == [1, 1, 1, 1, 1, 2]
+    beside = folder / "metrics.tmp"
+    beside.write_text('{"step": 1, "train_loss": 1.0}\n{"step": 2, "train_loss": 5.0}\n')
+    beside.replace(folder / "metrics.jsonl")
+    report.read()
+    assert report.data()["runs"][0]["curves"]["train_loss"] == {"x": [1, 2], "y": [1, 5]}

@@ -1,0 +1,189 @@
+"""scripts/report.py: the page as a file, and served on loopback while the run goes on."""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from commands import ROOT, listening
+from factories import PATIENCE, contents
+
+SCRIPT = ROOT / "scripts" / "report.py"
+
+
+@pytest.fixture
+def folder(whole, tmp_path):
+    """A copy of a finished run without its checkpoints."""
+    return shutil.copytree(whole.folder, tmp_path / "runs" / "first", ignore=shutil.ignore_patterns("checkpoints"))
+
+
+def report(*arguments, cwd=ROOT, code: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+# ------------------------------------------------------------------------------------- as a file
+
+
+def test_the_page_is_written_into_the_runs_folder_and_nothing_else_changes(folder):
+    before = contents(folder)
+    assert report(folder).stdout == f"{folder}/report.html\n"
+    after = contents(folder)
+    page = after.pop("report.html")[1]
+    assert after == before and len(page) < 1_000_000 and page.lower().startswith(b"<!doctype html>")
+    report(folder)
+    assert contents(folder).keys() == before.keys() | {"report.html"}
+
+
+def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder, tmp_path):
+    second = shutil.copytree(folder, tmp_path / "runs" / "second")
+    assert report("first", cwd=tmp_path).stdout == "runs/first/report.html\n"
+    assert report("first", "second", cwd=tmp_path).stdout == f"{tmp_path}/runs/report.html\n"
+    assert "second" in (tmp_path / "runs" / "report.html").read_text()
+    assert report(folder, second, "--output", tmp_path / "both.html").stdout == f"{tmp_path}/both.html\n"
+
+
+@pytest.mark.parametrize("arguments, code, words", [
+    (["nosuch"], 5, "there is no run 'nosuch'"), (["."], 5, "is no run"), (["first", "--output", "none/x.html"], 5, "none/x.html cannot be written"),
+    (["first", "--output", "https://github.com/page.html"], 2, "is a URL"), (["first", "--port", "70000"], 2, "at most 65535"),
+    (["first", "--serve", "--output", "x"], 2, "writes no file"), ([], 2, "required"), (["first", "--open"], 2, "unrecognized")])
+def test_mistakes_are_told(folder, tmp_path, arguments, code, words):
+    assert words in report(*arguments, cwd=tmp_path, code=code).stderr
+
+
+def test_a_failed_write_leaves_the_earlier_page(folder, monkeypatch):
+    import runpy
+
+    (folder / "report.html").write_text("earlier")
+    monkeypatch.setattr("report.page.render", lambda data, live=False: "half \ud800")
+    monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
+    with pytest.raises(UnicodeEncodeError):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert (folder / "report.html").read_text() == "earlier" and not [*folder.glob("*.tmp*")]
+
+
+# --------------------------------------------------------------------------------------- served
+
+
+class Server:
+    """`report.py --serve` in a process of its own."""
+
+    def __init__(self, *runs):
+        self.process = subprocess.Popen([sys.executable, SCRIPT, *runs, "--serve", "--port", "0"], stdout=subprocess.PIPE,
+                                        stderr=subprocess.PIPE, text=True, start_new_session=True)
+        line = self.process.stdout.readline()
+        found = re.match(r"http://127.0.0.1:(\d+)/ ", line)
+        assert found, line + self.process.stderr.read()
+        self.port, self.streams = int(found[1]), []
+
+    def request(self, method: str, path: str, host: str = "127.0.0.1") -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        with contextlib.closing(connection):
+            connection.request(method, path, headers={"Host": host})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    def events(self) -> http.client.HTTPResponse:
+        """An open stream of events."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        connection.request("GET", "/events")
+        answer = connection.getresponse()
+        self.streams += [connection, answer]
+        assert answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream")
+        return answer
+
+
+def next_data(stream) -> dict:
+    """The data of the next event."""
+    while True:
+        line = stream.readline()
+        assert line, "the stream has ended"
+        if line.startswith(b"data: "):
+            return json.loads(line.removeprefix(b"data: "))
+
+
+@pytest.fixture
+def server(folder):
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    server = Server(folder)
+    yield server
+    server.process.kill()
+    server.process.wait()
+    for each in (*server.streams, server.process.stdout, server.process.stderr):
+        each.close()
+
+
+def test_the_served_page_follows_the_run_and_writes_nothing(server, folder):
+    before = contents(folder)
+    status, page = server.request("GET", "/")
+    assert status == 200 and b"first" in page and page.lower().startswith(b"<!doctype html>")
+    assert server.request("HEAD", "/") == (200, b"") and server.request("HEAD", "/events") == (200, b"")
+    assert contents(folder) == before
+    stream = server.events()
+    first = next_data(stream)
+    assert first["live"] and first["runs"][0]["step"] == 6
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "train_loss": 1.25}\n{"step": 8, "train_')
+    run, = next_data(stream)["runs"]
+    assert run["step"] == 7 and run["curves"]["train_loss"]["y"][-1] == 1.25
+    # A resumed run has taken two steps back.
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.tmp").write_text("".join(lines[:5]))
+    (folder / "metrics.tmp").replace(folder / "metrics.jsonl")
+    run, = next_data(stream)["runs"]
+    assert run["step"] == 4 and run["curves"]["train_loss"]["x"][-1] == 4
+
+
+def test_nothing_but_the_page_is_served_and_only_to_this_machine(server):
+    assert [str(address) for address, _ in listening(server.process.pid)] == ["127.0.0.1"]
+    for path in ("/x", "/events/", "/report.html", "/metrics.jsonl", "/../config.json", "//", "/%2e%2e/config.json"):
+        assert server.request("GET", path)[0] == 404, path
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "TRACE"):
+        assert server.request(method, "/")[0] == server.request(method, "/events")[0] == 405, method
+    for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "0.0.0.0", "", "localhost.evil.example"):
+        assert server.request("GET", "/", host)[0] == server.request("GET", "/events", host)[0] == 400, host
+    for host in ("localhost", f"localhost:{server.port}", f"127.0.0.1:{server.port}"):
+        assert server.request("GET", "/", host)[0] == 200, host
+
+
+def test_ctrl_c_ends_it_also_with_open_streams(server):
+    streams = [server.events() for _ in range(2)]
+    for stream in streams:
+        next_data(stream)
+    os.kill(server.process.pid, signal.SIGINT)
+    assert server.process.wait(PATIENCE) == 130
+    assert server.process.stderr.read().strip() == "Stopped."
+
+
+def test_a_run_that_is_moved_away_does_not_end_the_server(server, folder):
+    folder.rename(folder.with_name("aside"))
+    stream = server.events()
+    assert next_data(stream)["runs"][0]["step"] == 6, "the page keeps what it has"
+    folder.with_name("aside").rename(folder)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7}\n')
+    assert next_data(stream)["runs"][0]["step"] == 7
+
+
+def test_a_busy_port_is_told_with_what_to_do(folder):
+    pytest.importorskip("starlette")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = report(folder, "--serve", "--port", port, code=2).stderr
+    assert said == f"error: --port {port} is in use; --port 0 takes a free one\n"
+
+
+def test_missing_packages_are_told(folder, tmp_path):
+    (tmp_path / "starlette.py").write_text("raise ImportError('none')\n")
+    done = subprocess.run([sys.executable, SCRIPT, folder, "--serve"], capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and "--serve needs the package starlette: pip install starlette" in done.stderr

@@ -1,0 +1,114 @@
+"""REPORT=true: a process of the lowest priority writes the page; it delays no step and ends no run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from factories import PATIENCE, UNMEASURED, stop_at
+
+from training import report_in_background
+from training.report_in_background import LOWEST_PRIORITY, BackgroundReport
+
+SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sleep(600)"
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """A function that puts other code in place of scripts/report.py; it gets the run's folder as its first argument."""
+    def replace(code: str) -> None:
+        (tmp_path / "script.py").write_text(code)
+        monkeypatch.setattr(report_in_background, "SCRIPT", tmp_path / "script.py")
+
+    return replace
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_writes_its_report_at_its_end_and_at_each_save(tiny_run, monkeypatch):
+    starts = []
+    start = BackgroundReport.start
+    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, warn: (starts.append(folder), start(self, folder, warn)))
+    run = tiny_run(REPORT="true", **UNMEASURED)
+    assert run.train() == 0
+    assert starts == [run.folder] * (len(run.steps_saved()) + 1)
+    page = (run.folder / "report.html").read_text()
+    assert "train_loss" in page and not [*run.folder.glob("*.tmp*")]
+
+
+def test_an_interrupted_run_has_its_report(tiny_run):
+    run = tiny_run(REPORT="true", MAX_STEPS=50, SAVE_EVERY=0, **UNMEASURED)
+    with stop_at(3):
+        assert run.train() == 143
+    assert "3 of 50 steps" in (run.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"REPORT": "false"}, {"REPORT": "true", "MAX_SEQ_LEN": 64}])
+def test_a_run_that_is_not_to_write_one_and_a_start_that_is_refused_write_none(tiny_run, changes):
+    run = tiny_run(MAX_STEPS=2, **UNMEASURED)
+    assert run.train() == 0
+    run.train(MAX_STEPS=3, **changes)
+    assert not (run.folder / "report.html").exists()
+
+
+def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, warnings):
+    report = BackgroundReport()
+    script(SLOW)
+    report.start(tmp_path, warnings.append)
+    first = report.process
+    wait_for(tmp_path / "begun")
+    assert os.getpriority(os.PRIO_PROCESS, first.pid) == LOWEST_PRIORITY and os.getsid(first.pid) == first.pid
+    unfinished = tmp_path / f"report.html.tmp-{first.pid}"
+    unfinished.write_text("half")
+    report.start(tmp_path, warnings.append)
+    assert report.process is first
+    script("import sys; open(sys.argv[1] + '/report.html', 'w').write('final')")
+    report.finish(tmp_path, PATIENCE, warnings.append)
+    assert first.poll() == -signal.SIGKILL and not unfinished.exists()
+    assert (tmp_path / "report.html").read_text() == "final" and warnings == []
+
+
+def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
+    report = BackgroundReport()
+    script("import sys; sys.exit('the disk is full')")
+    for _ in range(3):
+        report.start(tmp_path, warnings.append)
+        report.process.wait()
+    report.finish(tmp_path, PATIENCE, warnings.append)
+    assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. The run does not")
+    report = BackgroundReport()
+    script(SLOW)
+    report.finish(tmp_path, 0.2, warnings.append)
+    assert len(warnings) == 2 and "not written within 0 s" in warnings[1] and report.process is None
+
+
+def test_a_machine_that_starts_no_process_is_one_warning(monkeypatch, tmp_path, warnings):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    BackgroundReport().finish(tmp_path, 1, warnings.append)
+    assert len(warnings) == 1 and "No such file" in warnings[0]
+
+
+def test_a_stop_signal_to_it_is_ignored(whole, tmp_path):
+    """Ctrl-C and a scheduler's SIGTERM go to all processes of a job, again and again."""
+    program = report_in_background.SCRIPT
+    process = subprocess.Popen([sys.executable, "-c", f"import os, runpy, signal, sys; sys.argv = [{str(program)!r}, {str(whole.folder)!r}, "
+                                f"'--in-background', '--output', {str(tmp_path / 'x.html')!r}]\nimport report.build\n"
+                                "original = report.build.Report.read\n"
+                                "def read(self):\n    [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]\n"
+                                "    original(self)\n"
+                                "report.build.Report.read = read\n"
+                                f"runpy.run_path({str(program)!r}, run_name='__main__')"], cwd=program.parents[1])
+    assert process.wait(PATIENCE) == 0 and (tmp_path / "x.html").exists()

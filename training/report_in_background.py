@@ -1,0 +1,76 @@
+"""The report of a run, written by a process of the lowest priority, so that no step waits for it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Optional
+
+from common.heartbeat import HEARTBEAT
+from common.text import last_line
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "report.py"
+REPORT = "report.html"
+LOWEST_PRIORITY = 19
+
+
+class BackgroundReport:
+    """At most one process that writes a run's report. That it fails causes one warning, and nothing else."""
+
+    def __init__(self) -> None:
+        self.process: Optional[subprocess.Popen] = None
+        self.warned = False
+
+    def start(self, folder: Path, warn: Callable[[str], None]) -> None:
+        """Begin to write the report in a run's folder, unless one is being written; returns at once."""
+        if self.process and self.process.poll() is None:
+            return  # the next save or the end of the run writes what is new
+        self._check(warn)
+        try:
+            # In a session of its own: Ctrl-C at the terminal is for the run.
+            self.process = subprocess.Popen(
+                [sys.executable, SCRIPT, folder.absolute(), "--in-background"], start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, self.process.pid, LOWEST_PRIORITY)
+        except OSError as error:
+            self._warn(f"{type(error).__name__}: {error}", warn)
+
+    def finish(self, folder: Path, seconds: float, warn: Callable[[str], None]) -> None:
+        """Write the final report, and wait for it for at most so long."""
+        self._stop(folder)  # it does not know the end
+        self.start(folder, warn)
+        if self.process:
+            with suppress(subprocess.TimeoutExpired), HEARTBEAT.beat_in_background():
+                self.process.wait(seconds)
+            if self.process.poll() is None:
+                self._stop(folder)
+                self._warn(f"it was not written within {seconds:.0f} s", warn)
+            self._check(warn)
+
+    def _stop(self, folder: Path) -> None:
+        if self.process and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+            (folder / f"{REPORT}.tmp-{self.process.pid}").unlink(missing_ok=True)
+            self._close()
+
+    def _check(self, warn: Callable[[str], None]) -> None:
+        """Warn if the process has failed."""
+        if self.process and self.process.poll():
+            self._warn(last_line(self.process.stderr.read().decode(errors="replace")), warn)
+        self._close()
+
+    def _close(self) -> None:
+        if self.process:
+            self.process.stderr.close()
+            self.process = None
+
+    def _warn(self, why: str, warn: Callable[[str], None]) -> None:
+        if not self.warned:
+            self.warned = True
+            warn(f"the report was not written: {why}. The run does not need it; REPORT=false leaves it out, "
+                 "and python scripts/report.py writes it later")
