@@ -34,6 +34,7 @@ if __name__ == "__main__":
 # ruff: noqa: E402
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
@@ -43,10 +44,12 @@ from parallel.sharding import FiniteGradients, average_vectors, is_sharded
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
 from training.optim import learning_rate
+from training.profiling import Profiling
 from training.run_log import abandoning_trackers, console_line
 from training.setup import open_run
 from training.state import Run, StepResult, begin, how_to_resume, keep_settings, save_checkpoint
 from training.step_guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
+from training.utilization import Utilization
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -106,12 +109,15 @@ def train_loop(run: Run) -> int:
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
     started, throughput = time.perf_counter(), diagnostics.Throughput()
     try:
-        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
+        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader, \
+                Utilization(run) as utilization, Profiling(run) as profiling:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             latest = {} if progress.pending_metrics is None else finish_step(run)
             first = progress.step
             while not run.finished:
                 throughput.skip_pause()
+                utilization.begin(progress.step + 1)
+                profiling.begin(progress.step + 1)
                 HEARTBEAT.enter("data", progress.step + 1)
                 batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
@@ -130,8 +136,10 @@ def train_loop(run: Run) -> int:
                 run.advance(result)
 
                 throughput.add(config.total_batch_size)
+                utilization.end(batches)
+                profiling.end(progress.step, batches)
                 if due(config.log_every, progress.step, run.finished):
-                    progress.pending_metrics = step_metrics(run, result, lr, throughput.read())
+                    progress.pending_metrics = step_metrics(run, result, lr, throughput.read(), utilization)
                 if due(config.drift_check_every, progress.step, run.finished):
                     check_replicas(run)
                 if result.stop:
@@ -183,7 +191,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
         left_out |= means[0] > limit
-    run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), left_out.float())
+    with record_function("optimizer"):
+        run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), left_out.float())
 
     # The only wait for the device.
     *means, norms, stops, norm, left_out, units = ranks.tolist(torch.stack(
@@ -213,9 +222,11 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
         with exchanging(ddp_model, is_last=number == len(batches)):
-            total, metrics = run.objective.loss_sum(ddp_model, batch)
-            mean = total * factor
-            (run.scaler.scale(mean) if run.scaler else mean).backward()
+            with record_function("forward"):
+                total, metrics = run.objective.loss_sum(ddp_model, batch)
+            with record_function("backward"):
+                mean = total * factor
+                (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
         HEARTBEAT.beat()
@@ -240,16 +251,15 @@ def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
         return math.isfinite(sums["loss"]) and are_finite()
 
 
-def step_metrics(run: Run, result: StepResult, lr: float, tokens_per_second: float) -> dict[str, Any]:
-    """The metrics of a logged step, which are also printed."""
-    config, ranks, progress = run.config, run.ranks, run.progress
+def step_metrics(run: Run, result: StepResult, lr: float, tokens_per_second: float,
+                 utilization: Utilization) -> dict[str, Any]:
+    """The metrics of a logged step, which are also printed. Collective: every rank must call it."""
+    config, progress = run.config, run.progress
     metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
                "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen,
                "tokens_per_second": tokens_per_second,
-               "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
-    if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
-        flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
-        metrics["mfu"] = tokens_per_second * flops / (peak * ranks.world_size)
+               "peak_memory_bytes": diagnostics.peak_memory_bytes(run.ranks.device),
+               **utilization.read(tokens_per_second)}
     tokens_left = (config.max_steps - progress.step) * config.total_batch_size
     run.log.info(console_line(progress.step, config.max_steps, metrics, tokens_left / tokens_per_second))
     return metrics

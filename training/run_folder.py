@@ -26,7 +26,7 @@ SEGMENTS = "configs"  # the folder with the settings of each part of a run
 DATA = "data.json"  # what a run on a mixture reads of each source
 # What a run writes. The checkpoints move first: from then on the run counts as moved aside.
 OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
-       DATA, SEGMENTS, "log", "debug", "tensorboard")
+       DATA, SEGMENTS, "log", "debug", "tensorboard", "profile")
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
 Warn = Callable[[str], None]
 
@@ -246,7 +246,7 @@ def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
 
     moving, moved = unfinished or new_folder(run_dir / f"tmp-before-{time.strftime('%Y%m%d-%H%M%S')}"), []
     try:
-        for entry in OWN:
+        for entry in (*OWN, *(path.name for path in run_dir.glob("power*.csv"))):
             if os.path.lexists(run_dir / entry):
                 (run_dir / entry).rename(moving / entry)
                 moved.append(entry)
