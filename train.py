@@ -34,7 +34,6 @@ if __name__ == "__main__":
 # ruff: noqa: E402
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
@@ -44,7 +43,7 @@ from parallel.sharding import FiniteGradients, average_vectors, is_sharded
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
 from training.optim import learning_rate
-from training.profiling import Profiling
+from training.profiling import Profiling, profiled_as
 from training.run_log import abandoning_trackers, console_line
 from training.setup import open_run
 from training.state import Run, StepResult, begin, how_to_resume, keep_settings, save_checkpoint
@@ -191,7 +190,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
         left_out |= means[0] > limit
-    with record_function("optimizer"):
+    with profiled_as("optimizer"):
         run.optimizer.step(lr, clip_scale(norm, config.max_grad_norm), left_out.float())
 
     # The only wait for the device.
@@ -222,9 +221,9 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
         with exchanging(ddp_model, is_last=number == len(batches)):
-            with record_function("forward"):
+            with profiled_as("forward"):
                 total, metrics = run.objective.loss_sum(ddp_model, batch)
-            with record_function("backward"):
+            with profiled_as("backward"):
                 mean = total * factor
                 (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():

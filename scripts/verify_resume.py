@@ -39,7 +39,9 @@ from common.text import last_line, show  # noqa: E402
 from config import Config  # noqa: E402
 from settings.load import Loaded, exit_with, export, load_config  # noqa: E402
 
-CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ between two equal runs
+# Metrics that differ between two equal runs.
+CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu", "hfu", "power_watts", "joules_per_token",
+          "gpu_utilization", "gpu_memory_bytes", "gpu_temperature_celsius", "gpu_clock_mhz", "gpu_throttled")
 STOP_SECONDS = 60  # for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5
 # Differences allowed between layouts, relative to the largest gradient: sums run in another order, and in

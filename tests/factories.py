@@ -213,7 +213,8 @@ class TinyRun:
         return found
 
 
-CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")
+CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu", "hfu", "power_watts", "joules_per_token", "gpu_utilization",
+          "gpu_memory_bytes", "gpu_temperature_celsius", "gpu_clock_mhz", "gpu_throttled")
 
 
 def without_clocks(metrics: list[dict]) -> list[dict]:

@@ -4,10 +4,11 @@ Rank 0 does both, into `profile/` of the run's folder. What is computed stays th
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.heartbeat import HEARTBEAT
@@ -22,17 +23,23 @@ SNAPSHOT_EVENTS = 200_000  # allocations that are kept of a step, the last ones;
 MATMULS = ("aten.mm", "aten.addmm")  # all but attention, some kernels of which are written out as others
 
 
+def profiled_as(name: str) -> AbstractContextManager:
+    """A `with` block that has this name in a profile. Without one it takes no time; record_function does."""
+    return record_function(name) if torch.autograd.profiler._is_profiler_enabled else nullcontext()
+
+
 class Profiling:
     """Records the steps that the settings name. Use it in a `with` block around the steps."""
 
     def __init__(self, run: Run):
-        config, self.run, first = run.config, run, run.progress.step + 1
+        config, self.run = run.config, run
         self.window = step_window(config.profile_steps) or range(0)
         self.snapshot, self.profiler, self.recorded = config.memory_snapshot, None, []
-        last = max(self.window, default=None)
-        for name, step in (("PROFILE_STEPS", last), ("MEMORY_SNAPSHOT", self.snapshot)):
-            if step and step < first:
-                run.log.info(f"{name}: nothing is recorded, because the run is past step {step:,}")
+        left = range(run.progress.step + 1, config.max_steps + 1)
+        for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
+                            ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
+            if steps and (steps[-1] < left.start or steps[0] >= left.stop):
+                run.log.info(f"{name} names no step that is left ({left.start:,} to {config.max_steps:,})")
         if not run.ranks.is_rank0:
             self.window, self.snapshot = range(0), None
 
@@ -67,7 +74,7 @@ class Profiling:
         activities = [ProfilerActivity.CPU]
         if self.run.ranks.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities, schedule=action, profile_memory=True, acc_events=True)
+        self.profiler = profile(activities=activities, schedule=action, profile_memory=True)
         self.profiler.step_num = step  # so that the trace has our numbers
         self.profiler.start()
 

@@ -30,7 +30,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, MIDDLE = 6, 3
-CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu")  # metrics that differ between two equal runs
+# Metrics that differ between two equal runs.
+CLOCKS = ("tokens_per_second", "peak_memory_bytes", "mfu", "hfu", "power_watts", "joules_per_token",
+          "gpu_utilization", "gpu_memory_bytes", "gpu_temperature_celsius", "gpu_clock_mhz", "gpu_throttled")
 
 # The warm-up is longer than MIDDLE, so that continued runs depend on it too.
 TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 96,
