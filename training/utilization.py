@@ -40,6 +40,11 @@ class Utilization:
         if self.sampler:
             self.sampler.end()
 
+    def mark(self, at: float, phase: str, step: int) -> None:
+        """Record when a phase of a step began (Unix seconds) beside the samples of power."""
+        if self.sampler:
+            self.sampler.mark(at, phase, step)
+
     def read(self, tokens_per_second: float) -> dict[str, float]:
         """The metrics since the last call, over all ranks. Collective: every rank must call it.
 
