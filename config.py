@@ -231,12 +231,32 @@ class LogConfig(Section):
     log_all_ranks: bool = safe(False, "print the lines of every rank on the console, not only rank 0's")
     report: bool = safe(True, "write report.html into the run's folder at each save and at the end")
     peak_tflops: Optional[float] = safe(None, "the GPU's dense bf16 TFLOP/s for MFU; none = known GPUs", gt=0)
+    power_hz: float = safe(
+        1.0, "samples of power, clocks and temperature a second (NVML; on a CPU RAPL); 0 = never", ge=0,
+        le=1000)
+    power_steps: Optional[str] = safe(
+        None, "steps, such as 100:120, in which POWER_HZ holds (1 outside) and phases are marked; none = all")
+    profile_steps: Optional[str] = safe(
+        None, "steps, such as 3:7, that torch.profiler records into profile/ of the run's folder")
+    memory_snapshot: Optional[int] = safe(
+        None, "a step whose CUDA allocations are recorded into profile/ of the run's folder", ge=1)
     wandb_enabled: bool = safe(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
     wandb_project: str = safe("paddock", "project at Weights & Biases and in trackio")
     tensorboard_enabled: bool = safe(False, "write TensorBoard files too")
     trackio_enabled: bool = safe(False, "log to trackio too, which is optional (pip install trackio)")
     wandb_api_key: Optional[SecretStr] = safe(None, "secret; never as a flag")
     hf_token: Optional[SecretStr] = safe(None, "secret, for gated repositories; never as a flag")
+
+
+def step_window(text: Optional[str]) -> Optional[range]:
+    """Return the steps of "FIRST:LAST", both included; of None, None. Raises ValueError."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,15}):(\d{1,15})", text.strip())
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ValueError(text)
+    return range(first, last + 1)
 
 
 LORA_LAYERS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",  # with Hugging Face's names
@@ -365,7 +385,7 @@ def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     Args:
         start_is_read: the checkpoint that the settings name has completed the model's shape.
     """
-    for topic in (numeric_rules, sharding_rules, path_rules, stage_rules):
+    for topic in (numeric_rules, sharding_rules, path_rules, stage_rules, measurement_rules):
         yield from topic(config)
     if start_is_read or not names_start(config):
         yield from shape_rules(config)
@@ -484,3 +504,17 @@ def stage_rules(c: Config) -> Iterator[str]:
         yield f"DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid, not with {c.dpo_loss}"
     if c.distillation_enabled and c.teacher_model is None:
         yield "DISTILLATION_ENABLED=true needs TEACHER_MODEL: a checkpoint, a model folder or a hub name"
+
+
+def measurement_rules(c: Config) -> Iterator[str]:
+    """Which steps are measured."""
+    for name in ("power_steps", "profile_steps"):
+        try:
+            step_window(getattr(c, name))
+        except ValueError:
+            yield (f"{name.upper()}={getattr(c, name)} must be the first and the last step, counted from 1, "
+                   "such as 3:7")
+    if c.power_steps and not c.power_hz:
+        yield f"POWER_STEPS={c.power_steps} needs samples; set POWER_HZ above 0, such as 50, or remove it"
+    if c.memory_snapshot and c.device == "cpu":
+        yield f"MEMORY_SNAPSHOT={c.memory_snapshot} records CUDA allocations, but DEVICE=cpu; remove it"

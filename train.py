@@ -41,8 +41,8 @@ from parallel.collectives import Interrupted, classify_exception, stop_watchdog
 from parallel.sharding import FiniteGradients, average_vectors, is_sharded
 from training import diagnostics, preflight
 from training.evaluation import due, evaluate
+from training.measurements import Measurements
 from training.optim import learning_rate
-from training.phases import Phases
 from training.run_log import console_line
 from training.setup import open_run
 from training.state import Run, StepResult, begin, how_to_resume, keep_settings, save_checkpoint
@@ -105,14 +105,14 @@ def train_loop(run: Run) -> int:
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
-    phases = Phases(run)
     try:
-        with phases, run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
+        with Measurements(run) as measured, \
+                run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
-            latest = {} if progress.pending_metrics is None else finish_step(run, phases)
+            latest = {} if progress.pending_metrics is None else finish_step(run, measured)
             first = progress.step
             while not run.finished:
-                HEARTBEAT.enter("data", progress.step + 1)
+                measured.begin_step(progress.step + 1)
                 batches, count = next(loader)
                 seed_step(config.seed, progress.step, run.ranks.rank)
                 lr = learning_rate(progress.updates, config)
@@ -129,14 +129,14 @@ def train_loop(run: Run) -> int:
                     handle_loss_spike(run, batches, result)
                 run.advance(result)
 
-                HEARTBEAT.begin("other")
+                measured.end_step(progress.step, batches)
                 if due(config.log_every, progress.step, run.finished):
-                    progress.pending_metrics = step_metrics(run, result, lr, phases.read_steps())
+                    progress.pending_metrics = step_metrics(run, result, lr, measured.read_steps())
                 if due(config.drift_check_every, progress.step, run.finished):
                     check_replicas(run)
                 if result.stop:
                     raise Interrupted
-                latest = finish_step(run, phases)
+                latest = finish_step(run, measured)
     except Interrupted:
         if progress.pending_metrics:
             log.step({"step": progress.step, **progress.pending_metrics})
@@ -145,7 +145,7 @@ def train_loop(run: Run) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    preflight.print_summary(run, phases, first, latest)
+    preflight.print_summary(run, measured.phases, first, latest)
     return 0
 
 
@@ -241,27 +241,22 @@ def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
         return math.isfinite(sums["loss"]) and are_finite()
 
 
-def step_metrics(run: Run, result: StepResult, lr: float, seconds: dict[str, float]) -> dict[str, Any]:
+def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, float]) -> dict[str, Any]:
     """The metrics of a logged step, which are also printed.
 
     Args:
-        seconds: those of a step, and of its phases.
+        measured: its speed, and more.
     """
-    config, ranks, progress = run.config, run.ranks, run.progress
-    tokens_per_second = config.total_batch_size / seconds["step_seconds"]
+    config, progress = run.config, run.progress
     metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
-               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen,
-               "tokens_per_second": tokens_per_second, **seconds,
-               "peak_memory_bytes": diagnostics.peak_memory_bytes(ranks.device)}
-    if peak := diagnostics.peak_flops(ranks.device, config.peak_tflops):
-        flops = diagnostics.flops_per_token(config, run.inputs.tokenizer.vocab_size, config.max_seq_len)
-        metrics["mfu"] = tokens_per_second * flops / (peak * ranks.world_size)
-    seconds_left = (config.max_steps - progress.step) * seconds["step_seconds"]
+               "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, **measured,
+               "peak_memory_bytes": diagnostics.peak_memory_bytes(run.ranks.device)}
+    seconds_left = (config.max_steps - progress.step) * measured["step_seconds"]
     run.log.info(console_line(progress.step, config.max_steps, metrics, seconds_left))
     return metrics
 
 
-def finish_step(run: Run, phases: Phases) -> dict[str, Any]:
+def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     """Evaluate, log and save what is due after the last step; returns its metrics.
 
     Collective: every rank must call it.
@@ -273,7 +268,7 @@ def finish_step(run: Run, phases: Phases) -> dict[str, Any]:
     evaluate(run)
     metrics, progress.pending_metrics = progress.pending_metrics, None
     if metrics:
-        run.log.step({"step": progress.step, **metrics, **phases.read_pauses()})
+        run.log.step({"step": progress.step, **metrics, **measured.read_pauses()})
     new_best = progress.best_step == progress.step and config.keep_best > 0 < config.save_every
     if run.finished or (progress.step > 0 and (new_best or due(config.save_every, progress.step))):
         save_checkpoint(run)

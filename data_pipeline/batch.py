@@ -18,6 +18,12 @@ class Batch:
     document_ids_BT: torch.Tensor | None = None  # int32, from 1 in each row; None = no document mask
     target_index_M: torch.Tensor | None = None  # int64, where the flattened targets are; None = everywhere
     stored: dict[str, torch.Tensor] = field(default_factory=dict)  # precomputed; the first axis is the row
+    padding: int = 0  # tokens that belong to no document
+
+    @property
+    def targets(self) -> int:
+        """The positions that the head predicts; known without a GPU sync."""
+        return self.targets_BT.numel() if self.target_index_M is None else len(self.target_index_M)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device, without waiting for the copy of pinned memory.
@@ -34,7 +40,8 @@ class Batch:
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         tensors = (self.tokens_BT, self.targets_BT, self.document_ids_BT, self.target_index_M)
         return Batch(*(None if tensor is None else change(tensor) for tensor in tensors),
-                     stored={name: change(tensor) for name, tensor in self.stored.items()})
+                     stored={name: change(tensor) for name, tensor in self.stored.items()},
+                     padding=self.padding)
 
     def ignore_from(self, row: int) -> "Batch":
         """Return the batch without targets in the rows from `row` on, which are padding."""
@@ -67,7 +74,7 @@ def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
         target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
     stored = {name: joined(padded([batch.stored[name] for batch in batches])) for name in batches[0].stored}
     return Batch(joined([batch.tokens_BT for batch in batches]), targets_BT, document_ids_BT, target_index_M,
-                 stored)
+                 stored, sum(batch.padding for batch in batches))
 
 
 ReadRows = Callable[[np.ndarray], Batch]

@@ -183,7 +183,7 @@ class ExampleRows:
     def __call__(self, indices: np.ndarray) -> Batch:
         shape = len(indices), self.row_tokens
         tokens_BT, targets_BT = np.zeros(shape, np.int64), np.full(shape, IGNORE_INDEX, np.int64)
-        document_ids_BT = np.empty(shape, np.int32)
+        document_ids_BT, padding = np.empty(shape, np.int32), 0
         for row, index in enumerate(indices.tolist()):
             end = 0
             for document, (ids, is_target) in enumerate(self._documents(index), 1):
@@ -192,10 +192,11 @@ class ExampleRows:
                 np.copyto(targets_BT[row, start:end], ids[1:], where=is_target[1:])
                 document_ids_BT[row, start:end] = document
             document_ids_BT[row, end:] = document + 1
+            padding += self.row_tokens - end
         target_index_M = np.flatnonzero(targets_BT != IGNORE_INDEX)
         return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT),
                      torch.from_numpy(document_ids_BT) if self.numbered else None,
-                     torch.from_numpy(target_index_M))
+                     torch.from_numpy(target_index_M), padding=padding)
 
     def _documents(self, row: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the token ids of each document of a row, and which of them are targets."""

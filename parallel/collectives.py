@@ -75,6 +75,16 @@ class Ranks:
             return [float(value) for value in values]
         return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
 
+    def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's float64 values, equally many, in rank order.
+
+        Collective: every rank must call it.
+        """
+        rows = [[0.0] * len(values) for _ in range(self.world_size)]
+        rows[self.rank] = [*values]
+        flat, size = self.all_reduce_floats([value for row in rows for value in row]), len(values)
+        return [flat[rank * size:(rank + 1) * size] for rank in range(self.world_size)]
+
     def tolist(self, tensor: torch.Tensor) -> list[float]:
         """Return tensor.tolist(). On a GPU this is where the host waits for the other ranks."""
         with HEARTBEAT.waiting():

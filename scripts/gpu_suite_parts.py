@@ -3,7 +3,10 @@
 Each result is written to PART.notes.jsonl at once, so that none is lost if the part is killed at its limit.
 """
 
+import csv
+import gzip
 import json
+import math
 import os
 import platform
 import re
@@ -281,6 +284,82 @@ def fsdp(task: Task) -> None:
         task.check(f"{name}: losses apart", len(apart) == 5 and max(apart) < 1e-3, max(apart, default="none"))
 
 
+def power(task: Task) -> None:
+    """A run whose power is sampled and of which single steps are profiled: is what it wrote plausible?"""
+    from checkpoint.schema import read_entries
+
+    steps, last = ("2:3", 4) if task.tiny else ("20:40", 60)
+    changes = {"power_hz": 50, "power_steps": steps, "profile_steps": "2:3"}
+    if task.cuda:
+        changes["memory_snapshot"] = 2
+    else:
+        changes["peak_tflops"] = 1
+    code, output = task.run("train.py", *flags_of(task, "power", max_steps=last, **changes))
+    task.check("exit code", code == 0, code)
+    folder = task.runs / "power"
+    lines = [line for line in read_entries(folder / "metrics.jsonl") if "train_loss" in line]
+    for name in ("mfu", "hfu"):
+        task.check(name, 0 < lines[-1].get(name, 0) < 1, lines[-1].get(name))
+    # The profile.
+    [trace] = (folder / "profile").glob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    kernels = sum(event.get("cat") == "kernel" for event in events)
+    task.check("CUDA kernels in the profile", kernels > 0 or not task.cuda, kernels)
+    text = next((folder / "profile").glob("*.txt")).read_text()
+    share = float(re.search(r"([\d.]+)% are counted", text)[1])
+    task.check("counted FLOPs, percent of the formula's", 98 < share < 102, share)
+    if task.cuda:
+        size = sum(path.stat().st_size for path in (folder / "profile").glob("memory-step-2.pickle"))
+        task.check("bytes of the memory snapshot", size > 0, size)
+    # The power.
+    if not (folder / "power.csv").exists():
+        task.check("power", not task.cuda, "no counter that can be read")
+        return
+    with open(folder / "power.csv", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    samples, marks = ([row for row in rows if bool(row["gpu"]) is kind] for kind in (True, False))
+    check_power(task, lines, samples, marks)
+
+
+def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str, str]],
+                marks: list[dict[str, str]]) -> None:
+    """Check what `power` measured.
+
+    Args:
+        lines: of metrics.jsonl.
+        samples, marks: of power.csv.
+    """
+    limit, line = math.inf, lines[-1]
+    if task.cuda:
+        import pynvml
+
+        pynvml.nvmlInit()
+        limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1000
+        task.figure("power limit, W", limit)
+    watts = [float(row["watts"]) for row in samples if row["watts"]]
+    task.check("highest power, W", 0 < max(watts) <= 1.1 * limit, max(watts))  # it is exceeded for moments
+    for name in ("power_watts", "joules_per_token", "gpu_utilization", "gpu_memory_bytes", "gpu_clock_mhz",
+                 "gpu_temperature_celsius", "gpu_throttled"):
+        on_cpu = name in ("power_watts", "joules_per_token")
+        task.check(name, name in line or not (task.cuda or on_cpu), line.get(name))
+    # In the window: the rate, how often the driver has a new value, and the energy counter.
+    steps = range(*((2, 4) if task.tiny else (21, 40)))
+    inside = [row for row in samples if int(row["step"]) in steps and row["watts"]]
+    seconds = float(inside[-1]["time"]) - float(inside[0]["time"]) if len(inside) > 1 else math.inf
+    rate = len(inside) / seconds
+    task.check("samples a second in the window", rate > 40 or task.tiny, rate)
+    values = [row["watts"] for row in inside]
+    task.figure("new values a second in the window", sum(map(str.__ne__, values, values[1:])) / seconds)
+    counted = [entry["power_watts"] for entry in lines if entry["step"] in steps and "power_watts" in entry]
+    if counted and values:
+        ratio = sum(counted) / len(counted) / (sum(map(float, values)) / len(values))
+        task.check("energy counter / mean of the samples", 0.8 < ratio < 1.25 or task.tiny, ratio)
+    first, last = float(samples[0]["time"]), float(samples[-1]["time"])
+    outside = sum(not first <= float(row["time"]) <= last for row in marks)
+    task.figure("marks", len(marks))
+    task.check("marks outside of the samples", outside == 0, outside)
+
+
 def speed(task: Task, model: str, tiny_contenders: str) -> None:
     """Run scripts/benchmark.py on one model, and record each contender as soon as it ends."""
     def on_line(line: str) -> None:
@@ -327,7 +406,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage-lora-dpo": dict(DPO, dpo_reference="live", lora_enabled="true", lora_rank=4),
     "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
 PARTS: dict[str, Callable[[Task], None]] = {
-    "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops,
+    "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power,
     **{name: partial(from_probe, name=name)
        for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
     **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")

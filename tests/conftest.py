@@ -41,6 +41,21 @@ def no_hang():
     signal.signal(signal.SIGALRM, earlier)
 
 
+@pytest.fixture
+def nvml(monkeypatch):
+    """A function that puts a machine with NVML in place of this one."""
+    from nvml_stub import Pynvml
+
+    def install(fails: str = "") -> Pynvml:
+        module = Pynvml(fails)
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+        return module
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    return install
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """The folder of real data sets; without it, tests that need it are skipped."""

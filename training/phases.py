@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from common.heartbeat import HEARTBEAT, ignore
+from common.heartbeat import HEARTBEAT
 from training.state import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
@@ -155,14 +155,6 @@ class Phases:
         self.to_compare: list[Counter[str]] = []  # without the first step, which compiles
         self.own_pauses: Counter[str] = Counter()  # since the last comparison
         self.is_first_step = True
-
-    def __enter__(self) -> "Phases":
-        HEARTBEAT.on_mark = self.mark
-        HEARTBEAT.begin("other")
-        return self
-
-    def __exit__(self, *_) -> None:
-        HEARTBEAT.on_mark = ignore
 
     def mark(self, name: str, waits: bool) -> None:
         """Note that a phase begins, or that this rank begins or ends to wait for others in it."""

@@ -13,6 +13,7 @@ import torch
 
 import lora
 from checkpoint import hf_format, peft_format, store
+from common.errors import SettingsError
 from common.heartbeat import HEARTBEAT
 from config import Config
 from dataloaders import cache_of, open_rows
@@ -43,8 +44,15 @@ from training.state import Inputs, Progress, Run, finish_report, trained_bytes
 
 
 def prepare_device(config: Config) -> torch.device:
-    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says."""
+    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says.
+
+    Raises:
+        SettingsError: the settings need another device.
+    """
     device = torch.device(choose_device(config))
+    if config.memory_snapshot and device.type != "cuda":
+        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, and torch "
+                            "sees no GPU here; remove it")
     make_deterministic(config, device.type)
     return device
 

@@ -1,94 +1,15 @@
 """GPUs are chosen as asked, from those that are there, visible and not partitioned."""
 
-import inspect
 import os
 import sys
 from argparse import ArgumentTypeError
-from types import ModuleType, SimpleNamespace
 
 import pytest
+from nvml_stub import GIB
 
 from common.errors import SettingsError
 from parallel import gpus
 from parallel.gpus import Gpu, Wanted, choose
-
-GIB = 2**30
-
-
-class NVMLError(Exception):
-    """As pynvml's."""
-
-
-class NVMLError_NotSupported(NVMLError):  # noqa: N801
-    """As pynvml's."""
-
-
-# What nvidia-smi shows of a machine: processes, GiB in use, percent, partitioned.
-MACHINE = [(0, 1, 0, False), (2, 1, 0, False), (0, 1, 3, False), (0, 70, 0, False), (0, 1, 55, False), (0, 1, 0, True)]
-
-
-class Pynvml(ModuleType):
-    """NVML's functions that are used, with the signatures of nvidia-ml-py, for MACHINE."""
-
-    NVMLError, NVMLError_NotSupported = NVMLError, NVMLError_NotSupported
-
-    def __init__(self, fails: str = ""):
-        super().__init__("pynvml")
-        self.is_open, self.fails = False, fails
-
-    def nvmlInit(self):
-        if self.fails == "nvmlInit":
-            raise NVMLError("NVML Shared Library Not Found")
-        self.is_open = True
-
-    def nvmlShutdown(self):
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):
-        assert self.is_open
-        return len(MACHINE)
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return MACHINE[index]
-
-    def nvmlDeviceGetUUID(self, handle):
-        return f"GPU-{MACHINE.index(handle)}0f3"
-
-    def nvmlDeviceGetMemoryInfo(self, handle, version=None):
-        return SimpleNamespace(total=80 * GIB, free=(80 - handle[1]) * GIB, used=handle[1] * GIB)
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        if self.fails == "nvmlDeviceGetUtilizationRates":
-            raise NVMLError_NotSupported("Not Supported")
-        return SimpleNamespace(gpu=handle[2], memory=0)
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        return [SimpleNamespace(pid=1, usedGpuMemory=None)] * handle[0]
-
-    def nvmlDeviceGetMigMode(self, device):
-        return [int(device[3]), int(device[3])]
-
-
-@pytest.fixture
-def nvml(monkeypatch):
-    """A function that puts a machine with NVML in place of this one."""
-    def install(fails: str = "") -> Pynvml:
-        module = Pynvml(fails)
-        monkeypatch.setitem(sys.modules, "pynvml", module)
-        return module
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-    return install
-
-
-def test_the_stub_has_the_signatures_of_nvidia_ml_py():
-    real = pytest.importorskip("pynvml")
-    for name, function in vars(Pynvml).items():
-        if name.startswith("nvml"):
-            theirs = inspect.signature(getattr(real, name)).parameters
-            assert [*inspect.signature(function).parameters][1:] == [*theirs], name
-    assert issubclass(real.NVMLError_NotSupported, real.NVMLError)
 
 
 def test_every_gpu_is_read_as_it_is(nvml):
