@@ -131,6 +131,17 @@ class LedgerLine(Line):
     updated: bool
 
 
+class EvaluationLine(Line):
+    """One line of evaluations.jsonl, apart from its scores (`item_scores`)."""
+
+    name: str
+    items: str
+    n: Count
+
+
+SCHEMAS = {"ledger.jsonl": LedgerLine, "evaluations.jsonl": EvaluationLine}  # of other logs: Line
+
+
 def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's JSON file, with defaults for missing fields.
 
@@ -166,7 +177,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
     Raises:
         OSError: the file cannot be read, or is no regular file.
     """
-    schema = LedgerLine if path.name == "ledger.jsonl" else Line
+    schema = SCHEMAS.get(path.name, Line)
     with open(path, "rb", opener=plain) as file:
         while line := file.readline(MAX_LINE_BYTES):
             try:

@@ -1,0 +1,87 @@
+"""evaluations.jsonl: the results of evaluations item by item, with which two runs can be compared in pairs."""
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+
+from checkpoint.schema import read_entries
+
+BITS = ("correct", "correct_norm", "exact")  # right or wrong, in the order of the items
+NUMBERS = ("loss", "count", "rouge_l")
+VALIDATION, GENERATION = "validation", "generation"  # names of lines; others are those of multiple-choice sets
+
+
+class ItemScores(NamedTuple):
+    """One evaluation after one step."""
+
+    step: int
+    name: str
+    items: str  # a hash of what was evaluated; only scores of the same items can be compared in pairs
+    scores: dict[str, np.ndarray]  # by metric, a value for each item: bool for BITS, float64 for NUMBERS
+
+
+def packed_bits(values: Sequence[bool] | np.ndarray) -> str:
+    """Return booleans as base64 text, eight in a byte, the first one highest."""
+    return base64.b64encode(np.packbits(np.asarray(values, bool)).tobytes()).decode()
+
+
+def unpacked_bits(text: str, count: int) -> np.ndarray:
+    """Invert `packed_bits`. Raises ValueError if the text does not hold this many."""
+    data = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    if len(data) != -(-count // 8):
+        raise ValueError(f"{len(data)} bytes for {count} items")
+    return np.unpackbits(data, count=count).astype(bool)
+
+
+def read_item_scores(path: Path) -> Iterator[ItemScores]:
+    """Yield the evaluations of a run, as they were made; a line that is not valid is left out.
+
+    Raises:
+        CheckpointError: the file exists and cannot be read.
+    """
+    for entry in read_entries(path):
+        try:
+            yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
+        except (TypeError, ValueError):
+            continue
+
+
+def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return the scores of a line. Raises TypeError or ValueError if one does not fit the number of items."""
+    scores = {name: unpacked_bits(entry[name], entry["n"]) for name in BITS if name in entry}
+    scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
+    if any(values.shape != (entry["n"],) for values in scores.values()):
+        raise ValueError("not one value for each item")
+    return scores
+
+
+def measured_as(name: str) -> str:
+    """Return the metric in metrics.jsonl that has the result of an evaluation of this name."""
+    return {VALIDATION: "val_loss", GENERATION: "generation_n"}.get(name, f"{name}_acc")
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Return the standard error of the values' mean; 0 for a single one, about which nothing is known."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def ratio_error(losses: np.ndarray, counts: np.ndarray) -> Optional[float]:
+    """Return the standard error of the mean loss of all units, from blocks of units; None for fewer than two.
+
+    Units of a block are alike, and blocks differ in size. The mean R is the ratio of two sums over B blocks,
+    of their loss sums L and their counts C; its variance is B / (B - 1) * sum((L - R C)^2) / sum(C)^2.
+
+    Args:
+        losses: the mean loss of each block.
+        counts: the units of each block.
+    Source: Cochran 1977, Sampling Techniques, chapter 6, the ratio estimate without finite correction.
+    """
+    blocks, total = len(losses), counts.sum()
+    if blocks < 2 or not total:
+        return None
+    deviations = counts * (losses - (losses * counts).sum() / total)
+    return math.sqrt(blocks / (blocks - 1) * float((deviations**2).sum())) / float(total)
