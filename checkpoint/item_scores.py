@@ -1,4 +1,4 @@
-"""evaluations.jsonl: the results of evaluations item by item, with which two runs can be compared in pairs."""
+"""evaluations.jsonl: the results of evaluations item by item, by which two runs are compared in pairs."""
 
 import base64
 import math
@@ -12,7 +12,7 @@ from checkpoint.schema import read_entries
 
 BITS = ("correct", "correct_norm", "exact")  # right or wrong, in the order of the items
 NUMBERS = ("loss", "count", "rouge_l")
-VALIDATION, GENERATION = "validation", "generation"  # names of lines; others are those of multiple-choice sets
+VALIDATION, GENERATION = "validation", "generation"  # lines of other names are of multiple-choice sets
 
 
 class ItemScores(NamedTuple):

@@ -8,28 +8,33 @@ import queue
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
-from checkpoint.schema import read_lines
+from checkpoint.item_scores import measured_as
+from checkpoint.schema import Line, read_lines
 from common.errors import CheckpointError, requires_package
 from common.files import NotAFileError, plain
 from common.text import duration, print_safely, print_traceback, printable
 from config import Config
 from parallel.gpus import number_of
 
-LOGS = ("metrics", "samples", "ledger")  # the JSON-lines files of a run
+LOGS = ("metrics", "samples", "evaluations", "ledger")  # the JSON-lines files of a run
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None:
+def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
+                     is_kept: Callable[[Line], bool] = lambda line: False) -> None:
     """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
+
+    Args:
+        is_kept: tells of a line of a later step whether it is kept too.
     Raises:
         OSError: the file cannot be read or written, or is no regular file.
     """
@@ -42,7 +47,7 @@ def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None]) -> None
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-            if entry is None or entry.step <= step:
+            if entry is None or entry.step <= step or is_kept(entry):
                 (bad if entry is None else kept).write(line + b"\n")
     os.replace(beside, path)
     if bad_lines:
@@ -230,12 +235,14 @@ class RunLog:
         self.lines: dict[str, LineFile] = {}  # by their names in LOGS
         self.trackers: list[Tracker] = []
 
-    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "") -> None:
+    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "",
+             measured: Collection[str] = ()) -> None:
         """Write into the run's folder from now on, and what was logged before.
 
         Args:
             step: the last one whose metrics are complete.
             steps_taken: may be one more, if a signal interrupted what follows the last step.
+            measured: the metrics of that step which are complete already.
         Raises:
             CheckpointError: it cannot be written.
         """
@@ -247,7 +254,9 @@ class RunLog:
         for name in LOGS:
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                keep_lines_up_to(path, steps_taken if name == "ledger" else step, self.warn)
+                is_kept = lambda line, name=name: line.step == steps_taken and (
+                    name == "ledger" or name == "evaluations" and measured_as(line.name) in measured)
+                keep_lines_up_to(path, step, self.warn, is_kept)
             self.lines[name] = LineFile(path, self.warn)
         if self.config.wandb_enabled:
             start = lambda: start_wandb(self.config, run_dir, wandb_run_id)
@@ -299,6 +308,10 @@ class RunLog:
     def entry(self, step: int, facts: dict[str, Any]) -> None:
         """Log a step's line in ledger.jsonl: which rows it read, and its result."""
         self._write_json("ledger", {"step": step, **finite(facts)})
+
+    def evaluation(self, step: int, facts: dict[str, Any]) -> None:
+        """Log the results of an evaluation item by item, in evaluations.jsonl."""
+        self._write_json("evaluations", {"step": step, **facts})
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
