@@ -288,7 +288,7 @@ def harness(model, tokenizer, tmp_path_factory):
 
 def assert_equal_judgement(judged, model, tokenizer, items) -> None:
     tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
-    for (acc, acc_norm, logprobs), task in zip(judged, tasks, strict=True):
+    for (_, _, logprobs), task in zip(judged, tasks, strict=True):
         np.testing.assert_allclose(ending_logprobs(model, [task], CPU)[0], logprobs, atol=1e-3)
     correct_N2 = evaluate(model, tasks, device=CPU, batch_tokens=4000)
     assert correct_N2.tolist() == [[bool(acc), bool(acc_norm)] for acc, acc_norm, _ in judged]
