@@ -1,7 +1,6 @@
 """What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -187,20 +186,9 @@ def print_summary(run: Run, seconds: float, first_step: int, latest: dict) -> No
         info(f"Generate text:   python scripts/generate.py {run.saved}")
     else:
         info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
-    info(f"Evaluate it:     lm_eval --model hf --model_args {lm_eval_args(run)} --tasks hellaswag")
+    info(f"Evaluate it:     python scripts/evaluate.py {run.saved} --tasks hellaswag,arc_easy")
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
-
-
-def lm_eval_args(run: Run) -> str:
-    """What lm-evaluation-harness needs to load the model that a run has saved."""
-    if not run.config.lora_enabled:
-        return shlex.quote(f"pretrained={run.saved.absolute()}")
-    names = adapter_state_dict(run.model)
-    if run.config.tie_embeddings and not all(name.endswith((".lora_A", ".lora_B")) for name in names):
-        # lm_eval ties the weights again, which transformers cannot do while PEFT wraps the embedding.
-        return "pretrained=FOLDER"  # of the line on merging
-    return shlex.quote(f"pretrained={run.progress.base},peft={run.saved.absolute()}")
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
