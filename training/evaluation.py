@@ -15,6 +15,7 @@ from common.heartbeat import HEARTBEAT
 from common.text import duration
 from config import Config
 from data_pipeline.chat_templates import load_chat_format
+from data_pipeline.held_out import HeldOut
 from fused.chunked_head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
 from model import Transformer
@@ -175,9 +176,14 @@ def generation(run: Run) -> Result:
             answers = generate(run.model, prompts, config.generation_eval_tokens, stop_ids=stop_ids)
             written += zip(own, map(tokenizer.decode, answers))
     gathered = dict(pair for pairs in ranks.all_gather_json(written) for pair in pairs)
-    answers = [gathered[index] for index in range(len(held_out))]
+    # By one rank, because the packages take seconds to import.
+    return Result(*ranks.broadcast(ranks.on_rank0(lambda: compare(held_out, gathered, tokenizer))))
 
+
+def compare(held_out: Sequence[HeldOut], written: dict[int, str], tokenizer: Any) -> Result:
+    """The scores of the text that was written after each prompt."""
     prompts, references = ([tokenizer.decode(ids) for ids in column] for column in zip(*held_out))
+    answers = [written[index] for index in range(len(held_out))]
     scores = score_texts(answers, references)
     texts = [{"prompt": prompt, "reference": reference, "answer": answer}
              for prompt, reference, answer in zip(prompts[:TEXTS_KEPT], references, answers)]

@@ -89,7 +89,8 @@ def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
     if config.validate_every or config.generation_eval_every:
         rows = open_rows(config, "validation", tokenizer, verify)
     if config.generation_eval_every:
-        import_scorers()
+        if verify != "never":  # one rank scores for all
+            import_scorers()
         held_out = read_held_out(rows, config.generation_eval_examples)
     named_sets = config.choice_sets if config.hellaswag_every else ()
     return {"validation_rows": rows if config.validate_every else None,
