@@ -84,8 +84,8 @@ class DataConfig(Section):
     cache_dir: Optional[str] = safe(
         None, "folder of what is computed from data once; none = beside it, or in OUTPUT_DIR if read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items, jsonl or jsonl.gz")
-    eval_tasks: str = safe(
-        "", "more multiple-choice sets in HellaSwag's schema, at its rhythm: name:file,name:file,...")
+    eval_tasks: Optional[str] = safe(
+        None, "more multiple-choice sets in HellaSwag's schema, at its rhythm: name:file,name:file,...")
     tokenizer_path: Optional[str] = safe(None, "a tiktoken BPE file, a tokenizer.json, or a hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe("auto", "auto = by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash shards only if size or time changed")
@@ -341,7 +341,7 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
     @property
     def further_tasks(self) -> list[EvalTask]:
         """EVAL_TASKS; one without a colon has no path."""
-        parts = [entry.partition(":") for entry in self.eval_tasks.split(",") if entry.strip()]
+        parts = [entry.partition(":") for entry in (self.eval_tasks or "").split(",") if entry.strip()]
         return [EvalTask(name.strip(), name.strip(), os.path.expanduser(path.strip()),
                          f"EVAL_TASKS={name.strip()}:") for name, _, path in parts]
 

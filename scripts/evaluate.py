@@ -80,7 +80,7 @@ def main() -> None:
     if harness:
         if config.world_size > 1:
             raise SettingsError("--tasks runs in one process; start it without a launcher")
-        harness.open()
+        _ = harness.opened  # a typo is told before anything else takes long
     device, results, rows = prepare_device(config), {}, []
     with joined_ranks(device.type, config.distributed_timeout) as ranks:
         say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
@@ -91,10 +91,9 @@ def main() -> None:
             results |= metrics
             rows += found
         step, is_rank0 = run.progress.step, ranks.is_rank0
-    dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
     if harness:
         del run  # for its memory
-        metrics, found = harness.evaluate(folder, args.base, str(device), dtype, config.micro_batch_size)
+        metrics, found = harness.evaluate(folder, args.base, config, device)
         results |= metrics
         rows += found
     if not is_rank0:
@@ -103,6 +102,7 @@ def main() -> None:
         raise SettingsError(f"nothing to evaluate: {folder} comes with no settings that name something; name "
                             "prepared data with --data, HellaSwag's items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
+    dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
     show(f"{folder}{f' (step {step:,})' if step else ''}, {dtype} on {device}, "
          f"{config.max_seq_len:,} tokens at a time", *table(rows))
     if args.json:

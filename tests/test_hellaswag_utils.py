@@ -218,7 +218,7 @@ def test_items_with_other_numbers_of_endings_share_a_batch(model, tokenizer, ite
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 40])
-def test_ranks_together_answer_what_one_process_answers_item_by_item(model, tokenizer, items, world_size):
+def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, world_size):
     tasks = prepare_tasks(items[:23], tokenizer, MAX_SEQ_LEN)
     one = evaluate(model, tasks, device=CPU, batch_tokens=1500)
     together, forwards, answered = np.zeros((23, 2), int), [], []

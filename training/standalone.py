@@ -4,8 +4,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
+
+import torch
 
 from checkpoint import peft_format, store
 from common.errors import DataError, SettingsError, requires_package
@@ -148,7 +151,7 @@ def evaluate_model(run: Run) -> Iterator[tuple[dict[str, float], list[Row]]]:
 # ----------------------------------------------------------------------------- lm-evaluation-harness
 
 
-@dataclass(frozen=True)
+@dataclass
 class Harness:
     """Tasks of lm-evaluation-harness, and how they are asked."""
 
@@ -157,20 +160,22 @@ class Harness:
     num_fewshot: Optional[int] = None  # None: as the task says
     limit: Optional[int] = None  # items of each task; None: all
 
-    def evaluate(self, folder: Path, base: Optional[str], device: str, dtype: str,
-                 batch_size: int) -> tuple[dict[str, float], list[Row]]:
+    def evaluate(self, folder: Path, base: Optional[str], config: Config,
+                 device: torch.device) -> tuple[dict[str, float], list[Row]]:
         """Return the metrics `<task>_<metric>` and the rows of a model; adapters are merged into their base.
 
         Raises:
             CheckpointError, SettingsError: the model cannot be used, or a task is unknown.
         """
-        manager, simple_evaluate, model_class = self.open()
+        manager, simple_evaluate, model_class = self.opened
+        of_run = bool(store.read_state(folder))
         with tempfile.TemporaryDirectory() as temporary:
             if (folder / peft_format.CONFIG_FILE).exists():
                 merge(folder, Path(temporary) / "merged", base)
                 folder = Path(temporary) / "merged"
-            model = model_class(str(folder), device=device, dtype=dtype, batch_size=batch_size,
-                                use_safetensors=True)
+            model = model_class(str(folder), device=str(device), dtype=choose_dtype(config, device.type),
+                                batch_size=config.micro_batch_size, use_safetensors=True,
+                                max_length=config.max_seq_len if of_run else None)
             found = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
                                     limit=self.limit, task_manager=manager, log_samples=False)
         metrics, rows = {}, []
@@ -187,15 +192,18 @@ class Harness:
                 rows.append(Row(task, name, value, stderr, None, n))
         return metrics, rows
 
-    def open(self) -> tuple[Any, Any, Any]:
-        """Return lm_eval's tasks, its function and its class of models. Raises SettingsError."""
+    @cached_property
+    def opened(self) -> tuple[Any, Any, Any]:
+        """lm_eval's tasks, its function and its class of models. Raises SettingsError if one is missing."""
         with requires_package("lm_eval", "--tasks"):
             from lm_eval import simple_evaluate
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
-        manager = TaskManager(include_path=self.include_path)
-        unknown = [task for task in self.tasks if not manager.match_tasks([task])]
-        if unknown:
-            raise SettingsError(f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval "
-                                "ls tasks` lists them, and --include-path names a folder with others")
-        return manager, simple_evaluate, HFLM
+        # Its own tasks are thousands of files, which take long to look through.
+        for with_its_own in (False, True) if self.include_path else (True,):
+            manager = TaskManager(include_path=self.include_path, include_defaults=with_its_own)
+            unknown = [task for task in self.tasks if not manager.match_tasks([task])]
+            if not unknown:
+                return manager, simple_evaluate, HFLM
+        raise SettingsError(f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls "
+                            "tasks` lists them, and --include-path names a folder with others")

@@ -111,7 +111,8 @@ def without_sums(metrics: list[dict]) -> list[dict]:
 def assert_alike(run: TinyRun, other: TinyRun) -> None:
     assert without_sums(run.metrics()) == without_sums(other.metrics())
     for name in SUMS:
-        assert run.column(name) == pytest.approx(other.column(name), rel=1e-5), name
+        # An error is a difference of nearly equal losses.
+        assert run.column(name) == pytest.approx(other.column(name), rel=1e-3 if name.endswith("stderr") else 1e-5), name
 
 
 def test_one_two_and_three_ranks_learn_and_measure_the_same(tiny_run):
