@@ -20,7 +20,6 @@ Shape suffixes: N items, B of a batch, E endings, T tokens of an item, M tokens 
 import gzip
 import hashlib
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from checkpoint.item_scores import error_of_share
 from common.errors import DataError
 from common.files import plain
 from config import Config, EvalTask
@@ -78,14 +78,9 @@ class ChoiceSet(NamedTuple):
         """Return what is logged of all its answers; the standard error is that of acc."""
         n = len(correct_N2)
         acc, acc_norm = (int(right) / n for right in correct_N2.sum(axis=0))
-        values = {"acc": acc, "acc_norm": acc_norm, "n": n, "stderr": error_of_share(acc, n),
-                  "chance": self.chance}
+        error = error_of_share(acc, n)
+        values = {"acc": acc, "acc_norm": acc_norm, "n": n, "stderr": error, "chance": self.chance}
         return {f"{self.name}_{metric}": value for metric, value in values.items()}
-
-
-def error_of_share(share: float, n: int) -> float:
-    """Return the standard error of a share: the sample's standard deviation divided by the root of n."""
-    return math.sqrt(share * (1 - share) / max(1, n - 1))
 
 
 # ------------------------------------------------------------------------------------------- items
@@ -96,9 +91,9 @@ def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     advice = GET_IT if named.setting == "HELLASWAG_PATH=" else "name a file in HellaSwag's schema"
     items = read_items(named.path, named.setting, advice)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
-    wording = json.dumps([(item.context, item.endings, item.label) for item in items])
-    return ChoiceSet(named.name, named.title, prepare_tasks(items, tokenizer, config.max_seq_len), chance,
-                     hashlib.sha256(wording.encode()).hexdigest())
+    wording = json.dumps([item[1:] for item in items]).encode()
+    tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
+    return ChoiceSet(named.name, named.title, tasks, chance, hashlib.sha256(wording).hexdigest())
 
 
 def read_items(path: str | Path, setting: str = "HELLASWAG_PATH=", advice: str = GET_IT) -> list[Item]:
@@ -214,8 +209,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
-    """Return the indices of all tasks, longest first, in batches of one or of at most `batch_tokens` padded
-    tokens."""
+    """Return all indices, longest task first, in batches of one or of `batch_tokens` padded tokens at most."""
     lengths = [len(task.tokens_T) for task in tasks]
     batches: list[list[int]] = []
     for index in sorted(range(len(tasks)), key=lengths.__getitem__, reverse=True):
@@ -274,10 +268,9 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
         model.train(was_training)
 
 
-def evaluate(model: Transformer, tasks: Sequence[Task], *, device: torch.device,
-             batch_tokens: int) -> np.ndarray:
+def evaluate(model: Transformer, tasks: Sequence[Task], **how) -> np.ndarray:
     """Return which tasks are answered right, (N, 2) bool as of `evaluate_batches`, in one process."""
     correct_N2 = np.zeros((len(tasks), 2), bool)
-    for indices, correct_B2 in evaluate_batches(model, tasks, device=device, batch_tokens=batch_tokens):
+    for indices, correct_B2 in evaluate_batches(model, tasks, **how):
         correct_N2[indices] = correct_B2
     return correct_N2

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 from checkpoint import peft_format, store
+from checkpoint.item_scores import error_of_share
 from common.errors import DataError, SettingsError, requires_package
 from config import Config, evaluation_rules
 from data_pipeline.manifest import MANIFEST, read_manifest
 from data_pipeline.mixture import is_mixture, read_mixture
 from dataloaders import open_rows
-from hellaswag_utils import error_of_share
 from model_utils import choose_dtype
 from parallel.collectives import RunContext
 from settings.load import Layer, validate
