@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -84,6 +84,8 @@ class DataConfig(Section):
     cache_dir: Optional[str] = safe(
         None, "folder of what is computed from data once; none = beside it, or in OUTPUT_DIR if read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items, jsonl or jsonl.gz")
+    eval_tasks: Optional[str] = safe(
+        None, "more multiple-choice sets in HellaSwag's schema, at its rhythm: name:file,name:file,...")
     tokenizer_path: Optional[str] = safe(None, "a tiktoken BPE file, a tokenizer.json, or a hub name")
     tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe("auto", "auto = by TOKENIZER_PATH")
     verify_data: Literal["auto", "always"] = safe("auto", "auto = hash shards only if size or time changed")
@@ -203,10 +205,15 @@ class EvaluationConfig(Section):
 
     validate_every: int = safe(250, "steps between validations; 0 = never", ge=0)
     validation_rows: int = curve(256, "rows of the held-out split, always the same", ge=1)
-    hellaswag_every: int = safe(500, "steps between HellaSwag evaluations; 0 = never", ge=0)
-    hellaswag_examples: int = curve(0, "number of items, from the first; 0 = all", ge=0)
+    hellaswag_every: int = safe(
+        500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
+    hellaswag_examples: int = curve(0, "number of items of each set, from the first; 0 = all", ge=0)
     hellaswag_name: str = safe("HellaSwag", "name of the items of HELLASWAG_PATH in the output")
-    hellaswag_batch_tokens: int = safe(16_384, "tokens in one forward of HellaSwag", ge=64)
+    hellaswag_batch_tokens: int = safe(16_384, "tokens in one forward of HellaSwag and EVAL_TASKS", ge=64)
+    generation_eval_every: int = safe(
+        0, "sft, dpo: steps between comparisons of answers with those held out; 0 = never", ge=0)
+    generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
+    generation_eval_tokens: int = curve(128, "tokens of such an answer at most", ge=1)
     sample_every: int = safe(500, "steps between generated samples; 0 = never", ge=0)
     sample_prompts: str = safe("", "texts to continue (in sft and dpo: user messages), separated by |")
     sample_tokens: int = safe(96, "tokens of a sample at most", ge=1)
@@ -334,6 +341,15 @@ NAMES_OR_PATHS = ("tokenizer_path", "teacher_model", *START_FROM)
 PREPARED_BY = {"pretrain": "pretrain", "sft": "instruct", "dpo": "dpo"}  # scripts/load_*_dataset.py
 
 
+class EvalTask(NamedTuple):
+    """A multiple-choice set that the settings name."""
+
+    name: str  # of its metrics
+    title: str
+    path: str
+    setting: str  # how the settings name the path, for errors
+
+
 class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig, EvaluationConfig,
              CheckpointConfig, LogConfig, LoraConfig, PreferenceConfig, DistillationConfig):
     """All sections in one: a function that needs one section accepts a Config."""
@@ -343,6 +359,19 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
     def expand_user(cls, path: Optional[str]) -> Optional[str]:
         """Expand ~, which no shell does in a file or after `--output-dir=`."""
         return path and os.path.expanduser(path)
+
+    @property
+    def further_tasks(self) -> list[EvalTask]:
+        """EVAL_TASKS; one without a colon has no path."""
+        parts = [entry.partition(":") for entry in (self.eval_tasks or "").split(",") if entry.strip()]
+        return [EvalTask(name.strip(), name.strip(), os.path.expanduser(path.strip()),
+                         f"EVAL_TASKS={name.strip()}:") for name, _, path in parts]
+
+    @property
+    def choice_sets(self) -> list[EvalTask]:
+        """All multiple-choice sets: HellaSwag first, if its items are named."""
+        first = EvalTask("hellaswag", self.hellaswag_name, self.hellaswag_path or "", "HELLASWAG_PATH=")
+        return [first] * bool(first.path) + self.further_tasks
 
     @property
     def accumulation_steps(self) -> int:
@@ -385,7 +414,8 @@ def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     Args:
         start_is_read: the checkpoint that the settings name has completed the model's shape.
     """
-    for topic in (numeric_rules, sharding_rules, path_rules, stage_rules, measurement_rules):
+    for topic in (numeric_rules, sharding_rules, path_rules, evaluation_rules, stage_rules,
+                  measurement_rules):
         yield from topic(config)
     if start_is_read or not names_start(config):
         yield from shape_rules(config)
@@ -453,12 +483,13 @@ def sharding_rules(c: Config) -> Iterator[str]:
 
 def path_rules(c: Config) -> Iterator[str]:
     """Paths are local and complete, and the run's name is a folder name."""
-    for name in (*LOCAL_PATHS, *NAMES_OR_PATHS):
-        if (value := getattr(c, name)) and is_url(value):
-            hub = " or a hub name" if name in NAMES_OR_PATHS else ""
-            yield (f"{name.upper()}={value} is a URL, and must be a local path{hub}; mount or copy it")
+    named = [(f"{name.upper()}=", getattr(c, name)) for name in (*LOCAL_PATHS, *NAMES_OR_PATHS)]
+    for setting, value in (*named, *((task.setting, task.path) for task in c.further_tasks)):
+        if value and is_url(value):
+            hub = " or a hub name" if setting[:-1].lower() in NAMES_OR_PATHS else ""
+            yield (f"{setting}{value} is a URL, and must be a local path{hub}; mount or copy it")
         elif value and re.search(r"\$[\w({]|`", value):
-            yield (f"{name.upper()}={value} has a variable or a command in it that nothing expands here; "
+            yield (f"{setting}{value} has a variable or a command in it that nothing expands here; "
                    "write its value (.env expands ${NAME})")
     if getattr(c, f"{c.training_stage}_data_path") is None:
         script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"
@@ -474,6 +505,24 @@ def path_rules(c: Config) -> Iterator[str]:
         yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
         yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it")
+
+
+def evaluation_rules(c: Config) -> Iterator[str]:
+    """The names of multiple-choice sets, and which stages have answers."""
+    names = [task.name for task in c.further_tasks]
+    for name, _, path, setting in c.further_tasks:
+        if not path:
+            yield f"EVAL_TASKS={name} is not of the form name:file; write for example arc:data/arc.jsonl"
+        elif not re.fullmatch("[a-z][a-z0-9_]*", name):
+            yield (f"{setting}{path}: a name has lower-case letters, digits and _, and begins with a letter; "
+                   "choose another")
+        elif names.count(name) > 1:
+            yield f"{setting}{path}: {name} is there {names.count(name)} times; choose another name"
+        elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
+            yield f"{setting}{path}: {name} is the name of other metrics; choose another"
+    if c.generation_eval_every and c.training_stage == "pretrain":
+        yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which the stages sft and "
+               "dpo have; set it to 0 with TRAINING_STAGE=pretrain")
 
 
 def stage_rules(c: Config) -> Iterator[str]:

@@ -1,5 +1,7 @@
 """HellaSwag: which of four endings is most likely? Scored like lm-evaluation-harness's `hellaswag`, 0-shot.
 
+Other multiple-choice sets (EVAL_TASKS) have the same schema, with any number of endings, and go the same way.
+
 Percent on the 10,042 items of the validation set:
 
     model          acc    acc_norm
@@ -12,12 +14,12 @@ Percent on the 10,042 items of the validation set:
 acc takes the ending with the highest log-probability, acc_norm the highest per character. The harness reads
 `ctx_a` and `ctx_b` and capitalizes the latter; `ctx` alone is read unchanged, so the score differs a little.
 
-Shape suffixes: B items, T tokens of an item, M tokens of all endings in a batch.
+Shape suffixes: N items, B of a batch, E endings, T tokens of an item, M tokens of all endings in a batch.
 """
 
 import gzip
+import hashlib
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -30,13 +32,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from checkpoint.item_scores import error_of_share
 from common.errors import DataError
 from common.files import plain
+from config import Config, EvalTask
 from data_pipeline.readers import flaw_of
 from fused.chunked_head import IGNORE_INDEX
 from model import SHARED_PREFIX, Transformer
 
-ENDINGS = 4
+MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits, unpacked; HellaSwag's have 3 kB and 13 MB
 GET_IT = "get it with scripts/load_hellaswag_dataset.py"
 
@@ -61,36 +65,42 @@ class Task(NamedTuple):
     label: int
 
 
-class Counts(NamedTuple):
-    """Correct answers among n items. Counts of batches and ranks can be added."""
+class ChoiceSet(NamedTuple):
+    """A multiple-choice set that is ready to be scored."""
 
-    correct: int = 0
-    correct_norm: int = 0
-    n: int = 0
+    name: str  # of its metrics
+    title: str  # on the console
+    tasks: list[Task]
+    chance: float  # the expected share of correct guesses
+    sha256: str  # of the items' wording and order
 
-    def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*(mine + theirs for mine, theirs in zip(self, other)))
-
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.n
-
-    @property
-    def accuracy_norm(self) -> float:
-        return self.correct_norm / self.n
-
-    @property
-    def standard_error(self) -> float:
-        """Of `accuracy`: the sample's standard deviation divided by the square root of n."""
-        return math.sqrt(self.accuracy * (1 - self.accuracy) / max(1, self.n - 1))
+    def metrics(self, correct_N2: np.ndarray) -> dict[str, float]:
+        """Return what is logged of all its answers; the standard error is that of acc."""
+        n = len(correct_N2)
+        acc, acc_norm = (int(right) / n for right in correct_N2.sum(axis=0))
+        error = error_of_share(acc, n)
+        values = {"acc": acc, "acc_norm": acc_norm, "n": n, "stderr": error, "chance": self.chance}
+        return {f"{self.name}_{metric}": value for metric, value in values.items()}
 
 
 # ------------------------------------------------------------------------------------------- items
 
 
-def read_items(path: str | Path) -> list[Item]:
+def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
+    """Return the first HELLASWAG_EXAMPLES items of a file, in tokens. Raises DataError."""
+    advice = GET_IT if named.setting == "HELLASWAG_PATH=" else "name a file in HellaSwag's schema"
+    items = read_items(named.path, named.setting, advice)[:config.hellaswag_examples or None]
+    chance = sum(1 / len(item.endings) for item in items) / len(items)
+    wording = json.dumps([item[1:] for item in items]).encode()
+    tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
+    return ChoiceSet(named.name, named.title, tasks, chance, hashlib.sha256(wording).hexdigest())
+
+
+def read_items(path: str | Path, setting: str = "HELLASWAG_PATH=", advice: str = GET_IT) -> list[Item]:
     """Return all items of a .jsonl or .jsonl.gz file in HellaSwag's schema.
 
+    Args:
+        setting, advice: what names the file, and what to do if it cannot be used.
     Raises:
         DataError: the file cannot be read, has no items, or a line that is not an item; names file:line.
     """
@@ -102,13 +112,13 @@ def read_items(path: str | Path) -> list[Item]:
                 left -= len(line)
                 if len(line) > LINE_BYTES or left < 0:
                     what = "a line of more than 1 MiB" if len(line) > LINE_BYTES else "more than 1 GiB"
-                    raise DataError(f"{path}:{number}: it holds {what}, so it is not HellaSwag; {GET_IT}")
+                    raise DataError(f"{path}:{number}: it holds {what}, so it is not HellaSwag; {advice}")
                 if line.strip():
                     items.append(parse_item(line, f"{path}:{number}"))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"HELLASWAG_PATH={path} cannot be read: {error}; {GET_IT}") from error
+        raise DataError(f"{setting}{path} cannot be read: {error}; {advice}") from error
     if not items:
-        raise DataError(f"HELLASWAG_PATH={path} holds no items; {GET_IT}")
+        raise DataError(f"{setting}{path} holds no items; {advice}")
     return items
 
 
@@ -136,15 +146,17 @@ def parse_item(line: bytes, where: str) -> Item:
 
     context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}" if "ctx_a" in record else text("ctx")
     endings, label = record.get("endings"), record.get("label")
-    if not isinstance(endings, list) or len(endings) != ENDINGS or any(map(flaw_of, endings)):
-        raise invalid(f"'endings' must be {ENDINGS} texts, got {endings!r:.60}")
-    if str(label) not in map(str, range(ENDINGS)):
-        raise DataError(f"{where}: 'label' must be 0 to {ENDINGS - 1}, got {label!r:.60}; use the validation "
-                        "split, as the test split has no labels")
+    if not isinstance(endings, list) or not 2 <= len(endings) <= MOST_ENDINGS or any(map(flaw_of, endings)):
+        raise invalid(f"'endings' must be 2 to {MOST_ENDINGS} texts, got {endings!r:.60}")
+    if str(label) not in map(str, range(len(endings))):
+        raise DataError(f"{where}: 'label' must be 0 to {len(endings) - 1}, got {label!r:.60}; use the "
+                        "validation split, as the test split has no labels")
     endings = [clean(ending) for ending in endings]
     if not all(endings):
         raise invalid(f"ending {endings.index('')} is empty")
-    return Item(where, clean(f"{text('activity_label')}: {context}"), endings, int(label))
+    if "activity_label" in record:  # other sets have none
+        context = f"{text('activity_label')}: {context}"
+    return Item(where, clean(context), endings, int(label))
 
 
 def clean(text: str) -> str:
@@ -154,7 +166,6 @@ def clean(text: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------ tokens
-
 
 
 def prepare_tasks(items: Sequence[Item], tokenizer, max_seq_len: int) -> list[Task]:
@@ -179,7 +190,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
         raise DataError(f"{item.where}: ending {endings.index([])} gives no token; remove the item")
     # The context's last token predicts each ending's first, so it begins each ending's document.
     context = [tokenizer.document_start_id, *context_ids]
-    prefix, heads = context[:-1], [context[-1:]] * ENDINGS
+    prefix, heads = context[:-1], [context[-1:]] * len(endings)
     if len(context) + longest - 1 > max_seq_len:
         # Each ending keeps as much of the context as fits beside it, so they share nothing.
         prefix, heads = [], [context[-(max_seq_len + 1 - len(ending)):] for ending in endings]
@@ -197,56 +208,69 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
 # ------------------------------------------------------------------------------------------ scores
 
 
-def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[Task]]:
-    """Return all tasks, longest first, in batches of one task or of at most `batch_tokens` padded tokens."""
-    batches: list[list[Task]] = []
-    for task in sorted(tasks, key=lambda task: len(task.tokens_T), reverse=True):
-        if batches and len(batches[-1][0].tokens_T) * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(task)
+def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
+    """Return all indices, longest task first, in batches of one or of `batch_tokens` padded tokens at most."""
+    lengths = [len(task.tokens_T) for task in tasks]
+    batches: list[list[int]] = []
+    for index in sorted(range(len(tasks)), key=lengths.__getitem__, reverse=True):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(index)
         else:
-            batches.append([task])
+            batches.append([index])
     return batches
 
 
 @torch.no_grad()
 def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.device) -> np.ndarray:
-    """Return the summed log-probability of each ending in nats, (B, 4) float64."""
+    """Return the summed log-probability of each ending in nats, (B, E) float64; -inf after an item's last."""
     pad = partial(pad_sequence, batch_first=True)
     tokens_BT = pad([task.tokens_T for task in batch]).long().to(device)
     targets_BT = pad([task.targets_T for task in batch], padding_value=IGNORE_INDEX).long()
     # On the CPU, where the model can look for a shared prefix without waiting for the device.
-    document_ids_BT = pad([task.documents_T for task in batch], padding_value=ENDINGS + 1)
+    document_ids_BT = pad([task.documents_T for task in batch], padding_value=MOST_ENDINGS + 1)
     is_target_BT = targets_BT != IGNORE_INDEX
     hidden_MD = model.hidden(tokens_BT, document_ids_BT)[is_target_BT.to(device)]
     logprob_M = model.logprobs(hidden_MD, targets_BT[is_target_BT].to(device)).double().cpu().numpy()
     lengths = np.array([length for task in batch for length in task.ending_tokens])
-    return np.add.reduceat(logprob_M, lengths.cumsum() - lengths).reshape(len(batch), ENDINGS)
+    return by_item(np.add.reduceat(logprob_M, lengths.cumsum() - lengths), batch, -np.inf)
 
+
+def by_item(values: np.ndarray | list, batch: Sequence[Task], fill: float) -> np.ndarray:
+    """Return values of all endings, item after item, as (B, E), filled up where an item has fewer endings."""
+    counts_B = np.array([len(task.ending_tokens) for task in batch])
+    values_BE = np.full((len(batch), counts_B.max()), fill)
+    values_BE[np.arange(counts_B.max()) < counts_B[:, None]] = values
+    return values_BE
 
 
 def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0, world_size: int = 1,
-                     device: torch.device, batch_tokens: int) -> Iterator[Counts]:
-    """Yield one rank's counts, batch by batch; their sum is bit-identical for any number of ranks.
+                     device: torch.device, batch_tokens: int) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield one rank's batches: the indices of the tasks, and (B, 2) bool: which are answered right by
+    log-probability, and by log-probability per character. These do not depend on the number of ranks.
 
-    Every rank yields equally often, so the caller may communicate in between. The batches do not depend on
-    the number of ranks; if they do not divide evenly, some ranks score the last one again, uncounted.
+    Every rank yields equally often, so the caller may communicate in between. If the batches do not divide
+    evenly, some ranks score the last one again, and yield nothing of it.
     """
     batches = batches_of(tasks, batch_tokens)
     was_training = model.training
     model.eval()
     try:
-        for index in range(rank, -(-len(batches) // world_size) * world_size, world_size):
-            batch = batches[min(index, len(batches) - 1)]
-            logprobs_B4 = ending_logprobs(model, batch, device)
+        for number in range(rank, -(-len(batches) // world_size) * world_size, world_size):
+            indices = batches[min(number, len(batches) - 1)]
+            batch = [tasks[index] for index in indices]
+            logprobs_BE = ending_logprobs(model, batch, device)
             labels_B = np.array([task.label for task in batch])
-            characters_B4 = np.array([task.ending_characters for task in batch])
-            correct, correct_norm = (int((scores_B4.argmax(axis=1) == labels_B).sum())
-                                     for scores_B4 in (logprobs_B4, logprobs_B4 / characters_B4))
-            yield Counts(correct, correct_norm, len(batch)) if index < len(batches) else Counts()
+            characters_BE = by_item([length for task in batch for length in task.ending_characters], batch, 1)
+            correct_B2 = np.stack([scores_BE.argmax(axis=1) == labels_B
+                                   for scores_BE in (logprobs_BE, logprobs_BE / characters_BE)], axis=1)
+            yield (indices, correct_B2) if number < len(batches) else ([], correct_B2[:0])
     finally:
         model.train(was_training)
 
 
-def evaluate(model: Transformer, tasks: Sequence[Task], *, device: torch.device, batch_tokens: int) -> Counts:
-    """Return the counts over all tasks, in one process."""
-    return sum(evaluate_batches(model, tasks, device=device, batch_tokens=batch_tokens), Counts())
+def evaluate(model: Transformer, tasks: Sequence[Task], **how) -> np.ndarray:
+    """Return which tasks are answered right, (N, 2) bool as of `evaluate_batches`, in one process."""
+    correct_N2 = np.zeros((len(tasks), 2), bool)
+    for indices, correct_B2 in evaluate_batches(model, tasks, **how):
+        correct_N2[indices] = correct_B2
+    return correct_N2

@@ -333,9 +333,19 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def load_model(folder: Path) -> tuple[Transformer, Any]:
-    """Return the folder's model, on the GPU with bf16 matmuls or on the CPU with fp32, and its tokenizer.
+def device_and_dtype(device: Optional[torch.device],
+                     dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
+    """Return these; None: the GPU if there is one, and bf16 on a GPU, fp32 on a CPU."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
+
+def load_model(folder: Path, device: Optional[torch.device] = None,
+               dtype: Optional[torch.dtype] = None) -> tuple[Transformer, Any]:
+    """Return the folder's model, which computes on the device in `dtype`, and its tokenizer.
+
+    Args:
+        device, dtype: None: as `device_and_dtype` chooses them.
     Raises:
         CheckpointError: the folder holds no readable Llama, only adapters, or a damaged checkpoint.
         DataError: its tokenizer cannot be used.
@@ -350,8 +360,7 @@ def load_model(folder: Path) -> tuple[Transformer, Any]:
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
-    on_gpu = torch.cuda.is_available()
-    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    device, dtype = device_and_dtype(device, dtype)
     return model_from_tensors(tensors, config, vocab_size, dtype, device).float(), tokenizer
 
 

@@ -13,35 +13,23 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch
-
-from checkpoint import peft_format
-from checkpoint.store import read_state
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.text import show
 from data_pipeline.chat_templates import load_chat_format
 from model import Transformer
-from model_utils import find_model, load_model
-from training.adapters import base_of_adapters, load_adapted
+from model_utils import find_model
+from training.adapters import load_for_use
 from training.generate import Sampling, generate
 
 
 def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
     """Return the model that is named, with its adapters if it has any, and its tokenizer.
 
-    A base that was quantized in training is quantized here too.
     Raises:
         CheckpointError: there is no such model, or its base was not found.
     """
-    folder = find_model(name)
-    if not (folder / peft_format.CONFIG_FILE).exists():
-        return load_model(folder)
-    on_gpu = torch.cuda.is_available()
-    quantization = read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
-    model, tokenizer, _ = load_adapted(folder, base_of_adapters(folder, base), "cuda" if on_gpu else "cpu",
-                                       torch.bfloat16 if on_gpu else torch.float32, quantization)
-    return model.float(), tokenizer
+    return load_for_use(find_model(name), base)
 
 
 def continuations(model: Transformer, tokenizer: Any, prompts: list[str], max_new_tokens: int,

@@ -356,7 +356,7 @@ def hellaswag(task) -> None:
     task.figure("items", len(items))
     score = partial(evaluate, model, items, device=ranks.device, batch_tokens=config.hellaswag_batch_tokens)
     for name in ("cold", "warm"):
-        counts = timed(task, name, score)
-    task.check("items scored", counts.n == len(items), counts.n)
+        correct_N2 = timed(task, name, score)
+    task.check("items scored", len(correct_N2) == len(items), len(correct_N2))
     if task.cuda:
         task.figure("peak memory GiB", round(torch.cuda.max_memory_allocated() / 2**30, 2))

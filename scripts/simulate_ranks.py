@@ -90,10 +90,12 @@ def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
 
         hellaswag_utils.ending_logprobs = lambda model, batch, device: np.zeros((len(batch), 4))
         log = SimpleNamespace(info=show, warn=show)
-        run = SimpleNamespace(config=config, ranks=ranks, inputs=SimpleNamespace(tasks=tasks), log=log,
-                              model=torch.nn.Identity(), context=RunContext(ranks, StopSignals(), log))
+        run = SimpleNamespace(config=config, ranks=ranks, log=log, model=torch.nn.Identity(),
+                              context=RunContext(ranks, StopSignals(), log))
         if tasks:
-            seconds[f"HellaSwag: {len(tasks):,} items"] = timed(lambda: evaluation.hellaswag(run))
+            choices = hellaswag_utils.ChoiceSet("hellaswag", "HellaSwag", tasks, 0.25, "")
+            name = f"HellaSwag: {len(tasks):,} items"
+            seconds[name] = timed(lambda: evaluation.multiple_choice(run, choices))
 
         contents = store.Contents(1, lambda folder: None, {}, {"moment": torch.zeros(2**20)})
         seconds["save 4 MB"] = timed(lambda: store.save(folder, contents, ranks))
@@ -197,7 +199,7 @@ def main() -> None:
     table = {"inputs: then each rank reads": dict.fromkeys(args.ranks, time.monotonic() - started)}
     # What a process touches of the parent's objects is copied: little of the items, and no collector's marks.
     tasks = [task._replace(tokens_T=range(len(task.tokens_T)), documents_T=None, targets_T=None)
-             for task in inputs.tasks or ()]
+             for choices in inputs.choice_sets[:1] for task in choices.tasks]
     del inputs
     gc.collect()
     gc.freeze()

@@ -39,7 +39,8 @@ class Layer(NamedTuple):
 
 
 # Settings that hold several values, which JSON may give as a list, and their separator elsewhere.
-LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|"}
+LISTS = {"preset": ",", "allow_resume_mismatch": ",", "lora_target_modules": ",", "sample_prompts": "|",
+         "eval_tasks": ","}
 # Environment variables of libraries, which `.env` may contain too.
 LIBRARIES = re.compile(
     "(HF|HUGGINGFACE|HUGGING_FACE|TRANSFORMERS|TOKENIZERS|RAYON|TIKTOKEN|WANDB|TENSORBOARD|TRACKIO|CUDA|CUBLAS|CUDNN"

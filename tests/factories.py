@@ -219,7 +219,7 @@ def without_clocks(metrics: list[dict]) -> list[dict]:
     return [{name: value for name, value in line.items() if not CLOCKS.fullmatch(name)} for line in metrics]
 
 
-def assert_same_run(run: TinyRun, other: TinyRun, step: int, logs: Sequence[str] = ("metrics", "ledger", "samples")) -> None:
+def assert_same_run(run: TinyRun, other: TinyRun, step: int, logs: Sequence[str] = ("metrics", "ledger", "samples", "evaluations")) -> None:
     """Assert that two runs are the same: the checkpoint after `step` bit for bit, and their logs apart from clocks.
 
     Args:

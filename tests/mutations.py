@@ -134,8 +134,8 @@ FAULTS = [
     fault("LoRA: not scaled", "lora.py", "low * self.scale", "low", "tests/test_lora.py"),
     fault("LoRA: merged without scale", "lora.py", "self.scale * (self.lora_B", "(self.lora_B",
           "tests/test_lora.py"),
-    fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[task.ending_characters for task in batch]",
-          "[task.ending_tokens for task in batch]",
+    fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[length for task in batch for length in task.ending_characters]",
+          "[length for task in batch for length in task.ending_tokens]",
           "tests/test_hellaswag_utils.py::test_made_items_are_judged_as_lm_evaluation_harness_does"),
 
     # Checkpoints and resuming

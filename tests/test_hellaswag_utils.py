@@ -14,7 +14,7 @@ from checkpoint.hf_format import save_model_folder
 from common.errors import DataError
 from config import ModelConfig
 from hellaswag_utils import (
-    Counts,
+    ChoiceSet,
     batches_of,
     ending_logprobs,
     evaluate,
@@ -103,6 +103,13 @@ def test_two_part_contexts_and_string_labels_are_read_as_the_hub_has_them(tmp_pa
     assert item.context == "Sailing: Step one.. Go. The man" and item.label == 0
 
 
+def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_path):
+    records = [{"ctx": "Which is warm?", "endings": [f"thing {number}" for number in range(count)], "label": count - 1}
+               for count in (2, 16)]
+    assert [(item.context, len(item.endings), item.label) for item in read_items(write(tmp_path / "a.jsonl", records))] == [
+        ("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
+
+
 GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
 
 
@@ -114,11 +121,13 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     ({**GOOD, "label": ""}, "'label' must be 0 to 3"),
     ({**GOOD, "label": True}, "'label' must be 0 to 3"),
     ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
-    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
-    ({**GOOD, "endings": ["a", "b", "c", None]}, "'endings' must be 4 texts"),
+    ({**GOOD, "endings": ["a"]}, "'endings' must be 2 to 16 texts"),
+    ({**GOOD, "endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
+    ({**GOOD, "endings": ["a", "b", "c", None]}, "'endings' must be 2 to 16 texts"),
+    ({**GOOD, "endings": ["a", "b"], "label": 2}, "'label' must be 0 to 1, got 2"),
     ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
     ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
-    ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' is null, expected text"),
+    ({**GOOD, "activity_label": None}, "'activity_label' is null, expected text"),
 ])
 def test_a_bad_line_is_named(tmp_path, line, word):
     path = tmp_path / "bad.jsonl"
@@ -166,13 +175,14 @@ def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len
 def test_endings_score_as_if_each_stood_alone(model, tokenizer, items, max_seq_len):
     """With the context whole, and with contexts that lose their beginning in some items or in all."""
     tasks = prepare_tasks(items[:12], tokenizer, max_seq_len)
-    got = np.concatenate([ending_logprobs(model, batch, CPU) for batch in batches_of(tasks, 2000)])
+    batches = [[tasks[index] for index in batch] for batch in batches_of(tasks, 2000)]
+    got = np.concatenate([ending_logprobs(model, batch, CPU) for batch in batches])
     expected = {}
     for item, task in zip(items, tasks):
         whole = [tokenizer.encode(f"{item.context} {ending}") for ending in item.endings]
         context = tokenizer.encode(item.context.rstrip())
         expected[id(task)] = [alone(model, [tokenizer.bos_id, *context], ids[len(context):], max_seq_len) for ids in whole]
-    order = [id(task) for batch in batches_of(tasks, 2000) for task in batch]
+    order = [id(task) for batch in batches for task in batch]
     np.testing.assert_allclose(got, [expected[key] for key in order], atol=2e-4)
 
 
@@ -191,40 +201,59 @@ def test_an_ending_that_does_not_fit_is_named(tokenizer, items):
         prepare_task(items[3], tokenizer, longest - 1)
 
 
+def test_items_with_other_numbers_of_endings_share_a_batch(model, tokenizer, items):
+    """Cut to 2, 3 or 4 endings, in one batch with whole items: each ending scores as it did."""
+    cut = [item._replace(endings=item.endings[:2 + number % 3], label=0) for number, item in enumerate(items[:9])]
+    whole, some = (prepare_tasks(part, tokenizer, MAX_SEQ_LEN) for part in (items[:9], cut))
+    expected, got = ending_logprobs(model, whole, CPU), ending_logprobs(model, some, CPU)
+    for number, item in enumerate(cut):
+        count = len(item.endings)
+        np.testing.assert_allclose(got[number, :count], expected[number, :count], atol=2e-4)
+        assert np.all(np.isneginf(got[number, count:]))
+    answers = evaluate(model, some, device=CPU, batch_tokens=10**6)
+    lengths = np.array([[len(ending) for ending in item.endings] for item in items[:9]])
+    for number, item in enumerate(cut):
+        scores = expected[number, :len(item.endings)]
+        assert answers[number].tolist() == [scores.argmax() == 0, (scores / lengths[number, :len(scores)]).argmax() == 0]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 40])
 def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, world_size):
     tasks = prepare_tasks(items[:23], tokenizer, MAX_SEQ_LEN)
     one = evaluate(model, tasks, device=CPU, batch_tokens=1500)
-    forwards, total = [], Counts()
+    together, forwards, answered = np.zeros((23, 2), int), [], []
     for rank in range(world_size):
         parts = list(evaluate_batches(model, tasks, rank=rank, world_size=world_size, device=CPU, batch_tokens=1500))
         forwards.append(len(parts))
-        total += sum(parts, Counts())
-    assert total == one and one.n == 23
-    assert len(set(forwards)) == 1
+        for indices, correct_B2 in parts:
+            together[indices] += correct_B2
+            answered += indices
+    assert together.tolist() == one.tolist() and sorted(answered) == list(range(23))
+    assert len(set(forwards)) == 1 and 0 < one.sum() < 46
 
 
 def test_batches_keep_the_budget_and_lose_nothing(tokenizer, items):
     tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
     for budget in (64, 700, 5000):
         batches = batches_of(tasks, budget)
-        assert sorted(id(task) for batch in batches for task in batch) == sorted(map(id, tasks))
-        assert all(len(batch) == 1 or max(len(task.tokens_T) for task in batch) * len(batch) <= budget for batch in batches)
+        assert sorted(index for batch in batches for index in batch) == list(range(len(tasks)))
+        assert all(len(batch) == 1 or max(len(tasks[index].tokens_T) for index in batch) * len(batch) <= budget for batch in batches)
 
 
 def test_the_caller_can_stop_between_batches(model, tokenizer, items):
     model.train()
     batches = evaluate_batches(model, prepare_tasks(items[:8], tokenizer, MAX_SEQ_LEN), device=CPU, batch_tokens=400)
-    assert next(batches).n > 0 and not model.training
+    assert len(next(batches)[0]) > 0 and not model.training
     assert torch.is_grad_enabled()
     batches.close()
     assert model.training
 
 
-def test_counts_give_accuracy_and_its_error():
-    counts = Counts(3, 2, 6) + Counts(1, 3, 4)
-    assert counts == Counts(4, 5, 10) and (counts.accuracy, counts.accuracy_norm) == (0.4, 0.5)
-    assert counts.standard_error == pytest.approx(np.std([1] * 4 + [0] * 6, ddof=1) / np.sqrt(10))
+def test_answers_give_accuracy_and_its_error():
+    correct_N2 = np.array([[True, True]] * 4 + [[False, True]] + [[False, False]] * 5)
+    assert ChoiceSet("arc", "ARC", [], 0.3, "").metrics(correct_N2) == {
+        "arc_acc": 0.4, "arc_acc_norm": 0.5, "arc_n": 10, "arc_chance": 0.3,
+        "arc_stderr": pytest.approx(np.std([1] * 4 + [0] * 6, ddof=1) / np.sqrt(10))}
 
 
 # ---------------------------------------------------------------------------------------------------- lm-evaluation-harness
@@ -259,12 +288,11 @@ def harness(model, tokenizer, tmp_path_factory):
 
 def assert_equal_judgement(judged, model, tokenizer, items) -> None:
     tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
-    for (acc, acc_norm, logprobs), task in zip(judged, tasks, strict=True):
+    for (_, _, logprobs), task in zip(judged, tasks, strict=True):
         np.testing.assert_allclose(ending_logprobs(model, [task], CPU)[0], logprobs, atol=1e-3)
-        assert evaluate(model, [task], device=CPU, batch_tokens=1) == (acc, acc_norm, 1)
-    total = evaluate(model, tasks, device=CPU, batch_tokens=4000)
-    assert total == (sum(acc for acc, _, _ in judged), sum(acc_norm for _, acc_norm, _ in judged), len(items))
-    assert total.correct != total.correct_norm, "else a confusion of the two would not show"
+    correct_N2 = evaluate(model, tasks, device=CPU, batch_tokens=4000)
+    assert correct_N2.tolist() == [[bool(acc), bool(acc_norm)] for acc, acc_norm, _ in judged]
+    assert correct_N2[:, 0].sum() != correct_N2[:, 1].sum(), "else a confusion of the two would not show"
 
 
 @pytest.mark.filterwarnings("default")  # the harness warns of its own ways

@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from factories import (
@@ -335,7 +336,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
 
     def validation_loss(model, objective, batches, *_):
         seen.append([batch.tokens_BT.tolist() for batch in batches])
-        return losses[len(seen) - 1], {}
+        return losses[len(seen) - 1], {}, np.ones((1, 2))
 
     monkeypatch.setattr(evaluation, "validation_loss", validation_loss)
     return seen

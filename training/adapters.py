@@ -1,5 +1,6 @@
-"""A model with adapters outside of training: to generate text, or to be merged."""
+"""Models outside of training, also with adapters: to generate text, to be evaluated, or to be merged."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -11,11 +12,13 @@ from checkpoint.hf_format import read_json
 from common.errors import CheckpointError
 from common.text import print_safely
 from config import START_FROM, ModelConfig
-from lora import add_adapters, load_adapter_state_dict
+from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
-from model_utils import model_from_tensors
+from model_utils import device_and_dtype, load_model, model_from_tensors
 from tokenizer import load_tokenizer
 from training.start import find_by_hash
+
+TOLERANCE = 1e-4  # of merged logits, relative to the largest one, for sums in another order
 
 
 class Adapted(NamedTuple):
@@ -49,8 +52,8 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
                         "name the folder where it is now with --base")
 
 
-def load_adapted(folder: Path, base: Path, device: str = "cpu", dtype: torch.dtype = torch.float32,
-                 quantization: str = "none") -> Adapted:
+def load_adapted(folder: Path, base: Path, device: torch.device | str = "cpu",
+                 dtype: torch.dtype = torch.float32, quantization: str = "none") -> Adapted:
     """Return the base with the adapters of a folder on it, on the device.
 
     Args:
@@ -83,3 +86,59 @@ def load_adapted(folder: Path, base: Path, device: str = "cpu", dtype: torch.dty
     add_adapters(model, lora_config, torch.Generator(), adapter.token_ids)
     load_adapter_state_dict(model, adapter.state)
     return Adapted(model.eval(), tokenizer, content)
+
+
+def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torch.device] = None,
+                 dtype: Optional[torch.dtype] = None) -> tuple[Transformer, Any]:
+    """Return the model in a folder, with its adapters if it holds some, and its tokenizer.
+
+    A base that was quantized in training is quantized here too.
+
+    Args:
+        base: of the adapters; None: where it was in training.
+        device, dtype: None: as `load_model` chooses them.
+    Raises:
+        CheckpointError: there is no such model, or its base was not found.
+    """
+    if not (folder / peft_format.CONFIG_FILE).exists():
+        return load_model(folder, device, dtype)
+    device, dtype = device_and_dtype(device, dtype)
+    quantization = store.read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
+    model, tokenizer, _ = load_adapted(folder, base_of_adapters(folder, base), device, dtype, quantization)
+    return model.float(), tokenizer
+
+
+def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
+          dtype: torch.dtype = torch.float32) -> float:
+    """Write base and adapters as one model folder; return the largest difference of a logit, in float32.
+
+    Raises:
+        CheckpointError: the output exists, the adapters or the base cannot be used, or do not fit each other.
+    """
+    if os.path.lexists(output):
+        raise CheckpointError(f"{output} exists; name a new folder")
+
+    model, tokenizer, content = load_adapted(adapter_folder, base_of_adapters(adapter_folder, base))
+    config = model.config
+    tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected_BTV = model.logits(tokens_BT)[..., :tokenizer.vocab_size]
+    state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
+    differences = []
+
+    def write(folder: Path) -> None:
+        longest = content.get("max_position_embeddings", 2048)
+        hf_format.save_model_folder(folder, state, config, tokenizer, longest)
+        tensors = hf_format.load_model_weights(folder)
+        with torch.no_grad():
+            merged = model_from_tensors(tensors, config, tokenizer.vocab_size).eval()
+            differences.append(float((merged.logits(tokens_BT) - expected_BTV).abs().max()))
+        allowed = TOLERANCE * max(1.0, float(expected_BTV.abs().max()))
+        if dtype == torch.float32 and not differences[0] <= allowed:
+            raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "
+                                  "base and adapters; nothing is written: are the adapters finite?")
+
+    size = sum(tensor.nbytes for tensor in state.values())
+    store.publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size,
+                  min(size, hf_format.MAX_SHARD_BYTES))
+    return differences[0]

@@ -1,7 +1,6 @@
 """What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -19,12 +18,12 @@ from checkpoint.hf_format import read_json
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.text import duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config, names_start, rules
+from config import PREPARED_BY, SAMPLE, Config, EvalTask, names_start, rules
 from data_pipeline.mixed_rows import MixedRows, parts_of
 from data_pipeline.mixture import describe_sources
 from dataloaders import cache_of
 from fused.attention import choose_kernel
-from hellaswag_utils import prepare_tasks, read_items
+from hellaswag_utils import read_choice_set, read_items
 from lora import adapter_state_dict, trained_token_ids
 from model import Transformer
 from model_utils import DTYPES, check_model, choose_dtype, is_vocabulary, read_model_config, why_not_compile
@@ -140,7 +139,7 @@ def print_overview(run: Run) -> None:
 def first_metrics(run: Run) -> dict[str, float]:
     """What the run's first evaluations found, before its last step; perhaps in an earlier process."""
     found: dict[str, float] = {}
-    for name in ("val_loss", "hellaswag_acc"):
+    for name in ("val_loss", *(f"{choices.name}_acc" for choices in run.inputs.choice_sets)):
         with suppress(CheckpointError):
             entries = read_entries(run.folder / "metrics.jsonl")
             found |= next(({name: entry[name]} for entry in entries
@@ -172,11 +171,13 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         if progress.best_val_loss is not None:
             others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
-    if "hellaswag_acc" in latest:
-        since = f"from {100 * before['hellaswag_acc']:.1f} % to " if "hellaswag_acc" in before else ""
-        info(f"Accuracy on {config.hellaswag_name}: {since}{100 * latest['hellaswag_acc']:.1f} % "
-             f"(+- {100 * latest['hellaswag_stderr']:.1f}; by length "
-             f"{100 * latest['hellaswag_acc_norm']:.1f} %; n = {latest['hellaswag_n']}; chance is 25 %).")
+    for name, title, *_ in run.inputs.choice_sets:
+        if f"{name}_acc" in latest:
+            acc, acc_norm, n, stderr, chance = (
+                latest[f"{name}_{metric}"] for metric in ("acc", "acc_norm", "n", "stderr", "chance"))
+            since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
+            info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
+                 f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
@@ -185,20 +186,9 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         info(f"Generate text:   python scripts/generate.py {run.saved}")
     else:
         info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
-    info(f"Evaluate it:     lm_eval --model hf --model_args {lm_eval_args(run)} --tasks hellaswag")
+    info(f"Evaluate it:     python scripts/evaluate.py {run.saved} --tasks hellaswag,arc_easy")
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
-
-
-def lm_eval_args(run: Run) -> str:
-    """What lm-evaluation-harness needs to load the model that a run has saved."""
-    if not run.config.lora_enabled:
-        return shlex.quote(f"pretrained={run.saved.absolute()}")
-    names = adapter_state_dict(run.model)
-    if run.config.tie_embeddings and not all(name.endswith((".lora_A", ".lora_B")) for name in names):
-        # lm_eval ties the weights again, which transformers cannot do while PEFT wraps the embedding.
-        return "pretrained=FOLDER"  # of the line on merging
-    return shlex.quote(f"pretrained={run.progress.base},peft={run.saved.absolute()}")
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
@@ -267,8 +257,8 @@ def check(loaded: Loaded) -> int:
     inputs = report.run("data", lambda: check_data(config)) if tokenizer else None
     if inputs:
         report.line("ok", "first row", repr(first_row(config, inputs)))
-    if config.hellaswag_path:
-        report.run("evaluation", lambda: check_evaluation(config, tokenizer))
+    for named in config.choice_sets:
+        report.run("evaluation", lambda named=named: check_evaluation(named, config, tokenizer))
     if inputs and (reference_is_stored(config) or config.distillation_enabled and config.distillation_top_k):
         report.run("cache", lambda: check_cache(config, inputs))
     teacher = None
@@ -322,7 +312,7 @@ def check_tokenizer(config: Config) -> tuple[Any, str]:
 
 def check_data(config: Config) -> tuple[Inputs, str]:
     """The training and validation rows. Raises DataError."""
-    inputs = read_inputs(config.model_copy(update={"hellaswag_path": None}), verify=True)
+    inputs = read_inputs(config.model_copy(update={"hellaswag_every": 0}), verify=True)
     described, *table = describe_data(config, inputs).splitlines()
     described += "; every shard verified, all ids within the vocabulary"
     return inputs, "\n".join([described, *table])
@@ -334,16 +324,14 @@ def first_row(config: Config, inputs: Inputs, characters: int = 300) -> str:
     return text if len(text) <= characters else text[:characters] + "..."
 
 
-def check_evaluation(config: Config, tokenizer) -> tuple[int, str]:
-    """The number of items. Raises DataError."""
-    items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
-    if tokenizer:
-        prepare_tasks(items, tokenizer, config.max_seq_len)
+def check_evaluation(named: EvalTask, config: Config, tokenizer) -> tuple[int, str]:
+    """The number of items of a multiple-choice set. Raises DataError."""
+    items = (read_choice_set(named, tokenizer, config).tasks if tokenizer
+             else read_items(named.path, named.setting))
     when = f"every {config.hellaswag_every} steps"
     if not config.hellaswag_every:
         when = "never evaluated (HELLASWAG_EVERY=0)"
-    text = f"{len(items):,} questions ({config.hellaswag_name}) from {config.hellaswag_path}, {when}"
-    return len(items), text
+    return len(items), f"{len(items):,} questions ({named.title}) from {named.path}, {when}"
 
 
 def check_cache(config: Config, inputs: Inputs) -> tuple[Path, str]:

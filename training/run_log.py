@@ -9,11 +9,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
+from checkpoint.item_scores import measured_as
 from checkpoint.schema import Line, read_lines
 from common.errors import CheckpointError
 from common.files import NotAFileError, plain
@@ -22,7 +23,7 @@ from config import Config
 from parallel.gpus import number_of
 from training.trackers import TensorBoard, Tracker, Trackio, Wandb
 
-LOGS = ("metrics", "samples", "ledger", "events")  # the JSON-lines files of a run
+LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
@@ -32,10 +33,14 @@ LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be wai
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-def keep_lines_up_to(path: Path, step: float, warn: Callable[[str], None]) -> Optional[Line]:
+def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
+                     is_kept: Callable[[Line], bool] = lambda line: False) -> Optional[Line]:
     """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
+
+    Args:
+        is_kept: tells of a line of a later step whether it is kept too.
     Returns:
         The newest line that the file had.
     Raises:
@@ -52,7 +57,7 @@ def keep_lines_up_to(path: Path, step: float, warn: Callable[[str], None]) -> Op
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-            if entry is None or entry.step <= step:
+            if entry is None or entry.step <= step or is_kept(entry):
                 (bad if entry is None else kept).write(line + b"\n")
     os.replace(beside, path)
     if bad_lines:
@@ -140,12 +145,14 @@ class RunLog:
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.trackers: list[Tracker] = []
 
-    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "") -> None:
+    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "",
+             measured: Collection[str] = ()) -> None:
         """Write into the run's folder from now on, and what was logged before.
 
         Args:
             step: the last one whose metrics are complete.
             steps_taken: may be one more, if a signal interrupted what follows the last step.
+            measured: the metrics of that step which are complete already.
         Raises:
             CheckpointError: it cannot be written.
         """
@@ -155,11 +162,13 @@ class RunLog:
         if self.rank > 0:
             return
         self.run_dir, newest = run_dir, {}
-        limits = {"ledger": steps_taken, "events": math.inf}  # the events are a chronicle
+        keeps = dict.fromkeys(LOGS, lambda line: False) | {
+            "ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
+            "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
         for name in LOGS:
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                newest[name] = keep_lines_up_to(path, limits.get(name, step), self.warn)
+                newest[name] = keep_lines_up_to(path, step, self.warn, keeps[name])
             self.lines[name] = LineFile(path, self.warn)
         before = newest["metrics"].model_dump() if newest["metrics"] else {}
         self.previous = {"previous_step": before.get("step"), "previous_time": before.get("time")}
@@ -227,6 +236,10 @@ class RunLog:
     def entry(self, step: int, facts: dict[str, Any]) -> None:
         """Log a step's line in ledger.jsonl: which rows it read, and its result."""
         self._write_json("ledger", {"step": step, **finite(facts)})
+
+    def evaluation(self, step: int, facts: dict[str, Any]) -> None:
+        """Log the results of an evaluation item by item, in evaluations.jsonl."""
+        self._write_json("evaluations", {"step": step, **facts})
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -16,8 +16,9 @@ from checkpoint import hf_format, peft_format, store
 from common.errors import SettingsError
 from common.heartbeat import HEARTBEAT
 from config import Config
+from data_pipeline.held_out import read_held_out
 from dataloaders import cache_of, open_rows
-from hellaswag_utils import prepare_tasks, read_items
+from hellaswag_utils import read_choice_set
 from model import Transformer, padded
 from model_utils import (
     allocate_model,
@@ -41,6 +42,7 @@ from training.run_folder import RunFolder, open_run_folder
 from training.run_log import RunLog
 from training.start import Start, find_checkpoint, start_from
 from training.state import Inputs, Progress, Run, finish_report, trained_bytes
+from training.text_scores import import_scorers
 
 
 def prepare_device(config: Config) -> torch.device:
@@ -74,15 +76,34 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
         cache_of(config).check()
     how = config.verify_data if verify else "never"
     train = open_rows(config, "train", tokenizer, how)
-    validation = open_rows(config, "validation", tokenizer, how) if config.validate_every else None
-    tasks = None
-    if config.hellaswag_path and config.hellaswag_every:
-        items = read_items(config.hellaswag_path)[:config.hellaswag_examples or None]
-        tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
+    measured = read_measured(config, tokenizer, how)
     path = getattr(config, f"{config.training_stage}_data_path")
-    held_out = f", {validation.describe()} held out" if validation else ""
-    return Inputs(tokenizer, train, validation, tasks, train.fingerprint, f"{train.describe()}{held_out} "
-                                                                          f"from {path}")
+    rows = measured["validation_rows"]
+    held_out = f", {rows.describe()} held out" if rows else ""
+    return Inputs(tokenizer, train, **measured, fingerprint=train.fingerprint,
+                  description=f"{train.describe()}{held_out} from {path}")
+
+
+def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
+    """Open what the evaluations read: the fields of `Inputs` that they need.
+
+    Args:
+        verify: "auto", "always" or "never".
+    Raises:
+        DataError: a file cannot be used.
+        SettingsError: GENERATION_EVAL_EVERY needs a package that is not installed.
+    """
+    rows, held_out = None, []
+    if config.validate_every or config.generation_eval_every:
+        rows = open_rows(config, "validation", tokenizer, verify)
+    if config.generation_eval_every:
+        if verify != "never":  # one rank scores for all
+            import_scorers()
+        held_out = read_held_out(rows, config.generation_eval_examples)
+    named_sets = config.choice_sets if config.hellaswag_every else ()
+    return {"validation_rows": rows if config.validate_every else None,
+            "validation_fingerprint": rows.fingerprint if rows else "", "held_out": held_out,
+            "choice_sets": [read_choice_set(named, tokenizer, config) for named in named_sets]}
 
 
 def open_inputs(config: Config, ranks: Ranks) -> Inputs:

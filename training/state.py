@@ -23,9 +23,11 @@ from checkpoint.tensor_files import LazyTensor
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
+from data_pipeline.held_out import HeldOut
 from data_pipeline.mixed_rows import MixedRows, parts_of
 from data_pipeline.row_order import RowOrder
 from dataloaders import Rows, StepLoader, validation_batches
+from hellaswag_utils import ChoiceSet
 from model import Transformer
 from model_utils import trim_padding
 from objectives.base import Objective
@@ -46,7 +48,9 @@ class Inputs:
     tokenizer: Any
     rows: Rows  # of the training split
     validation_rows: Optional[Rows]
-    tasks: Any  # HellaSwag's; None without HELLASWAG_PATH
+    choice_sets: list[ChoiceSet]  # HellaSwag and EVAL_TASKS
+    held_out: list[HeldOut]  # chats or pairs to answer; empty without GENERATION_EVAL_EVERY
+    validation_fingerprint: str
     fingerprint: str  # of the training split
     description: str
 
@@ -237,7 +241,8 @@ def begin(run: Run) -> None:
     steps = (run.progress.last_complete_step, run.progress.step) if resumes else (-1, 0)
     run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
-    run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id))
+    measured = run.progress.pending_metrics or {} if resumes else {}
+    run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=diagnostics.device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=store.PADDOCK_VERSION, **run.log.previous)

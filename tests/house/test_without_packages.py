@@ -12,7 +12,7 @@ from commands import ROOT
 from factories import TINY, UNMEASURED, TinyRun, argv_of
 
 BLOCKED = ("wandb", "datasets", "trl", "transformers", "peft", "bitsandbytes", "matplotlib", "tensorboard", "accelerate",
-           "pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn")
+           "pandas", "pyarrow", "huggingface_hub", "starlette", "uvicorn", "rouge_score", "sacrebleu", "lm_eval")
 SITECUSTOMIZE = f"""
 from importlib.machinery import PathFinder
 
@@ -105,6 +105,7 @@ def test_a_feature_that_needs_one_says_what_to_install(machine, sources, prepare
     said = machine("train.py", *run.argv(WANDB_ENABLED="true", TENSORBOARD_ENABLED="true"))
     assert said.count("pip install wandb") == said.count("pip install tensorboard") == 1
     assert "pip install starlette" in machine("scripts/report.py", run.folder, "--serve", code=2)
+    assert "pip install lm_eval" in machine("scripts/evaluate.py", run.checkpoint(1), "--tasks", "piqa", code=2)
     assert "pip install matplotlib" in machine("scripts/plot_run.py", run.folder, code=2)
     lora = {"LORA_ENABLED": "true", "LORA_BASE_QUANTIZATION": "int8", "PRETRAIN_CHECKPOINT": run.checkpoint(1)}
     assert "pip install bitsandbytes" in machine("train.py", *run.argv(**lora, RUN_NAME="lora"), code=2)

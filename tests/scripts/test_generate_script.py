@@ -100,7 +100,9 @@ def test_adapters_are_applied_to_their_base_as_peft_does(script, folder, tokeniz
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
 def test_a_base_that_was_quantised_in_training_is_quantised_again(script, folder, adapter, monkeypatch):
-    monkeypatch.setattr(script, "read_state", lambda _: {"settings": {"LORA_BASE_QUANTIZATION": "int8"}})
+    original = store.read_state
+    monkeypatch.setattr(store, "read_state", lambda folder: original(folder) | {
+        "settings": original(folder)["settings"] | {"LORA_BASE_QUANTIZATION": "int8"}})
     model, tokenizer = script.load(str(adapter))
     assert model.layers[0].attention.wq.weight.dtype == torch.int8
     assert all(script.continuations(model, tokenizer, PROMPTS, 8, Sampling()))

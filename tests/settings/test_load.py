@@ -130,6 +130,8 @@ def test_the_sample_is_the_sample_beside_any_env():
         HELLASWAG_PATH=mine
         HELLASWAG_NAME=mine
         HELLASWAG_EXAMPLES=7
+        EVAL_TASKS=mine:mine
+        GENERATION_EVAL_EVERY=7
         TOKENIZER_PATH=mine
         TOKENIZER_BACKEND=huggingface
         DOCUMENT_MASK=false
@@ -155,7 +157,8 @@ def test_the_sample_is_the_sample_beside_any_env():
     left = {name for section in SECTIONS for name in section.model_fields if on_resume(name) != "safe" and name not in named
             and section not in (LoraConfig, PreferenceConfig, DistillationConfig)}
     assert left == {"seed", "precision", "tf32", "gradient_dtype", "early_stopping_skip_steps", "loss_spike_threshold",
-                    "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len"}
+                    "loss_spike_window", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len",
+                    "generation_eval_examples", "generation_eval_tokens"}
 
 
 def test_where_each_setting_came_from_is_known():
@@ -215,7 +218,10 @@ def test_sections_of_json_may_have_any_name():
 
 
 def test_lists_in_json_stand_for_several_values_where_there_can_be_several():
-    config = load(config={name: ["seed", "dim"] for name in LISTS if name != "preset"}).config
+    lists = {name: ["seed", "dim"] for name in LISTS if name != "preset"}
+    config = load(config=lists | {"eval_tasks": ["arc:a.jsonl", "piqa:~/b.jsonl"]}).config
+    assert [task.name for task in config.choice_sets] == ["arc", "piqa"]
+    assert config.choice_sets[1].path == str(Path("~/b.jsonl").expanduser())
     assert config.allow_resume_mismatch == "seed,dim"
     assert config.sample_prompts == "seed|dim"
 

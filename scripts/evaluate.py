@@ -1,0 +1,117 @@
+"""Evaluate a model without training: loss, perplexity, bits per byte, multiple choice, generated answers.
+
+    python scripts/evaluate.py runs/first
+    python scripts/evaluate.py runs/first --eval-tasks arc:arc.jsonl
+    python scripts/evaluate.py meta-llama/Llama-3.2-1B --data data/pretrain/0123 --hellaswag items.jsonl
+    python scripts/evaluate.py runs/first --tasks arc_easy,winogrande,piqa
+
+Of a run it takes the newest good checkpoint, evaluates what the run evaluates, and finds the numbers that it
+logged. Of another model, flags say what is evaluated. Further flags are settings, which change the run's:
+--validation-rows 1000, --hellaswag-batch-tokens 4096, --max-seq-len 512, --generation-eval-every 1, or
+--validate-every 0. --tasks are those of lm-evaluation-harness, which downloads their data.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import SettingsError, local_path, run_script  # noqa: E402
+from common.text import print_safely, show  # noqa: E402
+from settings.load import read_flags  # noqa: E402
+
+
+def parse_args():
+    """Return the arguments, and the settings among the flags."""
+    parser = CommandParser(__doc__, allow_abbrev=False)
+    parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
+    parser.add_argument("--base", metavar="MODEL", help="the base of adapters (default: where it was)")
+    parser.add_argument("--data", metavar="FOLDER",
+                        help="prepared data, whose validation split is used (default: the run's)")
+    parser.add_argument("--hellaswag", metavar="FILE", help="HellaSwag's items (default: the run's)")
+    parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
+    parser.add_argument("--include-path", metavar="FOLDER", help="further tasks for --tasks (YAML files)")
+    parser.add_argument("--num-fewshot", type=int, metavar="N",
+                        help="examples before each item of --tasks (default: as the task says)")
+    parser.add_argument("--limit", type=int, metavar="N", help="items of each of --tasks (default: all)")
+    parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results as JSON")
+    args, rest = parser.parse_known_args()
+    if args.hellaswag is not None:
+        rest.append(f"--hellaswag-path={args.hellaswag}")
+    flags = read_flags(rest)
+    if flags.env_file or flags.config_files or flags.check:
+        raise SettingsError("command line: give only flags of settings that are to differ from the run's")
+    if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
+        parser.error("--include-path, --num-fewshot and --limit go with --tasks")
+    if args.json and not args.json.absolute().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    return args, flags.layer
+
+
+def table(rows) -> list[str]:
+    """Return the lines of the table of results."""
+    def number(value, form: str = ".4f") -> str:
+        return "" if value is None else format(value, form)
+
+    cells = [("", "metric", "value", "+-", "chance", "n")]
+    cells += [(row.name, row.metric.replace("_", " "), number(row.value), number(row.stderr),
+               number(row.chance), number(row.n, ",")) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return ["  ".join(cell.ljust(width) if place < 2 else cell.rjust(width)
+                      for place, (cell, width) in enumerate(zip(line, widths))).rstrip() for line in cells]
+
+
+def main() -> None:
+    args, flags = parse_args()
+    # Here, because torch's import takes seconds.
+    from types import SimpleNamespace
+
+    from model_utils import choose_dtype, find_model
+    from parallel.collectives import RunContext, StopSignals, joined_ranks
+    from training.run_log import finite
+    from training.setup import prepare_device
+    from training.standalone import Harness, evaluate_model, open_model, settings_for
+
+    folder = find_model(args.model)
+    config = settings_for(folder, flags, args.data)
+    harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit)
+    if harness:
+        if config.world_size > 1:
+            raise SettingsError("--tasks runs in one process; start it without a launcher")
+        _ = harness.opened  # a typo is told before anything else takes long
+    device, results, rows = prepare_device(config), {}, []
+    with joined_ranks(device.type, config.distributed_timeout) as ranks:
+        say = (lambda text: print_safely(text, sys.stderr)) if ranks.is_rank0 else lambda text: None
+        # Not entered, so that Ctrl-C ends it at once: there is nothing to save.
+        context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
+        run = open_model(folder, config, args.base, context)
+        for metrics, found in evaluate_model(run):
+            results |= metrics
+            rows += found
+        step, is_rank0 = run.progress.step, ranks.is_rank0
+    if harness:
+        del run  # for its memory
+        metrics, found = harness.evaluate(folder, args.base, config, device)
+        results |= metrics
+        rows += found
+    if not is_rank0:
+        return
+    if not rows:
+        raise SettingsError(f"nothing to evaluate: {folder} comes with no settings that name something; name "
+                            "prepared data with --data, HellaSwag's items with --hellaswag, other items with "
+                            "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
+    dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
+    show(f"{folder}{f' (step {step:,})' if step else ''}, {dtype} on {device}, "
+         f"{config.max_seq_len:,} tokens at a time", *table(rows))
+    if args.json:
+        content = {"model": str(folder), "step": step, "metrics": finite(results)}
+        try:
+            args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(f"--json {args.json} cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    run_script(main)

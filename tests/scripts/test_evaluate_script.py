@@ -1,0 +1,161 @@
+"""scripts/evaluate.py finds the numbers that a run logged, and evaluates models from elsewhere."""
+
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from factories import Stages, prepare_stages, start
+
+from common.errors import CheckpointError, DataError, SettingsError
+from model_utils import load_model
+from training.adapters import merge
+
+MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+def call(*argv) -> None:
+    """Call the script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["evaluate.py", *map(str, argv)])
+        patch.setattr(sys, "path", [*sys.path])
+        runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"]()
+
+
+def evaluate(*argv, output: Path) -> dict:
+    """Call the script; returns what it wrote as JSON."""
+    call(*argv, "--json", output)
+    return json.loads(output.read_text())
+
+
+def logged(run, step: int) -> dict:
+    """What the run logged of its evaluations after a step."""
+    line = next(line for line in run.metrics() if line["step"] == step)
+    return {name: value for name, value in line.items() if name.startswith(("val_", "hellaswag_", "generation_"))}
+
+
+# ----------------------------------------------------------------------------------- of a run
+
+
+def test_of_a_checkpoint_it_finds_exactly_what_the_run_logged(whole, tmp_path, capsys):
+    found = evaluate(whole.checkpoint(6), output=tmp_path / "found.json")
+    assert found == {"model": str(whole.checkpoint(6)), "step": 6, "metrics": logged(whole, 6)}
+    heading, *table = capsys.readouterr().out.splitlines()
+    assert heading == f"{whole.checkpoint(6)} (step 6), float32 on cpu, 32 tokens at a time"
+    assert table[0].split() == ["metric", "value", "+-", "chance", "n"]
+    metrics = found["metrics"]
+    assert table[1].split() == ["validation", "loss", f"{metrics['val_loss']:.4f}", f"{metrics['val_loss_stderr']:.4f}", "160"]
+    assert table[4].split() == ["HellaSwag", "acc", f"{metrics['hellaswag_acc']:.4f}", f"{metrics['hellaswag_stderr']:.4f}",
+                                "0.2500", "10"]
+    assert evaluate(whole.folder, output=tmp_path / "again.json")["metrics"] == metrics, "the newest of the run"
+
+
+@pytest.mark.parametrize("mode", ["sft", "lora-sft", "dpo-stored", "lora-dpo", "distilled-stored"])
+def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
+    asked = {"GENERATION_EVAL_EVERY": 2, "GENERATION_EVAL_TOKENS": 6} if mode == "lora-sft" else {}
+    run = stages.run(mode, tmp_path, **MEASURED, **asked)
+    assert run.train() == 0
+    found = evaluate(run.folder, output=tmp_path / "found.json")["metrics"]
+    assert found == logged(run, 2) and {"val_loss", "hellaswag_acc"} < found.keys()
+    assert ("generation_bleu" in found) == (mode == "lora-sft")
+
+
+def test_flags_change_what_is_evaluated(whole, prepared, tmp_path):
+    items = [json.loads(line) for line in prepared.items.read_text().splitlines()]
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps({**item, "endings": item["endings"][:2], "label": 1}) + "\n"
+                                                for item in items))
+    found = evaluate(whole.checkpoint(6), "--eval-tasks", f"two:{tmp_path / 'two.jsonl'}", "--validate-every", 0,
+                     "--hellaswag-examples", 4, output=tmp_path / "found.json")["metrics"]
+    assert (found["two_n"], found["two_chance"], found["hellaswag_n"]) == (4, 0.5, 4) and "val_loss" not in found
+
+
+def test_two_ranks_share_the_work(whole, tmp_path):
+    job = start(call, whole.checkpoint(6), "--json", tmp_path / "two.json", world_size=2, folder=tmp_path / "outputs")
+    assert job.wait() == [0, 0], job.text()
+    found = json.loads((tmp_path / "two.json").read_text())["metrics"]
+    assert found == pytest.approx(logged(whole, 6), rel=1e-6) and job.text().count("validation  loss") == 1
+
+
+# ------------------------------------------------------------------------------------ of other models
+
+
+@pytest.fixture
+def model(whole, tmp_path) -> Path:
+    """A model's folder without the settings of a run."""
+    return shutil.copytree(whole.checkpoint(6), tmp_path / "model", ignore=shutil.ignore_patterns(
+        "MANIFEST.json", "trainer_state.json", "optimizer.safetensors"))
+
+
+def test_of_a_model_from_elsewhere_flags_say_what_is_evaluated(model, whole, prepared, tmp_path, stages):
+    expected = logged(whole, 6)
+    own = ("--tokenizer-path", prepared.tokenizer, "--max-seq-len", 32, "--validation-rows", 5, "--micro-batch-size", 2,
+           "--hellaswag-batch-tokens", 128, "--precision", "fp32")
+    found = evaluate(model, "--data", prepared.shards, "--hellaswag", prepared.items, *own, output=tmp_path / "found.json")
+    assert found["metrics"] == expected and found["step"] == 0
+    of_chats = evaluate(model, "--data", stages.chats, *own, "--max-seq-len=96", output=tmp_path / "chats.json")["metrics"]
+    assert of_chats["val_loss"] > expected["val_loss"] and "hellaswag_acc" not in of_chats
+    with pytest.raises(SettingsError, match="preference pairs, whose loss depends on settings of a DPO run"):
+        evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
+
+
+def test_nothing_to_evaluate_is_told_with_what_to_name(model, tmp_path):
+    with pytest.raises(SettingsError, match="nothing to evaluate: .*--data, .*--hellaswag, .*--eval-tasks.*--tasks"):
+        evaluate(model, output=tmp_path / "found.json")
+    with pytest.raises(CheckpointError, match="there is no checkpoint 'nowhere'"):
+        evaluate("nowhere", output=tmp_path / "found.json")
+    with pytest.raises(SettingsError, match="unknown flag --helaswag"):
+        evaluate(model, "--helaswag", "x", output=tmp_path / "found.json")
+    with pytest.raises(DataError, match="nowhere"):
+        evaluate(model, "--data", "nowhere", output=tmp_path / "found.json")
+
+
+# ----------------------------------------------------------------------------- lm-evaluation-harness
+
+
+@pytest.fixture
+def task(prepared, tmp_path) -> tuple[str, ...]:
+    """The flags for a task of lm-evaluation-harness on our items, with its own wording of HellaSwag; without a network."""
+    lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness (requirements-dev.txt)")
+    records = [json.loads(line) for line in prepared.items.read_text().splitlines()]
+    file, folder = tmp_path / "records.jsonl", tmp_path / "tasks"
+    file.write_text("".join(json.dumps({**record, "ctx_a": record["ctx"], "ctx_b": ""}) + "\n" for record in records))
+    folder.mkdir()
+    (folder / "own.yaml").write_text(json.dumps({
+        "include": str(Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"), "task": "own_items",
+        "dataset_path": "json", "training_split": None,
+        "dataset_kwargs": {"data_files": {"validation": str(file)}, "cache_dir": str(tmp_path / "cache")}}))
+    return "--tasks", "own_items", "--include-path", str(folder)
+
+
+@pytest.mark.filterwarnings("default")  # the harness warns of its own ways
+def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp_path, capsys, monkeypatch):
+    found = evaluate(whole.checkpoint(6), *task, output=tmp_path / "found.json")["metrics"]
+    assert found["own_items_acc"] == found["hellaswag_acc"] and found["own_items_acc_norm"] == found["hellaswag_acc_norm"]
+    assert found["own_items_n"] == 10 and found["own_items_acc_stderr"] == pytest.approx(found["hellaswag_stderr"])
+    assert "\nown_items   acc " in capsys.readouterr().out
+    few = evaluate(whole.checkpoint(6), *task, "--limit", 3, "--hellaswag-every", 0, output=tmp_path / "few.json")["metrics"]
+    from lm_eval.tasks import TaskManager
+
+    assert few["own_items_n"] == 3 and "hellaswag_acc" not in few
+    original = TaskManager  # all of the harness's own tasks would take half a minute to find
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_path, **_: original(None, include_path, False))
+    with pytest.raises(SettingsError, match="has no task own_item, nothing_such;"):
+        call(whole.checkpoint(6), "--tasks", "own_item,own_items,nothing_such", *task[2:])
+
+
+@pytest.mark.filterwarnings("default")
+def test_adapters_are_merged_for_it(stages, task, tmp_path):
+    run = stages.run("lora-sft", tmp_path, **MEASURED, LEARNING_RATE=0.05)
+    assert run.train() == 0
+    found = evaluate(run.folder, *task, output=tmp_path / "found.json")["metrics"]
+    assert found["own_items_acc"] == found["hellaswag_acc"] and found["own_items_acc_norm"] == found["hellaswag_acc_norm"]
+    merge(run.checkpoint(2), tmp_path / "merged")
+    assert load_model(tmp_path / "merged")[0]
