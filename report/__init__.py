@@ -1,0 +1,1 @@
+"""What a run's folder tells: its curves, chronicle, alarms and comparisons, as one page."""
