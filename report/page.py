@@ -23,7 +23,7 @@ def render(data: dict, live: bool = False) -> str:
         live: the page also listens to server-sent events at `events`, and redraws at each event `data`.
     """
     style = _asset("uPlot.min.css") + _asset("page.css")
-    library, script = _asset("uPlot.iife.min.js"), _asset("page.js")
+    library, script = _asset("uPlot.iife.min.js"), _asset("chart.js") + _asset("page.js")
     policy = (f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; img-src data:; "
               f"connect-src {_quoted('self' if live else 'none')}; base-uri 'none'; form-action 'none'")
     parts = {"policy": policy, "title": html.escape(data["title"]), "style": style, "library": library, "script": script,
