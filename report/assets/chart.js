@@ -2,22 +2,22 @@
 /* Elements, numbers, and the figure that holds one plot with its legend, sentence and table.
    What a run says is set as text, never as HTML. */
 
-// ---------------------------------------------------------------------------------------------------- elements
+// -------------------------------------------------------------------------------------------------- elements
 
 const byId = (id) => document.getElementById(id);
 
 /** Return a new element; children are elements, texts and lists of them; false and null are left out. */
 function h(tag, attributes, ...children) {
-  const element = document.createElement(tag), given = (value) => value !== null && value !== undefined && value !== false;
+  const element = document.createElement(tag), isGiven = (value) => ![null, undefined, false].includes(value);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "style") element.style.cssText = value;
-    else if (given(value)) element.setAttribute(name, value === true ? "" : value);
+    else if (isGiven(value)) element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(3).filter(given));
+  element.append(...children.flat(3).filter(isGiven));
   return element;
 }
 
-/** Make `old` equal to `fresh` with the fewest changes, so that focus, scroll positions and opened details stay. */
+/** Make `old` equal to `fresh` with the fewest changes: focus, scroll positions and opened details stay. */
 function patch(old, fresh) {
   if (old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
   if (old.nodeType === Node.TEXT_NODE) {
@@ -25,14 +25,19 @@ function patch(old, fresh) {
     return;
   }
   const isKept = (name) => name === "open" || name === "style";
-  for (const {name} of [...old.attributes]) if (!isKept(name) && !fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const {name} of [...old.attributes]) {
+    if (!isKept(name) && !fresh.hasAttribute(name)) old.removeAttribute(name);
+  }
   for (const {name, value} of fresh.attributes) {
     if (!isKept(name) && old.getAttribute(name) !== value) old.setAttribute(name, value);
   }
   // The page's policy forbids style attributes that are set as text.
   if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
   const children = [...fresh.childNodes];
-  children.forEach((child, i) => (i < old.childNodes.length ? patch(old.childNodes[i], child) : old.append(child)));
+  for (const [i, child] of children.entries()) {
+    if (i < old.childNodes.length) patch(old.childNodes[i], child);
+    else old.append(child);
+  }
   while (old.childNodes.length > children.length) old.lastChild.remove();
 }
 
@@ -43,20 +48,21 @@ function fill(element, ...children) {
   patch(element, fresh);
 }
 
-/** A table that scrolls in its box; the first cell of a row is its heading, columns of numbers are set to the right. */
+/** A table that scrolls in its box; the first cell of a row is its heading, numbers are set to the right. */
 function table(caption, head, rows) {
   const isNumber = (cell) => typeof cell === "string" && /^([-−]?[\d.,]+([ e%±].*)?|–)?$/.test(cell);
   const side = head.map((_, i) => i > 0 && rows.every((row) => isNumber(row[i])) && "number");
-  const cells = (row) => row.map((cell, i) => (i ? h("td", {class: side[i]}, cell) : h("th", {scope: "row"}, cell)));
+  const cell = (words, i) => (i ? h("td", {class: side[i]}, words) : h("th", {scope: "row"}, words));
   return h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption},
     h("table", {}, h("caption", {}, caption),
-      h("thead", {}, h("tr", {}, head.map((cell, i) => h("th", {scope: "col", class: side[i]}, cell)))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, cells(row))))));
+      h("thead", {}, h("tr", {}, head.map((words, i) => h("th", {scope: "col", class: side[i]}, words)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
 }
 
+const aside = (words) => h("span", {class: "hidden"}, words);  // for screen readers alone
 const swatch = (color, shape = "square") => h("span", {class: `swatch ${shape}`, style: `color: ${color}`});
 
-// ----------------------------------------------------------------------------------------------------- numbers
+// --------------------------------------------------------------------------------------------------- numbers
 
 /** A value as text; `how.percent` says that it is a share. */
 function format(value, how = {}, digits = 4) {
@@ -64,7 +70,8 @@ function format(value, how = {}, digits = 4) {
   if (how.percent) return `${format(100 * value, {}, digits)} %`;
   const size = Math.abs(value);
   if (size && (size < 1e-3 || size >= 1e12)) return value.toExponential(digits - 2);
-  return value.toLocaleString("en", size >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits});
+  const precision = size >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits};
+  return value.toLocaleString("en", precision);
 }
 
 const whole = (value) => format(Math.round(value));
@@ -73,12 +80,14 @@ const whole = (value) => format(Math.round(value));
 function duration(seconds) {
   if (seconds < 60) return `${format(seconds, {}, seconds < 10 ? 2 : 3)} s`;
   const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
-  const first = units.findIndex(([, size]) => seconds >= size), [[big, size], [small, part]] = units.slice(first);
+  const [[big, size], [small, part]] = units.slice(units.findIndex(([, one]) => seconds >= one));
   const rest = Math.floor((seconds % size) / part);
   return `${Math.floor(seconds / size)} ${big}${rest ? ` ${rest} ${small}` : ""}`;
 }
 
 const least = (values) => values.reduce((a, b) => (b < a ? b : a), Infinity);
+const most = (values) => -least(values.map((value) => -value));
+const known = (values) => values.filter((value) => value !== null);
 const last = (values) => values.findLast((value) => value !== null);
 
 /** The place of the last element that is not above `value` in an ascending list; -1 if there is none. */
@@ -93,8 +102,9 @@ function place(sorted, value, key = (each) => each) {
 
 /** The value of a curve at `step`, on the line between its points. */
 function interpolate({x, y}, step) {
-  const i = Math.min(Math.max(place(x, step), 0), Math.max(x.length - 2, 0)), j = Math.min(i + 1, x.length - 1);
-  return i === j ? y[i] : y[i] + (y[j] - y[i]) * Math.min(1, Math.max(0, (step - x[i]) / (x[j] - x[i])));
+  const i = place(x, step), j = i + 1;
+  if (i < 0 || j >= x.length) return y[i < 0 ? 0 : i];
+  return y[i] + (y[j] - y[i]) * (step - x[i]) / (x[j] - x[i]);
 }
 
 /** Means weighted by exp(-distance / span) to both sides; a mean of the past alone would lag. */
@@ -114,13 +124,15 @@ function smooth(x, y, span) {
 
 /** Whether a curve goes up and down much more than it gets ahead; what does not is never smoothed. */
 function isNoisy(y) {
-  const values = y.filter((value) => value !== null), way = values.reduce((sum, value, i) => sum + Math.abs(value - values[Math.max(0, i - 1)]), 0);
-  return values.length > 40 && way > 5 * (-least(values.map((value) => -value)) - least(values));
+  const values = known(y);
+  const way = values.reduce((sum, value, i) => sum + Math.abs(value - values[Math.max(0, i - 1)]), 0);
+  return values.length > 40 && way > 5 * (most(values) - least(values));
 }
 
-const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 432000,
-  864000, 1728000, 4320000];
-const TIME_TICKS = [...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((factor) => Number(`${factor}e${power}`))), ...SECONDS];
+const TIME_TICKS = [
+  1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, .001, .002, .005, .01, .02, .05, .1, .2, .5,
+  ...[1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800],
+  ...[1, 2, 3, 6, 12, 24, 48, 120, 240, 480, 1200].map((hours) => 3600 * hours)];
 const UNITS = {  // from which value on, what one is, its sign
   count: [[1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"], [0, 1, ""]],
   seconds: [[172800, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"], [0, 1, " s"]],
@@ -128,14 +140,15 @@ const UNITS = {  // from which value on, what one is, its sign
 
 /** The labels of ticks: in the largest unit in which two digits tell them apart. */
 function ticks(values, how) {
-  const scaled = values.map((value) => value * (how.percent ? 100 : 1)), largest = Math.max(0, ...scaled.map(Math.abs));
+  const scaled = values.map((value) => value * (how.percent ? 100 : 1)), largest = most(scaled.map(Math.abs));
   const isExact = (value) => Math.abs(value - Math.round(value)) < 1e-6;
-  const digits = (size) => [0, 1, 2, 3, 4, 5, 6, 7, 8].find((count) => scaled.every((value) => isExact(value / size * 10 ** count))) ?? 9;
+  const isEnough = (count, size) => scaled.every((value) => isExact(value / size * 10 ** count));
+  const digits = (size) => [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].find((count) => count > 8 || isEnough(count, size));
   const units = UNITS[how.seconds ? "seconds" : "count"];
   const [, size, sign] = units.find(([from, one]) => largest >= from && digits(one) <= 2) || units[3];
   const places = digits(size);
-  const isTiny = places > 4 && !how.seconds;
-  const label = (value) => (isTiny ? Number(value.toPrecision(3)).toExponential() : (value / size).toFixed(places)) + sign;
+  const tiny = (value) => Number(value.toPrecision(3)).toExponential();
+  const label = (value) => (places > 4 && !how.seconds ? tiny(value) : (value / size).toFixed(places)) + sign;
   return scaled.map((value) => (value ? label(value) : "0") + (how.percent ? "%" : ""));
 }
 
@@ -154,17 +167,22 @@ function logTicks(low, high) {
   return found.filter((tick) => tick >= low && tick <= high);
 }
 
-// ------------------------------------------------------------------------------------------------------- chart
+// ----------------------------------------------------------------------------------------------------- chart
 
-// A group of charts shares its axis, cursor and zoom: {zoom: [low, high] or null, extent: [low, high], marks, charts}.
+// The charts of a group share axis, cursor and zoom: [low, high] or null.
 const groups = new Map();
-const groupOf = (name) => groups.get(name) || groups.set(name, {zoom: null, extent: [0, 1], marks: [], charts: []}).get(name);
+
+function groupOf(name) {
+  if (!groups.has(name)) groups.set(name, {zoom: null, extent: [0, 1], marks: [], charts: []});
+  return groups.get(name);
+}
+
 const probe = document.body.appendChild(h("span", {hidden: true}));
 
 /** A CSS colour as the canvas takes it, in the theme of now. */
 function ink(color, alpha = 1) {
   probe.style.color = color;
-  return getComputedStyle(probe).color.replace(/^rgb\((.*)\)$/, alpha === 1 ? "rgb($1)" : `rgba($1, ${alpha})`);
+  return getComputedStyle(probe).color.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
 }
 
 const font = (size) => `${size}px ${getComputedStyle(document.body).fontFamily}`;
@@ -179,10 +197,11 @@ function stroke(ctx, color, dash, ...points) {
   ctx.stroke();
 }
 
-/** One figure. A line of it: {key, label, steps, x, y, error, color, dash, shape, sparse, reference, letter, how}. */
+/** One figure of lines: {key, label, steps, x, y, error, color, dash, shape, sparse, span, reference,
+    letter, how}; shape is that of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
   constructor(key, group) {
-    Object.assign(this, {key, group, plot: null, signature: "", off: new Set(), isWide: false, isTurned: false});
+    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false});
     this.title = h("h3", {id: `title-${key}`});
     this.tools = h("span", {});
     this.area = h("div", {class: "plot", tabindex: 0, role: "slider", "aria-describedby": `sentence-${key}`});
@@ -191,8 +210,8 @@ class Chart {
     this.sentence = h("p", {class: "hidden", id: `sentence-${key}`});
     this.details = h("details", {}, h("summary", {}, "Table"), h("div", {}));
     this.figure = h("figure", {class: "chart", id: `chart-${key}`, "aria-labelledby": `title-${key}`},
-      h("figcaption", {}, this.title, this.tools), this.area, h("div", {class: "legend"}, this.at, this.legend),
-      this.sentence, this.details);
+      h("figcaption", {}, this.title, this.tools), this.area,
+      h("div", {class: "legend"}, this.at, this.legend), this.sentence, this.details);
     this.figure.addEventListener("click", (event) => this.clicked(event.target.closest("[data-do]")));
     this.details.addEventListener("toggle", () => this.fillTable());
     this.area.addEventListener("keydown", (event) => this.pressed(event));
@@ -211,23 +230,25 @@ class Chart {
     this.isLog = (chart.log || false) !== this.isTurned && this.canBeLog();
     this.figure.classList.toggle("wide", this.isWide);
     fill(this.title, `${chart.title} `, h("small", {}, chart.unit));
-    fill(this.tools, this.canBeLog() && this.button("log", this.isLog, "log", `${chart.title} on a logarithmic axis`),
-      this.button("wide", this.isWide, "⤢", `Enlarge ${chart.title}`));
-    fill(this.legend, lines.map((line) => h("li", {},
-      this.button(line.key, !this.off.has(line.key), [swatch(line.color, line.shape), `${line.label} `, h("b", {})]))),
-    (chart.phases || []).map(([name, color]) => h("li", {}, swatch(color), name)));
+    fill(this.tools, this.canBeLog() && this.button("log", this.isLog, ["log", aside(" axis")]),
+      this.button("wide", this.isWide, ["wide", aside(" chart")]));
+    const label = (line) => [swatch(line.color, line.shape), `${line.label} `, h("b", {})];
+    fill(this.legend,
+      lines.map((line) => h("li", {}, this.button(line.key, !this.off.has(line.key), label(line)))),
+      (chart.phases || []).map(([name, color]) => h("li", {}, swatch(color), name)));
     this.sentence.textContent = lines.map((line) => this.summary(line)).join(" ");
     this.draw();
     this.fillTable();
   }
 
   canBeLog() {
-    const values = this.lines.flatMap(({y}) => y.filter((value) => value !== null)), [low, high] = [least(values), -least(values.map((value) => -value))];
-    return !this.chart.stacked && !this.chart.phaseAt && low > 0 && (this.chart.log || high > 3 * low);
+    const values = this.lines.flatMap(({y}) => known(y)), low = least(values);
+    const isUseful = this.chart.log || most(values) > 3 * low;
+    return !this.chart.stacked && !this.chart.phaseAt && low > 0 && isUseful;
   }
 
-  button(action, isPressed, content, label) {
-    return h("button", {type: "button", "data-do": action, "aria-pressed": String(isPressed), "aria-label": label}, content);
+  button(action, isPressed, content) {
+    return h("button", {type: "button", "data-do": action, "aria-pressed": String(isPressed)}, content);
   }
 
   clicked(button) {
@@ -242,7 +263,8 @@ class Chart {
   summary(line) {
     const points = line.y.map((value, i) => [value, line.steps[i]]).filter(([value]) => value !== null);
     if (!points.length) return `${line.label}: no values.`;
-    const say = ([value, step]) => `${format(value, line.how)} at ${this.chart.seconds ? duration(step) : `step ${whole(step)}`}`;
+    const where = (step) => (this.chart.phaseAt ? duration(step) : `step ${whole(step)}`);
+    const say = ([value, step]) => `${format(value, line.how)} at ${where(step)}`;
     const [low, high] = [-1, 1].map((sign) => points.reduce((a, b) => (sign * (b[0] - a[0]) > 0 ? b : a)));
     return `${line.label}: last ${say(points[points.length - 1])}, lowest ${say(low)}, highest ${say(high)}.`;
   }
@@ -257,17 +279,19 @@ class Chart {
       if (line.y[i] !== null) rows.get(step)[column] = short(line.y[i], 6) + error;
     }));
     const every = Math.ceil(rows.size / 2000), all = [...rows].sort(([a], [b]) => a - b);
-    const kept = all.filter((_, i) => i % every === 0 || i === all.length - 1).map(([step, cells]) => [String(step), ...cells]);
-    const caption = `${this.chart.title}${every > 1 ? `, every ${every}th of ${whole(all.length)} rows` : ""}`;
-    fill(this.details.lastChild, table(caption, [this.chart.seconds ? "seconds" : "step", ...this.lines.map((line) => line.label)], kept));
+    const some = all.filter((_, i) => i % every === 0 || i === all.length - 1);
+    const left = every > 1 ? `, every ${every}th of ${whole(all.length)} rows` : "";
+    const head = [this.chart.phaseAt ? "seconds" : "step", ...this.lines.map((line) => line.label)];
+    fill(this.details.lastChild,
+      table(this.chart.title + left, head, some.map(([step, cells]) => [String(step), ...cells])));
   }
 
   // ------------------------------------------------------------------------------------------------- drawing
 
-  /** The columns of the plot: of a line its band (high, low), its values before smoothing (raw), and itself (main). */
+  /** The plot's columns: a line's band (high, low), its values before smoothing (raw), and itself (main). */
   columns() {
-    const found = [], drawn = this.lines.filter(({key}) => !this.off.has(key)), [low, high] = this.group.extent;
-    for (const line of drawn) {
+    const found = [], [low, high] = this.group.extent;
+    for (const line of this.lines.filter(({key}) => !this.off.has(key))) {
       const {x, y, error, span} = line;
       const edge = (sign) => y.map((value, i) => (value === null ? null : value + sign * error[i]));
       if (error) found.push({line, x, y: edge(1), role: "high"}, {line, x, y: edge(-1), role: "low"});
@@ -278,9 +302,10 @@ class Chart {
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
   }
 
-  /** The sums of these columns, the largest first; each was decimated for itself, so they are read where the longest is. */
+  /** The sums of these columns, the largest first, where the longest has points: each has its own. */
   stacked(columns) {
-    const grid = columns.map(({x}) => x).reduce((a, b) => (b.length > a.length ? b : a), []), sums = grid.map(() => 0);
+    const grid = columns.map(({x}) => x).reduce((a, b) => (b.length > a.length ? b : a), []);
+    const sums = grid.map(() => 0);
     return columns.map(({line, x, y}) => {
       const isIn = (at) => at >= x[0] && at <= x[x.length - 1];
       grid.forEach((at, i) => { sums[i] += isIn(at) ? interpolate({x, y}, at) : 0; });
@@ -291,7 +316,8 @@ class Chart {
   draw() {
     this.slots = this.columns();
     const data = this.slots.length ? uPlot.join(this.slots.map(({x, y}) => [x, y])) : [[0], [null]];
-    const signature = JSON.stringify([this.isLog, this.chart.seconds, this.slots.map(({line, role}) => [line.key, role, line.color])]);
+    const signature = JSON.stringify([this.isLog, this.chart.seconds,
+      this.slots.map(({line, role}) => [line.key, role, line.color])]);
     if (this.plot && signature === this.signature) {
       this.plot.setData(data);
     } else {
@@ -303,28 +329,35 @@ class Chart {
   }
 
   options() {
-    const lines = {stroke: () => ink("var(--grid)"), width: 1}, {isLog, chart} = this, how = {percent: chart.percent};
-    const axis = {stroke: () => ink(MUTED), font: font(12), grid: lines, ticks: {...lines, size: 4}, gap: 4};
-    const isMarked = (i) => this.slots[i - 1].role === "main" && !chart.stacked;
+    const {isLog, chart} = this, how = {percent: chart.percent};
+    const rule = {stroke: () => ink("var(--grid)"), width: 1};
+    const axis = {stroke: () => ink(MUTED), font: font(12), grid: rule, ticks: {...rule, size: 4}, gap: 4};
+    const bottom = {...axis, space: 62, size: 26, values: (_, at) => ticks(at, {seconds: chart.seconds})};
+    if (chart.seconds) bottom.incrs = TIME_TICKS;
+    const width = (_, labels) => 14 + 7 * Math.max(2, ...(labels || []).map(({length}) => length));
+    const side = {...axis, space: 34, size: width, values: (_, at) => ticks(at, how)};
+    if (isLog) {
+      const splits = (_, __, low, high) => logTicks(low, high);
+      const values = (_, at) => at.flatMap((one) => ticks([one], how));
+      Object.assign(side, {splits, filter: (_, at) => at, values});
+    }
+    const isPointed = (i) => this.slots[i - 1].role === "main" && !chart.stacked;
+    const point = (_, i) => isPointed(i) && h("div", {style: "width: 7px; height: 7px; margin: -3.5px"});
+    const band = (color, i) => ({series: [i + 1, i + 2], fill: () => ink(color, .2)});
     return {
-      ...this.size(), legend: {show: false}, padding: [8, 22, 0, 0],
+      ...this.size(), legend: {show: false}, padding: [8, 22, 0, 0], axes: [bottom, side],
       scales: {x: {time: false, range: () => this.group.zoom || this.group.extent},
         y: {distr: isLog ? 3 : 1, range: (_, low, high) => this.range(low, high)}},
-      axes: [
-        {...axis, space: 62, size: 26, ...(chart.seconds ? {incrs: TIME_TICKS} : {}), values: (_, splits) => ticks(splits, {seconds: chart.seconds})},
-        {...axis, space: 34, size: (_, values) => 14 + 7 * Math.max(2, ...(values || []).map(({length}) => length)),
-          ...(isLog ? {splits: (_, __, low, high) => logTicks(low, high), filter: (_, splits) => splits} : {}),
-          values: (_, splits) => (isLog ? splits.flatMap((split) => ticks([split], how)) : ticks(splits, how))},
-      ],
       series: [{}, ...this.slots.map((slot) => this.series(slot))],
-      bands: this.slots.flatMap(({role, line}, i) => (role === "high" ? [{series: [i + 1, i + 2], fill: () => ink(line.color, .2)}] : [])),
+      bands: this.slots.flatMap(({role, line}, i) => (role === "high" ? [band(line.color, i)] : [])),
       cursor: {
         y: false, drag: {x: true, y: false, setScale: false, dist: 4}, hover: {skip: [null, undefined]},
-        points: {size: 7, show: (_, i) => isMarked(i) && h("div", {style: "width: 7px; height: 7px; margin: -3.5px"})},
-        bind: {dblclick: () => () => zoom(this.group, null)},
+        points: {size: 7, show: point}, bind: {dblclick: () => () => zoom(this.group, null)},
       },
-      hooks: {drawClear: [() => this.drawBehind()], draw: [() => this.drawAbove()], setCursor: [() => this.cursorMoved()],
-        setSelect: [() => this.selected()]},
+      hooks: {
+        drawClear: [() => this.drawBehind()], draw: [() => this.drawAbove()],
+        setCursor: [() => this.cursorMoved()], setSelect: [() => this.selected()],
+      },
     };
   }
 
@@ -333,12 +366,14 @@ class Chart {
     if (this.chart.stacked) return {stroke: () => ink(CARD), width: 1, fill: color, points: none};
     if (role === "raw") return {stroke: () => ink(line.color, .3), width: 1, points: none};
     if (role !== "main") return {stroke: "transparent", width: 0, points: none};
-    const points = {fill: color, stroke: color, ...(line.sparse && line.x.length <= 100 ? {show: true, size: 6} : {})};
+    const points = {fill: color, stroke: color,
+      ...(line.sparse && line.x.length <= 100 ? {show: true, size: 6} : {})};
     return {stroke: color, width: line.sparse || this.chart.seconds ? 1.5 : 2, dash: line.dash, points};
   }
 
   references() {
-    return [...new Set(this.lines.map((line) => line.reference))].filter((value) => typeof value === "number" && (value > 0 || !this.isLog));
+    const values = new Set(this.lines.map((line) => line.reference));
+    return [...values].filter((value) => typeof value === "number" && (value > 0 || !this.isLog));
   }
 
   /** The vertical range: what is in sight, with the references; from 0 where values are stacked. */
@@ -367,7 +402,7 @@ class Chart {
       ctx.fillStyle = ink(mark.color);
       ctx.beginPath();
       if (mark.sign === "●") ctx.arc(at, bbox.top, size, 0, 7);
-      else [[0, -size], [size, size], [-size, size]].forEach(([dx, dy]) => ctx.lineTo(at + dx, bbox.top + dy));
+      else [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, bbox.top + y * size));
       ctx.fill();
     }
     ctx.restore();
@@ -377,9 +412,10 @@ class Chart {
   drawPhases(ctx, bbox, unit) {
     const colors = new Map(this.chart.phases), lane = 13 * unit, bottom = bbox.top + bbox.height - lane;
     const phaseAt = (pixel) => this.chart.phaseAt(this.plot.posToVal(pixel + .5, "x", true))[0];
+    let start = Math.round(bbox.left), phase = phaseAt(start);
     const end = Math.round(bbox.left + bbox.width);
-    ctx.font = font(11 * unit);
-    for (let start = Math.round(bbox.left), pixel = start + 1, phase = phaseAt(start); pixel <= end; pixel++) {
+    Object.assign(ctx, {font: font(11 * unit), textAlign: "left", textBaseline: "alphabetic"});
+    for (let pixel = start + 1; pixel <= end; pixel++) {
       const next = pixel < end ? phaseAt(pixel) : null;
       if (next === phase) continue;
       if (colors.has(phase)) {
@@ -388,7 +424,8 @@ class Chart {
         ctx.fillStyle = ink(colors.get(phase));
         ctx.fillRect(start, bottom, pixel - start, lane);
         ctx.fillStyle = ink(CARD);
-        if (ctx.measureText(phase).width + 8 * unit < pixel - start) ctx.fillText(phase, start + 4 * unit, bottom + lane - 3 * unit);
+        const hasRoom = ctx.measureText(phase).width + 8 * unit < pixel - start;
+        if (hasRoom) ctx.fillText(phase, start + 4 * unit, bottom + lane - 3 * unit);
       }
       [start, phase] = [pixel, next];
     }
@@ -396,28 +433,27 @@ class Chart {
 
   /** Chance, error bars where points are few, and the letter of its run at the end of each line. */
   drawAbove() {
-    const {plot} = this, {ctx, bbox} = plot, unit = uPlot.pxRatio, right = bbox.left + bbox.width, {min, max} = plot.scales.x;
+    const {plot} = this, {ctx, bbox} = plot, {min, max} = plot.scales.x;
+    const unit = uPlot.pxRatio, right = bbox.left + bbox.width;
     const [left, top] = ["x", "y"].map((scale) => (value) => plot.valToPos(value, scale, true));
     ctx.save();
-    ctx.font = font(12 * unit);
-    ctx.lineWidth = unit;
-    ctx.fillStyle = ink(MUTED);
-    ctx.textAlign = "right";
+    Object.assign(ctx, {font: font(12 * unit), lineWidth: unit, fillStyle: ink(MUTED)});
+    Object.assign(ctx, {textAlign: "right", textBaseline: "alphabetic"});
     for (const reference of this.references()) {
       stroke(ctx, ink(MUTED), [4 * unit, 4 * unit], [bbox.left, top(reference)], [right, top(reference)]);
       ctx.fillText(`chance ${format(reference, this.chart)}`, right - 4 * unit, top(reference) - 5 * unit);
     }
     const ends = [];
     for (const {line, x, y} of this.slots.filter(({role}) => role === "main")) {
-      const seen = [...x.keys()].filter((i) => x[i] >= min && x[i] <= max && y[i] !== null), end = seen[seen.length - 1];
+      const seen = [...x.keys()].filter((i) => x[i] >= min && x[i] <= max && y[i] !== null);
+      const end = seen[seen.length - 1], edge = (i, sign) => [left(x[i]), top(y[i] + sign * line.error[i])];
       if (!seen.length) continue;
       if (line.error && seen.length <= 60) {
-        for (const i of seen) stroke(ctx, ink(line.color), [], ...[-1, 1].map((sign) => [left(x[i]), top(y[i] + sign * line.error[i])]));
+        for (const i of seen) stroke(ctx, ink(line.color), [], edge(i, -1), edge(i, 1));
       }
       ends.push({x: left(x[end]), y: top(y[end]), line});
     }
-    ctx.textAlign = "left";
-    ctx.textBaseline = "middle";
+    Object.assign(ctx, {textAlign: "left", textBaseline: "middle"});
     let above = -Infinity, before = null;
     for (const end of this.chart.stacked ? [] : ends.sort((a, b) => a.y - b.y)) {
       if (!end.line.letter || (end.line.letter === before && end.y - above < 20 * unit)) continue;
@@ -442,10 +478,12 @@ class Chart {
 
   /** Write the values at the cursor, or the last ones, into the legend. */
   readOut() {
-    const {plot, group} = this, {idx, idxs, left} = plot.cursor, isActive = left >= 0 && typeof idx === "number";
+    const {plot, group} = this, {idx, idxs, left} = plot.cursor;
+    const isActive = left >= 0 && typeof idx === "number", isKnown = (value) => value !== null;
     const said = this.lines.map((line, row) => {
       const slot = this.slots.findIndex((each) => each.line === line && each.role === "main");
-      const i = isActive && slot >= 0 ? place(line.x, plot.data[0][idxs[slot + 1]]) : line.y.findLastIndex((value) => value !== null);
+      const isAt = isActive && slot >= 0;
+      const i = isAt ? place(line.x, plot.data[0][idxs[slot + 1]]) : line.y.findLastIndex(isKnown);
       const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
       const value = slot < 0 ? "" : format(line.y[i], line.how) + error;
       this.legend.children[row].querySelector("b").textContent = value;
@@ -453,8 +491,10 @@ class Chart {
     });
     const at = isActive ? plot.data[0][idx] : null, [low, high] = group.zoom || group.extent;
     this.at.textContent = isActive ? this.where(at) : "last:";
-    const spoken = {"aria-label": `${this.chart.title}: values along the axis`, "aria-valuemin": low, "aria-valuemax": high,
-      "aria-valuenow": at ?? high, "aria-valuetext": `${this.at.textContent} ${said.join(", ")}`};
+    const spoken = {
+      "aria-label": `${this.chart.title}: values along the axis`, "aria-valuemin": low, "aria-valuemax": high,
+      "aria-valuenow": at ?? high, "aria-valuetext": `${this.at.textContent} ${said.join(", ")}`,
+    };
     for (const [name, value] of Object.entries(spoken)) this.area.setAttribute(name, value);
   }
 
@@ -477,12 +517,14 @@ class Chart {
 
   pressed(event) {
     const {plot, group} = this, steps = plot.data[0], [low, high] = group.zoom || group.extent;
-    const now = plot.cursor.idx ?? steps.length - 1, jump = event.shiftKey ? 10 : 1, far = Math.ceil(steps.length / 10);
-    const moves = {ArrowLeft: -jump, ArrowRight: jump, ArrowDown: -jump, ArrowUp: jump, PageDown: -far, PageUp: far,
-      Home: -Infinity, End: Infinity};
-    const middle = steps[now] >= low && steps[now] <= high ? steps[now] : (low + high) / 2, factor = {"+": .5, "=": .5, "-": 2}[event.key];
+    const now = plot.cursor.idx ?? steps.length - 1, isSeen = steps[now] >= low && steps[now] <= high;
+    const jump = event.shiftKey ? 10 : 1, far = Math.ceil(steps.length / 10);
+    const moves = {ArrowLeft: -jump, ArrowRight: jump, ArrowDown: -jump, ArrowUp: jump, PageDown: -far,
+      PageUp: far, Home: -Infinity, End: Infinity};
+    const next = Math.min(steps.length - 1, Math.max(0, now + moves[event.key]));
+    const middle = isSeen ? steps[now] : (low + high) / 2, factor = {"+": .5, "=": .5, "-": 2}[event.key];
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    if (event.key in moves) this.moveTo(steps[Math.min(steps.length - 1, Math.max(0, now + moves[event.key]))]);
+    if (event.key in moves) this.moveTo(steps[next]);
     else if (factor) zoom(group, [low, high].map((end) => middle + (end - middle) * factor));
     else if (event.key === "Escape" || event.key === "0") zoom(group, null);
     else return;
@@ -491,7 +533,8 @@ class Chart {
 
   /** Put the cursor on a value of the axis; the zoomed part follows it. */
   moveTo(value) {
-    const [low, high] = this.group.zoom || this.group.extent, shift = Math.min(0, value - low) + Math.max(0, value - high);
+    const [low, high] = this.group.zoom || this.group.extent;
+    const shift = Math.min(0, value - low) + Math.max(0, value - high);
     if (shift) zoom(this.group, [low + shift, high + shift]);
     this.plot.setCursor({left: this.plot.valToPos(value, "x"), top: 1});
   }
@@ -505,17 +548,20 @@ class Chart {
     this.area.addEventListener("pointermove", (event) => {
       if (!fingers.has(event.pointerId)) return;
       if (fingers.size === 1) return this.plot.setCursor({left: left(event), top: 1});
-      const other = [...fingers].find(([id]) => id !== event.pointerId)[1], still = this.plot.valToPos(other, "x");
+      const [, other] = [...fingers].find(([id]) => id !== event.pointerId);
+      const still = this.plot.valToPos(other, "x"), rest = this.plot.over.clientWidth - still;
       const scale = (fingers.get(event.pointerId) - other) / (left(event) - still);
-      if (scale > 0) zoom(this.group, [other - still * scale, other + (this.plot.over.clientWidth - still) * scale]);
+      if (scale > 0) zoom(this.group, [other - still * scale, other + rest * scale]);
     });
-    for (const end of ["pointerup", "pointercancel"]) addEventListener(end, (event) => fingers.delete(event.pointerId));
+    const lift = (event) => fingers.delete(event.pointerId);
+    for (const end of ["pointerup", "pointercancel"]) addEventListener(end, lift);
   }
 }
 
 /** Show this part of the axis in all charts of the group; all of it for null. */
 function zoom(group, range) {
-  const [low, high] = group.extent, [from, to] = range ? [Math.max(low, range[0]), Math.min(high, range[1])] : [low, high];
+  const [low, high] = group.extent, [first, end] = range || group.extent;
+  const [from, to] = [Math.max(low, first), Math.min(high, end)];
   if (to - from < 1e-9 * (high - low)) return;
   group.zoom = from === low && to === high ? null : [from, to];
   // The range function of the scale gives the zoom; what is set here only makes it ask.

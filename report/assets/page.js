@@ -1,17 +1,19 @@
-/* The page of one or several runs. Its data is one JSON object, embedded and, where the page is live, sent again as events.
-   An update builds each section anew and patches the old one with it. */
+/* The page of one or several runs. Its data is one JSON object, embedded and, where the page is live, sent
+   again as events. An update builds each section anew and patches the old one with it. */
 
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
-const STATES = {finished: "✓ finished", running: "▶ running", stopped: "■ stopped", failed: "✕ failed", unknown: "? unknown"};
+const STATES = {finished: "✓ finished", running: "▶ running", stopped: "■ stopped", failed: "✕ failed",
+  unknown: "? unknown"};
 const PARTS = ["steps", "repeated steps", "evaluation", "saving", "start-up", "away", "other"];
-const STYLES = [{dash: [], shape: ""}, {dash: [7, 4], shape: "dashed"}, {dash: [2, 3], shape: "dotted"}, {dash: [10, 3, 2, 3], shape: "dashed"}];
+const STYLES = [[[], ""], [[7, 4], "dashed"], [[2, 3], "dotted"], [[10, 3, 2, 3], "dashed"]]
+  .map(([dash, shape]) => ({dash, shape}));
 const AXES = {step: null, tokens: "tokens_seen", time: "time"};  // the curves that translate a step
 
 const view = {axis: "step", smoothing: 25, away: new Set(), sample: null};
 const charts = new Map();
 let report = null;
 
-// -------------------------------------------------------------------------------------------------------- runs
+// ------------------------------------------------------------------------------------------------------ runs
 
 const isSeveral = () => report.runs.length > 1;
 const shown = () => report.runs.filter((run) => !view.away.has(run.name));
@@ -21,9 +23,11 @@ const color = (index) => `var(--color-${index % 8})`;
 const runColor = (run) => color(report.runs.indexOf(run));
 const text = (value) => (typeof value === "string" ? value : JSON.stringify(value ?? null));
 const date = (seconds) => new Date(seconds * 1000).toLocaleString();
-const changes = (segment) => segment.changes.map(({name, before, after}) => `${name} ${text(before)} → ${text(after)}`).join(", ") || "nothing";
+const change = ({name, before, after}) => `${name} ${text(before)} → ${text(after)}`;
+const changes = (segment) => segment.changes.map(change).join(", ") || "nothing";
+const percent = (value) => format(value, {percent: true}, 3);
 
-/** The function from a step of the run to its place on the chosen axis; null where the run does not tell it. */
+/** The function from a step of the run to its place on the chosen axis; null where the run lacks it. */
 function axisOf(run) {
   const curve = run.curves[AXES[view.axis]];
   if (view.axis === "step") return (step) => step;
@@ -33,9 +37,9 @@ function axisOf(run) {
 
 /** First and last place on the axis of the runs shown. */
 function extent() {
-  const ends = shown().flatMap((run) => {
-    const axis = axisOf(run) || (() => []);
-    return Object.values(run.curves).filter(({x}) => x.length).flatMap(({x}) => [axis(x[0]), axis(x[x.length - 1])].flat());
+  const ends = shown().filter(axisOf).flatMap((run) => {
+    const curves = Object.values(run.curves).filter(({x}) => x.length);
+    return curves.flatMap(({x}) => [x[0], x[x.length - 1]]).map(axisOf(run));
   });
   const low = ends.length ? Math.min(...ends) : 0;
   return [low, Math.max(low + 1e-3, ...ends)];
@@ -45,29 +49,35 @@ function extent() {
 function marks() {
   return shown().filter(axisOf).flatMap((run) => {
     const axis = axisOf(run), who = isSeveral() ? `${letter(run)}: ` : "";
-    return [
-      ...run.segments.slice(1).map((each) => ({sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`})),
-      ...run.alarms.map((each) => ({sign: "●", color: "var(--bad)", x: axis(each.step), text: `${who}${each.kind}: ${each.text}`}))];
+    const resumed = run.segments.slice(1).map((each) =>
+      ({sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
+    const alarming = run.alarms.map((each) =>
+      ({sign: "●", color: "var(--bad)", x: axis(each.step), text: `${who}${each.kind}: ${each.text}`}));
+    return [...resumed, ...alarming];
   });
 }
 
-/** The lines of one of the data's charts for these runs, a colour for each run or, of a single one, for each series. */
+/** The lines of a chart for these runs; each run has a colour or, where there is only one, each series. */
 function linesOf(chart, runs) {
-  const each = runs.filter(axisOf).flatMap((run) => chart.series.map((series, i) => [run, series, i, run.curves[series.curve]]));
-  return each.filter(([, , , curve]) => curve && curve.x.length).map(([run, series, i, curve]) => {
-    const byRun = isSeveral() && !chart.stacked, sparse = series.kind === "points", {dash, shape} = STYLES[i % 4];
-    const errors = run.curves[series.error], errorAt = errors && new Map(errors.x.map((step, j) => [step, errors.y[j]]));
+  const isByRun = isSeveral() && !chart.stacked;
+  const pairs = runs.filter(axisOf).flatMap((run) => chart.series.map((series, i) => [run, series, i]));
+  return pairs.filter(([run, {curve}]) => run.curves[curve]?.x.length).map(([run, series, i]) => {
+    const {x: steps, y} = run.curves[series.curve], errors = run.curves[series.error];
+    const errorAt = errors && new Map(errors.x.map((step, j) => [step, errors.y[j]]));
+    const sparse = series.kind === "points", {dash, shape} = STYLES[i % 4];
     return {
-      key: `${report.runs.indexOf(run)} ${series.curve}`, label: `${byRun ? letter(run) : ""} ${series.label}`.trim(), steps: curve.x,
-      x: curve.x.map(axisOf(run)), y: curve.y.map((value) => value && value / (chart.divisor || 1)),
-      error: errorAt ? curve.x.map((step) => errorAt.get(step) ?? null) : null, color: byRun ? runColor(run) : color(i), dash,
-      shape: chart.stacked ? "square" : `${shape} ${sparse ? "point" : ""}`, sparse, span: (view.smoothing / 100) ** 2 / 10,
-      reference: series.reference, letter: byRun ? letter(run) : "", how: {percent: chart.percent},
+      key: `${report.runs.indexOf(run)} ${series.curve}`,
+      label: `${isByRun ? letter(run) : ""} ${series.label}`.trim(),
+      steps, x: steps.map(axisOf(run)), y: y.map((value) => value && value / (chart.divisor || 1)),
+      error: errorAt ? steps.map((step) => errorAt.get(step) ?? null) : null,
+      color: isByRun ? runColor(run) : color(i), dash, sparse, span: (view.smoothing / 100) ** 2 / 10,
+      shape: chart.stacked ? "square" : `${shape} ${sparse ? "point" : ""}`,
+      reference: series.reference, letter: isByRun ? letter(run) : "", how: {percent: chart.percent},
     };
   });
 }
 
-// ------------------------------------------------------------------------------------------------------ charts
+// ---------------------------------------------------------------------------------------------------- charts
 
 function drawChart(key, groupName, place, chart, lines) {
   if (!charts.has(key)) charts.set(key, new Chart(key, groupOf(groupName)));
@@ -78,159 +88,218 @@ function drawChart(key, groupName, place, chart, lines) {
 }
 
 function drawCharts() {
-  const group = Object.assign(groupOf("steps"), {extent: extent(), marks: marks()}), place = document.querySelector("#charts .charts");
-  const common = {seconds: view.axis === "time", axis: view.axis === "step" ? "step" : "tokens"};
+  const group = Object.assign(groupOf("steps"), {extent: extent(), marks: marks()});
+  const place = document.querySelector("#charts .charts");
+  const axis = {seconds: view.axis === "time", axis: view.axis === "step" ? "step" : "tokens"};
   for (const chart of report.charts) {
     const bytes = chart.unit === "bytes" ? {divisor: 2 ** 30, unit: "GiB"} : chart.percent ? {unit: ""} : {};
-    const full = {...chart, ...common, ...bytes};
+    const full = {...chart, ...axis, ...bytes};
     if (!chart.stacked) drawChart(chart.id, "steps", place, full, linesOf(full, shown()));
-    else report.runs.forEach((run, i) => {
+    else for (const [i, run] of report.runs.entries()) {
       const title = isSeveral() ? `${chart.title}: ${named(run)}` : chart.title;
-      drawChart(`${chart.id}-${i}`, "steps", place, {...full, title}, linesOf(full, shown().filter((each) => each === run)));
-    });
+      const lines = linesOf(full, shown().filter((each) => each === run));
+      drawChart(`${chart.id}-${i}`, "steps", place, {...full, title}, lines);
+    }
   }
-  fill(byId("key"), ["▲ resume.", "● alarm."].filter((sign) => group.marks.some((mark) => mark.sign === sign[0])).join(" "));
+  const signs = new Set(group.marks.map(({sign}) => sign));
+  fill(byId("key"), ["▲ resume.", "● alarm."].filter((words) => signs.has(words[0])).join(" "));
   byId("charts").hidden = group.charts.every(({figure}) => figure.hidden);
 }
 
-/** The function from a time to [phase, step]. A phase ends with the next mark, or after ten times its median where marks stop. */
-function phasesOf(marks) {
+/** The function from a time to [phase, step]; where marks stop, a phase ends after ten times its median. */
+function phasesOf(turns) {
   const lengths = new Map();
-  marks.slice(1).forEach(([end], i) => lengths.set(marks[i][1], [...(lengths.get(marks[i][1]) || []), end - marks[i][0]]));
-  const most = new Map([...lengths].map(([phase, all]) => [phase, 10 * all.sort((a, b) => a - b)[all.length >> 1]]));
+  for (let i = 0; i + 1 < turns.length; i++) {
+    const [[start, phase], [end]] = turns.slice(i);
+    lengths.set(phase, (lengths.get(phase) || []).concat(end - start));
+  }
+  const limit = (all) => 10 * all.sort((a, b) => a - b)[all.length >> 1];
+  const limits = new Map([...lengths].map(([phase, all]) => [phase, limit(all)]));
   return (seconds) => {
-    const [start, phase, step] = marks[place(marks, seconds, ([at]) => at)] || [];
-    return seconds - start <= (most.get(phase) || 0) ? [phase, step] : [null, null];
+    const [start, phase, step] = turns[place(turns, seconds, ([at]) => at)] || [];
+    return seconds - start <= (limits.get(phase) || 0) ? [phase, step] : [null, null];
   };
 }
 
 /** The watts of each GPU over the phases of the steps, on the clock of both. */
 function drawPower() {
-  report.runs.forEach((run, index) => {
+  for (const [index, run] of report.runs.entries()) {
     const {time, gpus, marks: turns, start} = run.power || {time: []}, key = `power-${index}`;
-    if (!time.length) return;
-    const names = [...new Set(turns.map(([, phase]) => phase))].filter(Boolean);
-    const phaseAt = phasesOf(turns);
-    const lines = Object.entries(gpus).map(([gpu, y], i) => ({key: gpu, label: /^\d+$/.test(gpu) ? `GPU ${gpu}` : gpu, steps: time, x: time, y,
-      color: color(i), ...STYLES[i % 4], how: {}}));
-    const isNew = !charts.has(key), group = groupOf(key);
-    group.extent = [time[0], Math.max(last(time), time[0] + 1e-3)];
-    drawChart(key, key, document.querySelector("#power .charts"), {title: isSeveral() ? named(run) : "Power of the GPUs",
-      unit: `watts, from ${date(start)}`, seconds: true, phaseAt, phases: names.map((name, i) => [name, color(i + 2)])},
-    shown().includes(run) ? lines : []);
+    if (!time.length) continue;
+    const lines = Object.entries(gpus).map(([gpu, y], i) => ({
+      key: gpu, label: /^\d+$/.test(gpu) ? `GPU ${gpu}` : gpu, steps: time, x: time, y, color: color(i),
+      ...STYLES[i % 4], how: {},
+    }));
+    const names = [...new Set(turns.map(([, phase]) => phase))].filter(Boolean), isNew = !charts.has(key);
+    const chart = {
+      title: isSeveral() ? named(run) : "Power of the GPUs", unit: `watts, from ${date(start)}`,
+      seconds: true, phaseAt: phasesOf(turns), phases: names.map((name, i) => [name, color(i + 2)]),
+    };
+    groupOf(key).extent = [time[0], Math.max(last(time), time[0] + 1e-3)];
+    drawChart(key, key, document.querySelector("#power .charts"), chart, shown().includes(run) ? lines : []);
     if (isNew) charts.get(key).clicked({dataset: {do: "wide"}});
-  });
-  byId("power").hidden = ![...charts.values()].some((chart) => chart.key.startsWith("power-") && !chart.figure.hidden);
+  }
+  byId("power").hidden = ![...document.querySelectorAll("#power figure")].some(({hidden}) => !hidden);
 }
 
-// ---------------------------------------------------------------------------------------------------- sections
+// -------------------------------------------------------------------------------------------------- sections
 
 const box = (...children) => h("div", {class: "box"}, children);
 const headOf = (run) => isSeveral() && h("h3", {}, swatch(runColor(run)), named(run));
 
-/** The figures that matter: the last of the validation, evaluations against chance, the speed of late. */
+function tile(label, value, below) {
+  const note = h("dd", {}, h("small", {}, below));
+  return h("div", {}, h("dt", {}, label), h("dd", {class: "value"}, value), note);
+}
+
+/** The last of the validation loss or of an evaluation with its chance; null for other series. */
+function resultTile(run, chart, series) {
+  const {x, y} = run.curves[series.curve] || {x: [], y: []}, values = known(y);
+  const isLoss = series.curve === "val_loss";
+  if (!values.length || !(isLoss || (series.error && typeof series.reference === "number"))) return null;
+  const error = last(run.curves[series.error]?.y || []), best = least(values);
+  const below = isLoss ? `best ${format(best)} at step ${whole(x[y.indexOf(best)])}`
+    : `chance ${format(series.reference, chart)}`;
+  return tile(isLoss ? "Validation loss" : `${chart.title}, ${series.label}`, format(last(values), chart),
+    (error ? `± ${format(error, chart, 2)}, ` : "") + below);
+}
+
+/** The figures that matter: validation, evaluations, the speed of late, goodput. */
 function tiles(run) {
-  const found = [], add = (label, value, below) => found.push(h("div", {}, h("dt", {}, label), h("dd", {class: "value"}, value), h("dd", {}, h("small", {}, below))));
-  for (const chart of report.charts) {
-    for (const series of chart.series) {
-      const curve = run.curves[series.curve], isLoss = series.curve === "val_loss", value = curve && last(curve.y);
-      if (typeof value !== "number" || !(isLoss || (series.error && typeof series.reference === "number"))) continue;
-      const errors = run.curves[series.error], error = errors && last(errors.y), i = curve.y.indexOf(Math.min(...curve.y.filter((y) => y !== null)));
-      const below = isLoss ? `best ${format(curve.y[i])} at step ${whole(curve.x[i])}` : `chance ${format(series.reference, chart)}`;
-      add(isLoss ? "Validation loss" : `${chart.title}, ${series.label}`, format(value, chart), (error ? `± ${format(error, chart, 2)}, ` : "") + below);
-    }
-  }
-  for (const [name, label, how] of [["tokens_per_second", "Tokens per second", {}], ["mfu", "MFU", {percent: true}]]) {
-    const late = run.curves[name] ? run.curves[name].y.filter((value) => value !== null).slice(-21).sort((a, b) => a - b) : [];
-    if (late.length) add(label, format(late[late.length >> 1], how, 3), "recent median");
-  }
-  if (run.goodput) add("Goodput", format(run.goodput.share, {percent: true}, 3), `of ${duration(run.goodput.seconds)}`);
+  const speed = (name, label, say) => {
+    const late = known(run.curves[name]?.y || []).slice(-21).sort((a, b) => a - b);
+    return late.length > 0 && tile(label, say(late[late.length >> 1]), "recent median");
+  };
+  const found = [
+    ...report.charts.flatMap((chart) => chart.series.map((series) => resultTile(run, chart, series))),
+    speed("tokens_per_second", "Tokens per second", whole), speed("mfu", "MFU", percent),
+    run.goodput && tile("Goodput", percent(run.goodput.share), `of ${duration(run.goodput.seconds)}`),
+  ].filter(Boolean);
   return found.length > 0 && h("dl", {class: "tiles"}, found);
 }
 
 function overview() {
+  const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
+  const badge = (state) => h("span", {class: `badge ${state}`}, STATES[state]);
+  const left = ({eta_seconds: eta}) => typeof eta === "number" && `, about ${duration(eta)} left`;
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: "card"},
-    isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, h("span", {class: `badge ${run.state}`}, STATES[run.state])),
-    h("p", {}, run.sentence, typeof run.eta_seconds === "number" && `, about ${duration(run.eta_seconds)} left`),
-    run.max_steps > 0 && h("progress", {max: run.max_steps, value: run.step, "aria-label": `Steps of ${run.name}`}), tiles(run),
-    run.facts.length > 0 && h("dl", {class: "facts"}, run.facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))))));
+    isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run.state)),
+    h("p", {}, run.sentence, left(run)),
+    run.max_steps > 0
+      && h("progress", {max: run.max_steps, value: run.step, "aria-label": `Steps of ${run.name}`}),
+    tiles(run), run.facts.length > 0 && h("dl", {class: "facts"}, run.facts.map(fact)))));
+}
+
+/** A row of the results; the best cell is marked. */
+function resultRow({name, better, cells, percent: isShare}) {
+  const how = {percent: isShare ?? /accuracy|exact|rouge|bleu|mfu|hfu/i.test(name)};
+  const given = cells.filter(Boolean);
+  const sign = better === "lower" ? 1 : -1, best = sign * least(given.map(({value}) => sign * value));
+  const isSameStep = new Set(given.map(({step}) => step)).size < 2;
+  return [`${name}${better ? `, ${better} is better` : ""}`, ...cells.map((cell) => {
+    if (!cell) return "–";
+    const isBest = better && given.length > 1 && cell.value === best;
+    const error = cell.stderr ? ` ± ${format(cell.stderr, how, 2)}` : "";
+    return h("span", {class: isBest && "best"}, format(cell.value, how), error, isBest && aside(" (best)"),
+      !isSameStep && h("small", {}, ` at step ${whole(cell.step)}`));
+  })];
 }
 
 function comparison() {
   if (!report.comparison) return [];
   const {settings: differing, results, tests} = report.comparison, names = report.runs.map(named);
-  const cell = (how, better, values) => (each) => each && h("span", {class: each.value === better && "best"},
-    `${format(each.value, how)}${each.stderr ? ` ± ${format(each.stderr, how, 2)}` : ""}`, each.value === better && h("span", {class: "hidden"}, " (best)"),
-    new Set(values.map(({step}) => step)).size > 1 && h("small", {}, ` at step ${whole(each.step)}`));
-  const rows = results.map(({name, better, cells, percent}) => {
-    const values = cells.filter(Boolean), best = values.length > 1 && better && Math[better === "lower" ? "min" : "max"](...values.map(({value}) => value));
-    const how = {percent: percent ?? /accuracy|exact|rouge|bleu|mfu|hfu/i.test(name)};
-    return [`${name}${better ? `, ${better} is better` : ""}`, ...cells.map(cell(how, best, values))];
-  });
-  const numbers = tests.map((test) => [test.name, `${test.a}, step ${whole(test.step_a)}`, `${test.b}, step ${whole(test.step_b)}`, whole(test.n),
-    format(test.a_value), format(test.b_value), `${format(test.difference)} ± ${format(test.stderr, {}, 2)}`, format(test.p, {}, 2)]);
-  return [box(tests.length > 0 && [h("h3", {}, "Is one better than the other?"), h("ul", {class: "tests"}, tests.map((test) => h("li", {}, test.sentence))),
-    h("details", {}, h("summary", {}, "In numbers"), table("Paired tests on the same items",
-      ["measure", "first", "second", "items", "value of the first", "of the second", "difference", "p"], numbers))],
-  rows.length > 0 && table("Results, ± standard error", ["measure", ...names], rows),
-  differing.length ? table("Settings that differ", ["setting", ...names], differing.map(({name, values}) => [name, ...values.map(text)]))
-    : h("p", {}, "The settings are the same."))];
+  const numbers = tests.map((test) => [
+    test.name, `${test.a}, step ${whole(test.step_a)}`, `${test.b}, step ${whole(test.step_b)}`,
+    whole(test.n), format(test.a_value), format(test.b_value),
+    `${format(test.difference)} ± ${format(test.stderr, {}, 2)}`, format(test.p, {}, 2)]);
+  const head = ["measure", "first", "second", "items", "first value", "second value", "difference", "p"];
+  const values = differing.map((each) => [each.name, ...each.values.map(text)]);
+  return [box(
+    tests.length > 0 && [h("h3", {}, "Is one better than the other?"),
+      h("ul", {class: "tests"}, tests.map((test) => h("li", {}, test.sentence))),
+      h("details", {}, h("summary", {}, "In numbers"),
+        table("Paired tests on the same items", head, numbers))],
+    results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
+    values.length ? table("Settings that differ", ["setting", ...names], values)
+      : h("p", {}, "The settings are the same."))];
 }
 
 /** The samples of the chosen step or, of a run that has none there, its newest before; runs side by side. */
 function samples() {
-  const steps = [...new Set(report.runs.flatMap((run) => run.samples.map(({step}) => step)))].sort((a, b) => a - b), slider = byId("sample");
+  const all = report.runs.flatMap((run) => run.samples), slider = byId("sample");
+  const steps = [...new Set(all.map(({step}) => step))].sort((a, b) => a - b);
   if (!steps.length) return [];
   const index = Math.min(view.sample ?? Infinity, steps.length - 1), step = steps[index];
   [slider.max, slider.value, byId("sampled").textContent] = [steps.length - 1, index, whole(step)];
   slider.setAttribute("aria-valuetext", `step ${whole(step)}`);
-  const prompts = [...new Set(report.runs.flatMap((run) => run.samples.map(({prompt}) => prompt)))];
-  return prompts.map((prompt) => box(h("h3", {class: "prompt"}, prompt || "(no prompt)"), h("div", {class: "texts"}, shown().map((run) => {
+  const ofRun = (prompt) => (run) => {
     const sample = run.samples.findLast((each) => each.prompt === prompt && each.step <= step);
-    return sample && h("div", {}, h("small", {}, `${isSeveral() ? `${named(run)}, ` : ""}step ${whole(sample.step)}`), h("blockquote", {}, sample.text));
-  }).filter(Boolean))));
+    const head = () => h("small", {}, isSeveral() && `${named(run)}, `, `step ${whole(sample.step)}`);
+    return sample && h("div", {}, head(), h("blockquote", {}, sample.text));
+  };
+  const prompts = [...new Set(all.map(({prompt}) => prompt))];
+  return prompts.map((prompt) => box(h("h3", {class: "prompt"}, prompt || "(no prompt)"),
+    h("div", {class: "texts"}, shown().map(ofRun(prompt)))));
+}
+
+/** Where the time of a run went, as a bar with its legend. */
+function goodput({share, seconds, parts}) {
+  const seen = parts.filter((part) => part.seconds > 1e-4 * seconds)
+    .map((part) => ({...part, color: color(Math.max(0, PARTS.indexOf(part.name)))}));
+  const say = (part) => `${part.name}: ${duration(part.seconds)} (${percent(part.seconds / seconds)})`;
+  return [h("p", {}, `${percent(share)} of ${duration(seconds)} went into steps that counted (goodput).`),
+    h("div", {class: "bar", "aria-hidden": "true"},
+      seen.map((part) => h("span", {style: `flex: ${part.seconds}; color: ${part.color}`}))),
+    h("ul", {class: "parts"}, seen.map((part) => h("li", {}, swatch(part.color), say(part))))];
 }
 
 function time() {
-  return shown().filter((run) => run.goodput || run.segments.length > 1).map((run) => {
-    const {share, seconds, parts, interruptions} = run.goodput || {parts: [], interruptions: []}, part = (value) => format(value, {percent: true}, 3);
-    const known = parts.filter((each) => each.seconds > 1e-4 * seconds).map((each) => ({...each, color: color(Math.max(0, PARTS.indexOf(each.name)))}));
-    return box(headOf(run), run.goodput && [
-      h("p", {}, `${part(share)} of ${duration(seconds)} went into steps that counted (goodput).`),
-      h("div", {class: "bar", "aria-hidden": "true"}, known.map((each) => h("span", {style: `flex: ${each.seconds}; color: ${each.color}`}))),
-      h("ul", {class: "parts"}, known.map((each) => h("li", {}, swatch(each.color), `${each.name}: ${duration(each.seconds)} (${part(each.seconds / seconds)})`)))],
-    interruptions.length > 0 && table("Interruptions", ["when", "at step", "resumed from", "reason", "away", "repeated steps"], interruptions.map((each) =>
-      [date(each.time), whole(each.step), whole(each.resumed_from), each.reason, duration(each.away_seconds), whole(each.repeated_steps)])),
-    run.segments.length > 1 && table("Starts", ["from step", "ranks", "what changed"], run.segments.map((each, i) =>
-      [whole(each.step), each.world_size ? whole(each.world_size) : "–", i ? changes(each) : "first start"])));
-  });
+  const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
+    duration(each.away_seconds), whole(each.repeated_steps)];
+  const start = (each, i) => [whole(each.step), each.world_size ? whole(each.world_size) : "–",
+    i ? changes(each) : "first start"];
+  return shown().filter((run) => run.goodput || run.segments.length > 1).map((run) => box(
+    headOf(run), run.goodput && goodput(run.goodput),
+    run.goodput?.interruptions.length > 0 && table("Interruptions",
+      ["when", "at step", "resumed from", "reason", "away", "repeated steps"],
+      run.goodput.interruptions.map(interruption)),
+    run.segments.length > 1
+      && table("Starts", ["from step", "ranks", "what changed"], run.segments.map(start))));
 }
 
 function alarms() {
-  const rows = shown().flatMap((run) => run.alarms.map((each) => [whole(each.step), ...(isSeveral() ? [named(run)] : []), each.kind, each.text]));
-  return rows.length ? [box(table(`Alarms: ${rows.length}`, ["step", ...(isSeveral() ? ["run"] : []), "kind", "what happened"], rows))] : [];
+  const who = (name) => (isSeveral() ? [name] : []);
+  const rows = shown().flatMap((run) => run.alarms.map((alarm) =>
+    [whole(alarm.step), ...who(named(run)), alarm.kind, alarm.text]));
+  const head = ["step", ...who("run"), "kind", "what happened"];
+  return rows.length ? [box(table(`Alarms: ${rows.length}`, head, rows))] : [];
 }
 
 function sources() {
-  const columns = [["share", (value) => format(value, {percent: true}, 3)], ["tokens", whole], ["documents", whole], ["epochs", (value) => format(value, {}, 3)]];
+  const columns = {share: percent, tokens: whole, documents: whole, epochs: (value) => format(value, {}, 3)};
   return shown().filter((run) => run.sources.length).map((run) => {
-    const used = columns.filter(([name]) => run.sources.some((source) => typeof source[name] === "number"));
-    return box(headOf(run), table("Sources of the training data", ["source", ...used.map(([name]) => name)], run.sources.map((source) =>
-      [source.label, ...used.map(([name, say]) => (typeof source[name] === "number" ? say(source[name]) : "–"))])));
+    const isGiven = (source, name) => typeof source[name] === "number";
+    const names = Object.keys(columns).filter((name) => run.sources.some((source) => isGiven(source, name)));
+    const cell = (source) => (name) => (isGiven(source, name) ? columns[name](source[name]) : "–");
+    return box(headOf(run), table("Sources of the training data", ["source", ...names],
+      run.sources.map((source) => [source.label, ...names.map(cell(source))])));
   });
 }
 
 function settings() {
+  const row = (each) => [each.name, text(each.value), text(each.default), each.meaning];
+  const list = (caption, rows) => rows.length > 0
+    && table(caption, ["setting", "value", "default", "meaning"], rows.map(row));
   return shown().filter((run) => run.settings.length).map((run) => {
-    const [set, usual] = [true, false].map((changed) => run.settings.filter((each) => each.changed === changed));
-    const list = (caption, rows) => rows.length > 0 && table(caption, ["setting", "value", "default", "meaning"],
-      rows.map((each) => [each.name, text(each.value), text(each.default), each.meaning]));
-    return h("details", {class: "box"}, h("summary", {}, `${isSeveral() ? `${named(run)}: ` : ""}${set.length} set, ${usual.length} at their default`),
+    const those = (changed) => run.settings.filter((each) => each.changed === changed);
+    const [set, usual] = [those(true), those(false)];
+    const summary = `${set.length} set, ${usual.length} at their default`;
+    return h("details", {class: "box"}, h("summary", {}, isSeveral() && `${named(run)}: `, summary),
       list("Set for this run", set), list("At their default", usual));
   });
 }
 
-// ----------------------------------------------------------------------------------------------------- display
+// --------------------------------------------------------------------------------------------------- display
 
 const SECTIONS = {overview, comparison, samples, time, alarms, sources, settings};
 
@@ -243,8 +312,11 @@ function refresh() {
   }
   drawCharts();
   drawPower();
-  fill(byId("runs"), isSeveral() && report.runs.map((run) => h("label", {},
-    h("input", {type: "checkbox", "data-run": run.name, checked: !view.away.has(run.name)}), swatch(runColor(run), ""), named(run))));
+  const isShown = (run) => !view.away.has(run.name);
+  const toggle = (run) => h("label", {},
+    h("input", {type: "checkbox", "data-run": run.name, checked: isShown(run)}),
+    swatch(runColor(run), ""), named(run));
+  fill(byId("runs"), isSeveral() && report.runs.map(toggle));
   for (const option of byId("axis").options) {
     option.disabled = option.value !== "step" && !report.runs.some((run) => run.curves[AXES[option.value]]);
   }
@@ -254,10 +326,11 @@ function refresh() {
 
 /** The state of the runs and of the connection: the only words that a screen reader hears unasked. */
 function say(connection) {
-  const line = byId("state"), counts = Object.keys(STATES).map((state) => [state, report.runs.filter((run) => run.state === state).length]);
-  const states = isSeveral() ? counts.filter(([, count]) => count).map(([state, count]) => `${count} ${state}`).join(", ") : STATES[report.runs[0].state];
+  const line = byId("state"), count = (state) => report.runs.filter((run) => run.state === state).length;
+  const counts = Object.keys(STATES).filter(count).map((state) => `${count(state)} ${state}`).join(", ");
   line.dataset.connection = connection ?? line.dataset.connection ?? "";
-  fill(line, [states, line.dataset.connection].filter(Boolean).join(" · "));
+  const said = [isSeveral() ? counts : STATES[report.runs[0].state], line.dataset.connection];
+  fill(line, said.filter(Boolean).join(" · "));
 }
 
 function receive(data) {
@@ -273,7 +346,8 @@ function listen() {
   events.addEventListener("data", (event) => receive(JSON.parse(event.data)));
   events.addEventListener("error", () => {
     say("connection lost, retrying");
-    if (events.readyState === EventSource.CLOSED) setTimeout(listen, 3000);  // after an HTTP error it does not try again
+    // After an HTTP error it does not try again.
+    if (events.readyState === EventSource.CLOSED) setTimeout(listen, 3000);
   });
 }
 
