@@ -1,0 +1,570 @@
+"use strict";
+/* Elements, numbers, and the figure that holds one plot with its legend, sentence and table.
+   What a run says is set as text, never as HTML. */
+
+// -------------------------------------------------------------------------------------------------- elements
+
+const byId = (id) => document.getElementById(id);
+
+/** Return a new element; children are elements, texts and lists of them; false and null are left out. */
+function h(tag, attributes, ...children) {
+  const element = document.createElement(tag), isGiven = (value) => ![null, undefined, false].includes(value);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "style") element.style.cssText = value;
+    else if (isGiven(value)) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(3).filter(isGiven));
+  return element;
+}
+
+/** Make `old` equal to `fresh` with the fewest changes: focus, scroll positions and opened details stay. */
+function patch(old, fresh) {
+  if (old.nodeName !== fresh.nodeName) return old.replaceWith(fresh);
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return;
+  }
+  const isKept = (name) => name === "open" || name === "style";
+  for (const {name} of [...old.attributes]) {
+    if (!isKept(name) && !fresh.hasAttribute(name)) old.removeAttribute(name);
+  }
+  for (const {name, value} of fresh.attributes) {
+    if (!isKept(name) && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
+  // The page's policy forbids style attributes that are set as text.
+  if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
+  const children = [...fresh.childNodes];
+  for (const [i, child] of children.entries()) {
+    if (i < old.childNodes.length) patch(old.childNodes[i], child);
+    else old.append(child);
+  }
+  while (old.childNodes.length > children.length) old.lastChild.remove();
+}
+
+/** Replace the children of an element as `patch` does. */
+function fill(element, ...children) {
+  const fresh = element.cloneNode(false);
+  fresh.append(...h("div", {}, children).childNodes);
+  patch(element, fresh);
+}
+
+/** A table that scrolls in its box; the first cell of a row is its heading, numbers are set to the right. */
+function table(caption, head, rows) {
+  const isNumber = (cell) => typeof cell === "string" && /^([-−]?[\d.,]+([ e%±].*)?|–)?$/.test(cell);
+  const side = head.map((_, i) => i > 0 && rows.every((row) => isNumber(row[i])) && "number");
+  const cell = (words, i) => (i ? h("td", {class: side[i]}, words) : h("th", {scope: "row"}, words));
+  return h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption},
+    h("table", {}, h("caption", {}, caption),
+      h("thead", {}, h("tr", {}, head.map((words, i) => h("th", {scope: "col", class: side[i]}, words)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
+}
+
+const aside = (words) => h("span", {class: "hidden"}, words);  // for screen readers alone
+const swatch = (color, shape = "square") => h("span", {class: `swatch ${shape}`, style: `color: ${color}`});
+
+// --------------------------------------------------------------------------------------------------- numbers
+
+/** A value as text; `how.percent` says that it is a share. */
+function format(value, how = {}, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (how.percent) return `${format(100 * value, {}, digits)} %`;
+  const size = Math.abs(value);
+  if (size && (size < 1e-3 || size >= 1e12)) return value.toExponential(digits - 2);
+  const precision = size >= 1000 ? {maximumFractionDigits: 0} : {maximumSignificantDigits: digits};
+  return value.toLocaleString("en", precision);
+}
+
+const whole = (value) => format(Math.round(value));
+
+/** Seconds as text: 0.25 s, 3 min 20 s, 2 h 5 min, 3 d 4 h. */
+function duration(seconds) {
+  if (seconds < 60) return `${format(seconds, {}, seconds < 10 ? 2 : 3)} s`;
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  const [[big, size], [small, part]] = units.slice(units.findIndex(([, one]) => seconds >= one));
+  const rest = Math.floor((seconds % size) / part);
+  return `${Math.floor(seconds / size)} ${big}${rest ? ` ${rest} ${small}` : ""}`;
+}
+
+const least = (values) => values.reduce((a, b) => (b < a ? b : a), Infinity);
+const most = (values) => -least(values.map((value) => -value));
+const known = (values) => values.filter((value) => value !== null);
+const last = (values) => values.findLast((value) => value !== null);
+
+/** The place of the last element that is not above `value` in an ascending list; -1 if there is none. */
+function place(sorted, value, key = (each) => each) {
+  let low = -1, high = sorted.length;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (key(sorted[middle]) <= value) low = middle; else high = middle;
+  }
+  return low;
+}
+
+/** The value of a curve at `step`, on the line between its points. */
+function interpolate({x, y}, step) {
+  const i = place(x, step), j = i + 1;
+  if (i < 0 || j >= x.length) return y[i < 0 ? 0 : i];
+  return y[i] + (y[j] - y[i]) * (step - x[i]) / (x[j] - x[i]);
+}
+
+/** Means weighted by exp(-distance / span) to both sides; a mean of the past alone would lag. */
+function smooth(x, y, span) {
+  const total = new Float64Array(y.length), weight = new Float64Array(y.length), order = [...y.keys()];
+  for (const way of [order, [...order].reverse()]) {
+    let sum = 0, count = 0, before = 0;
+    for (const i of way.filter((each) => y[each] !== null)) {
+      const decay = Math.exp(-Math.abs(x[i] - before) / span);
+      [sum, count, before] = [sum * decay + y[i], count * decay + 1, x[i]];
+      total[i] += sum;
+      weight[i] += count;
+    }
+  }
+  return y.map((value, i) => (value === null ? null : (total[i] - value) / (weight[i] - 1)));
+}
+
+/** Whether a curve goes up and down much more than it gets ahead; what does not is never smoothed. */
+function isNoisy(y) {
+  const values = known(y);
+  const way = values.reduce((sum, value, i) => sum + Math.abs(value - values[Math.max(0, i - 1)]), 0);
+  return values.length > 40 && way > 5 * (most(values) - least(values));
+}
+
+const TIME_TICKS = [
+  1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, .001, .002, .005, .01, .02, .05, .1, .2, .5,
+  ...[1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800],
+  ...[1, 2, 3, 6, 12, 24, 48, 120, 240, 480, 1200].map((hours) => 3600 * hours)];
+const UNITS = {  // from which value on, what one is, its sign
+  count: [[1e9, 1e9, "B"], [1e6, 1e6, "M"], [1e4, 1e3, "k"], [0, 1, ""]],
+  seconds: [[172800, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"], [0, 1, " s"]],
+};
+
+/** The labels of ticks: in the largest unit in which two digits tell them apart. */
+function ticks(values, how) {
+  const scaled = values.map((value) => value * (how.percent ? 100 : 1)), largest = most(scaled.map(Math.abs));
+  const isExact = (value) => Math.abs(value - Math.round(value)) < 1e-6;
+  const isEnough = (count, size) => scaled.every((value) => isExact(value / size * 10 ** count));
+  const digits = (size) => [0, 1, 2, 3, 4, 5, 6, 7, 8, 9].find((count) => count > 8 || isEnough(count, size));
+  const units = UNITS[how.seconds ? "seconds" : "count"];
+  const [, size, sign] = units.find(([from, one]) => largest >= from && digits(one) <= 2) || units[3];
+  const places = digits(size);
+  const tiny = (value) => Number(value.toPrecision(3)).toExponential();
+  const label = (value) => (places > 4 && !how.seconds ? tiny(value) : (value / size).toFixed(places)) + sign;
+  return scaled.map((value) => (value ? label(value) : "0") + (how.percent ? "%" : ""));
+}
+
+/** The ticks of a logarithmic axis: round numbers within a decade, else 1, 2, 5 or 1 of each decade. */
+function logTicks(low, high) {
+  const decades = Math.log10(high / low), found = [];
+  if (decades < 1) {
+    const power = 10 ** Math.floor(Math.log10((high - low) / 5));
+    const apart = power * [1, 2, 5, 10].find((factor) => factor * power >= (high - low) / 5);
+    for (let i = Math.ceil(low / apart); i * apart <= high; i++) found.push(i * apart);
+    return found;
+  }
+  for (let exponent = Math.floor(Math.log10(low)); exponent <= Math.log10(high); exponent++) {
+    for (const factor of decades < 2.5 ? [1, 2, 5] : [1]) found.push(Number(`${factor}e${exponent}`));
+  }
+  return found.filter((tick) => tick >= low && tick <= high);
+}
+
+// ----------------------------------------------------------------------------------------------------- chart
+
+// The charts of a group share axis, cursor and zoom: [low, high] or null.
+const groups = new Map();
+
+function groupOf(name) {
+  if (!groups.has(name)) groups.set(name, {zoom: null, extent: [0, 1], marks: [], charts: []});
+  return groups.get(name);
+}
+
+const probe = document.body.appendChild(h("span", {hidden: true}));
+
+/** A CSS colour as the canvas takes it, in the theme of now. */
+function ink(color, alpha = 1) {
+  probe.style.color = color;
+  return getComputedStyle(probe).color.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
+}
+
+const font = (size) => `${size}px ${getComputedStyle(document.body).fontFamily}`;
+const MUTED = "var(--muted)", CARD = "var(--card)";
+
+/** Draw the line through these points of a canvas. */
+function stroke(ctx, color, dash, ...points) {
+  ctx.strokeStyle = color;
+  ctx.setLineDash(dash);
+  ctx.beginPath();
+  points.forEach(([x, y]) => ctx.lineTo(x, y));
+  ctx.stroke();
+}
+
+/** One figure of lines: {key, label, steps, x, y, error, color, dash, shape, sparse, span, reference,
+    letter, how}; shape is that of the swatch, span the width of the smoothing as a part of the axis. */
+class Chart {
+  constructor(key, group) {
+    Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false});
+    this.title = h("h3", {id: `title-${key}`});
+    this.tools = h("span", {});
+    this.area = h("div", {class: "plot", tabindex: 0, role: "slider", "aria-describedby": `sentence-${key}`});
+    this.at = h("span", {class: "at"});
+    this.legend = h("ul", {});
+    this.sentence = h("p", {class: "hidden", id: `sentence-${key}`});
+    this.details = h("details", {}, h("summary", {}, "Table"), h("div", {}));
+    this.figure = h("figure", {class: "chart", id: `chart-${key}`, "aria-labelledby": `title-${key}`},
+      h("figcaption", {}, this.title, this.tools), this.area,
+      h("div", {class: "legend"}, this.at, this.legend), this.sentence, this.details);
+    this.figure.addEventListener("click", (event) => this.clicked(event.target.closest("[data-do]")));
+    this.details.addEventListener("toggle", () => this.fillTable());
+    this.area.addEventListener("keydown", (event) => this.pressed(event));
+    this.listenToTouch();
+    new ResizeObserver(() => this.plot && this.plot.setSize(this.size())).observe(this.area);
+    group.charts.push(this);
+  }
+
+  size() {
+    return {width: Math.max(this.area.clientWidth, 100), height: this.area.clientHeight};
+  }
+
+  /** Show `chart`, one of the data's charts or alike, with these lines. */
+  update(chart, lines) {
+    Object.assign(this, {chart, lines});
+    this.isLog = (chart.log || false) !== this.isTurned && this.canBeLog();
+    this.figure.classList.toggle("wide", this.isWide);
+    fill(this.title, `${chart.title} `, h("small", {}, chart.unit));
+    fill(this.tools, this.canBeLog() && this.button("log", this.isLog, ["log", aside(" axis")]),
+      this.button("wide", this.isWide, ["wide", aside(" chart")]));
+    const label = (line) => [swatch(line.color, line.shape), `${line.label} `, h("b", {})];
+    fill(this.legend,
+      lines.map((line) => h("li", {}, this.button(line.key, !this.off.has(line.key), label(line)))),
+      (chart.phases || []).map(([name, color]) => h("li", {}, swatch(color), name)));
+    this.sentence.textContent = lines.map((line) => this.summary(line)).join(" ");
+    this.draw();
+    this.fillTable();
+  }
+
+  canBeLog() {
+    const values = this.lines.flatMap(({y}) => known(y)), low = least(values);
+    const isUseful = this.chart.log || most(values) > 3 * low;
+    return !this.chart.stacked && !this.chart.phaseAt && low > 0 && isUseful;
+  }
+
+  button(action, isPressed, content) {
+    return h("button", {type: "button", "data-do": action, "aria-pressed": String(isPressed)}, content);
+  }
+
+  clicked(button) {
+    if (!button) return;
+    const action = button.dataset.do;
+    if (action === "log") this.isTurned = !this.isTurned;
+    else if (action === "wide") this.isWide = !this.isWide;
+    else if (!this.off.delete(action)) this.off.add(action);
+    this.update(this.chart, this.lines);
+  }
+
+  summary(line) {
+    const points = line.y.map((value, i) => [value, line.steps[i]]).filter(([value]) => value !== null);
+    if (!points.length) return `${line.label}: no values.`;
+    const where = (step) => (this.chart.phaseAt ? duration(step) : `step ${whole(step)}`);
+    const say = ([value, step]) => `${format(value, line.how)} at ${where(step)}`;
+    const [low, high] = [-1, 1].map((sign) => points.reduce((a, b) => (sign * (b[0] - a[0]) > 0 ? b : a)));
+    return `${line.label}: last ${say(points[points.length - 1])}, lowest ${say(low)}, highest ${say(high)}.`;
+  }
+
+  /** Fill the table of the values behind the picture, if the reader has opened it. */
+  fillTable() {
+    if (!this.details.open) return;
+    const rows = new Map(), short = (value, digits) => String(Number(value.toPrecision(digits)));
+    this.lines.forEach((line, column) => line.steps.forEach((step, i) => {
+      if (!rows.has(step)) rows.set(step, Array(this.lines.length).fill("–"));
+      const error = line.error && line.error[i] !== null ? ` ± ${short(line.error[i], 2)}` : "";
+      if (line.y[i] !== null) rows.get(step)[column] = short(line.y[i], 6) + error;
+    }));
+    const every = Math.ceil(rows.size / 2000), all = [...rows].sort(([a], [b]) => a - b);
+    const some = all.filter((_, i) => i % every === 0 || i === all.length - 1);
+    const left = every > 1 ? `, every ${every}th of ${whole(all.length)} rows` : "";
+    const head = [this.chart.phaseAt ? "seconds" : "step", ...this.lines.map((line) => line.label)];
+    fill(this.details.lastChild,
+      table(this.chart.title + left, head, some.map(([step, cells]) => [String(step), ...cells])));
+  }
+
+  // ------------------------------------------------------------------------------------------------- drawing
+
+  /** The plot's columns: a line's band (high, low), its values before smoothing (raw), and itself (main). */
+  columns() {
+    const found = [], [low, high] = this.group.extent;
+    for (const line of this.lines.filter(({key}) => !this.off.has(key))) {
+      const {x, y, error, span} = line;
+      const edge = (sign) => y.map((value, i) => (value === null ? null : value + sign * error[i]));
+      if (error) found.push({line, x, y: edge(1), role: "high"}, {line, x, y: edge(-1), role: "low"});
+      const isSmooth = span > 0 && !line.sparse && isNoisy(y);
+      if (isSmooth) found.push({line, x, y, role: "raw"});
+      found.push({line, x, y: isSmooth ? smooth(x, y, span * (high - low)) : y, role: "main"});
+    }
+    return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
+  }
+
+  /** The sums of these columns, the largest first, where the longest has points: each has its own. */
+  stacked(columns) {
+    const grid = columns.map(({x}) => x).reduce((a, b) => (b.length > a.length ? b : a), []);
+    const sums = grid.map(() => 0);
+    return columns.map(({line, x, y}) => {
+      const isIn = (at) => at >= x[0] && at <= x[x.length - 1];
+      grid.forEach((at, i) => { sums[i] += isIn(at) ? interpolate({x, y}, at) : 0; });
+      return {line, x: grid, y: [...sums], role: "main"};
+    }).reverse();
+  }
+
+  draw() {
+    this.slots = this.columns();
+    const data = this.slots.length ? uPlot.join(this.slots.map(({x, y}) => [x, y])) : [[0], [null]];
+    const signature = JSON.stringify([this.isLog, this.chart.seconds,
+      this.slots.map(({line, role}) => [line.key, role, line.color])]);
+    if (this.plot && signature === this.signature) {
+      this.plot.setData(data);
+    } else {
+      if (this.plot) this.plot.destroy();
+      this.plot = new uPlot(this.options(), data, this.area);
+    }
+    this.signature = signature;
+    this.readOut();
+  }
+
+  options() {
+    const {isLog, chart} = this, how = {percent: chart.percent};
+    const rule = {stroke: () => ink("var(--grid)"), width: 1};
+    const axis = {stroke: () => ink(MUTED), font: font(12), grid: rule, ticks: {...rule, size: 4}, gap: 4};
+    const bottom = {...axis, space: 62, size: 26, values: (_, at) => ticks(at, {seconds: chart.seconds})};
+    if (chart.seconds) bottom.incrs = TIME_TICKS;
+    const width = (_, labels) => 14 + 7 * Math.max(2, ...(labels || []).map(({length}) => length));
+    const side = {...axis, space: 34, size: width, values: (_, at) => ticks(at, how)};
+    if (isLog) {
+      const splits = (_, __, low, high) => logTicks(low, high);
+      const values = (_, at) => at.flatMap((one) => ticks([one], how));
+      Object.assign(side, {splits, filter: (_, at) => at, values});
+    }
+    const isPointed = (i) => this.slots[i - 1].role === "main" && !chart.stacked;
+    const point = (_, i) => isPointed(i) && h("div", {style: "width: 7px; height: 7px; margin: -3.5px"});
+    const band = (color, i) => ({series: [i + 1, i + 2], fill: () => ink(color, .2)});
+    return {
+      ...this.size(), legend: {show: false}, padding: [8, 22, 0, 0], axes: [bottom, side],
+      scales: {x: {time: false, range: () => this.group.zoom || this.group.extent},
+        y: {distr: isLog ? 3 : 1, range: (_, low, high) => this.range(low, high)}},
+      series: [{}, ...this.slots.map((slot) => this.series(slot))],
+      bands: this.slots.flatMap(({role, line}, i) => (role === "high" ? [band(line.color, i)] : [])),
+      cursor: {
+        y: false, drag: {x: true, y: false, setScale: false, dist: 4}, hover: {skip: [null, undefined]},
+        points: {size: 7, show: point}, bind: {dblclick: () => () => zoom(this.group, null)},
+      },
+      hooks: {
+        drawClear: [() => this.drawBehind()], draw: [() => this.drawAbove()],
+        setCursor: [() => this.cursorMoved()], setSelect: [() => this.selected()],
+      },
+    };
+  }
+
+  series({line, role}) {
+    const color = () => ink(line.color), none = {show: false};
+    if (this.chart.stacked) return {stroke: () => ink(CARD), width: 1, fill: color, points: none};
+    if (role === "raw") return {stroke: () => ink(line.color, .3), width: 1, points: none};
+    if (role !== "main") return {stroke: "transparent", width: 0, points: none};
+    const points = {fill: color, stroke: color,
+      ...(line.sparse && line.x.length <= 100 ? {show: true, size: 6} : {})};
+    return {stroke: color, width: line.sparse || this.chart.seconds ? 1.5 : 2, dash: line.dash, points};
+  }
+
+  references() {
+    const values = new Set(this.lines.map((line) => line.reference));
+    return [...values].filter((value) => typeof value === "number" && (value > 0 || !this.isLog));
+  }
+
+  /** The vertical range: what is in sight, with the references; from 0 where values are stacked. */
+  range(low, high) {
+    if (!Number.isFinite(low ?? NaN)) return this.isLog ? [.1, 1] : [0, 1];
+    [low, high] = [Math.min(low, ...this.references()), Math.max(high, ...this.references())];
+    if (this.chart.stacked) return [0, high * 1.05 || 1];
+    if (!this.isLog) return uPlot.rangeNum(low, high, .1, true);
+    low = Math.max(low, high * 1e-9);  // the low edge of a band may lie below zero
+    return low < high ? [low / (high / low) ** .05, high * (high / low) ** .05] : [low / 2, high * 2];
+  }
+
+  visibleMarks() {
+    const {min, max} = this.plot.scales.x;
+    return this.group.marks.filter(({x}) => x >= min && x <= max);
+  }
+
+  drawBehind() {
+    const {plot} = this, {ctx, bbox} = plot, unit = uPlot.pxRatio;
+    ctx.save();
+    if (this.chart.phaseAt) this.drawPhases(ctx, bbox, unit);
+    ctx.lineWidth = unit;
+    for (const mark of this.visibleMarks()) {
+      const at = plot.valToPos(mark.x, "x", true), size = 4 * unit;
+      stroke(ctx, ink(mark.color, .6), [2 * unit, 3 * unit], [at, bbox.top], [at, bbox.top + bbox.height]);
+      ctx.fillStyle = ink(mark.color);
+      ctx.beginPath();
+      if (mark.sign === "●") ctx.arc(at, bbox.top, size, 0, 7);
+      else [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, bbox.top + y * size));
+      ctx.fill();
+    }
+    ctx.restore();
+  }
+
+  /** The phase of each pixel's time, pale behind the curves and in full colour as a lane below them. */
+  drawPhases(ctx, bbox, unit) {
+    const colors = new Map(this.chart.phases), lane = 13 * unit, bottom = bbox.top + bbox.height - lane;
+    const phaseAt = (pixel) => this.chart.phaseAt(this.plot.posToVal(pixel + .5, "x", true))[0];
+    let start = Math.round(bbox.left), phase = phaseAt(start);
+    const end = Math.round(bbox.left + bbox.width);
+    Object.assign(ctx, {font: font(11 * unit), textAlign: "left", textBaseline: "alphabetic"});
+    for (let pixel = start + 1; pixel <= end; pixel++) {
+      const next = pixel < end ? phaseAt(pixel) : null;
+      if (next === phase) continue;
+      if (colors.has(phase)) {
+        ctx.fillStyle = ink(colors.get(phase), .14);
+        ctx.fillRect(start, bbox.top, pixel - start, bbox.height);
+        ctx.fillStyle = ink(colors.get(phase));
+        ctx.fillRect(start, bottom, pixel - start, lane);
+        ctx.fillStyle = ink(CARD);
+        const hasRoom = ctx.measureText(phase).width + 8 * unit < pixel - start;
+        if (hasRoom) ctx.fillText(phase, start + 4 * unit, bottom + lane - 3 * unit);
+      }
+      [start, phase] = [pixel, next];
+    }
+  }
+
+  /** Chance, error bars where points are few, and the letter of its run at the end of each line. */
+  drawAbove() {
+    const {plot} = this, {ctx, bbox} = plot, {min, max} = plot.scales.x;
+    const unit = uPlot.pxRatio, right = bbox.left + bbox.width;
+    const [left, top] = ["x", "y"].map((scale) => (value) => plot.valToPos(value, scale, true));
+    ctx.save();
+    Object.assign(ctx, {font: font(12 * unit), lineWidth: unit, fillStyle: ink(MUTED)});
+    Object.assign(ctx, {textAlign: "right", textBaseline: "alphabetic"});
+    for (const reference of this.references()) {
+      stroke(ctx, ink(MUTED), [4 * unit, 4 * unit], [bbox.left, top(reference)], [right, top(reference)]);
+      ctx.fillText(`chance ${format(reference, this.chart)}`, right - 4 * unit, top(reference) - 5 * unit);
+    }
+    const ends = [];
+    for (const {line, x, y} of this.slots.filter(({role}) => role === "main")) {
+      const seen = [...x.keys()].filter((i) => x[i] >= min && x[i] <= max && y[i] !== null);
+      const end = seen[seen.length - 1], edge = (i, sign) => [left(x[i]), top(y[i] + sign * line.error[i])];
+      if (!seen.length) continue;
+      if (line.error && seen.length <= 60) {
+        for (const i of seen) stroke(ctx, ink(line.color), [], edge(i, -1), edge(i, 1));
+      }
+      ends.push({x: left(x[end]), y: top(y[end]), line});
+    }
+    Object.assign(ctx, {textAlign: "left", textBaseline: "middle"});
+    let above = -Infinity, before = null;
+    for (const end of this.chart.stacked ? [] : ends.sort((a, b) => a.y - b.y)) {
+      if (!end.line.letter || (end.line.letter === before && end.y - above < 20 * unit)) continue;
+      [above, before] = [Math.max(end.y, above + 11 * unit), end.line.letter];
+      ctx.fillStyle = ink(end.line.color);
+      ctx.fillText(before, end.x + 6 * unit, above);
+    }
+    ctx.restore();
+  }
+
+  // ------------------------------------------------------------------------------------------------- reading
+
+  /** Put the cursors of the group where this one is, and write the values there. */
+  cursorMoved() {
+    const {left} = this.plot.cursor, value = left >= 0 ? this.plot.posToVal(left, "x") : null;
+    for (const chart of this.group.charts.filter((each) => each.plot && !each.figure.hidden)) {
+      const at = value === null ? -10 : chart.plot.valToPos(value, "x");
+      if (chart !== this) chart.plot.setCursor({left: at, top: Math.min(at, 1)}, false);
+      chart.readOut();
+    }
+  }
+
+  /** Write the values at the cursor, or the last ones, into the legend. */
+  readOut() {
+    const {plot, group} = this, {idx, idxs, left} = plot.cursor;
+    const isActive = left >= 0 && typeof idx === "number", isKnown = (value) => value !== null;
+    const said = this.lines.map((line, row) => {
+      const slot = this.slots.findIndex((each) => each.line === line && each.role === "main");
+      const isAt = isActive && slot >= 0;
+      const i = isAt ? place(line.x, plot.data[0][idxs[slot + 1]]) : line.y.findLastIndex(isKnown);
+      const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
+      const value = slot < 0 ? "" : format(line.y[i], line.how) + error;
+      this.legend.children[row].querySelector("b").textContent = value;
+      return `${line.label} ${value}`;
+    });
+    const at = isActive ? plot.data[0][idx] : null, [low, high] = group.zoom || group.extent;
+    this.at.textContent = isActive ? this.where(at) : "last:";
+    const spoken = {
+      "aria-label": `${this.chart.title}: values along the axis`, "aria-valuemin": low, "aria-valuemax": high,
+      "aria-valuenow": at ?? high, "aria-valuetext": `${this.at.textContent} ${said.join(", ")}`,
+    };
+    for (const [name, value] of Object.entries(spoken)) this.area.setAttribute(name, value);
+  }
+
+  where(at) {
+    const {plot, chart} = this;
+    if (chart.phaseAt) {
+      const [phase, step] = chart.phaseAt(plot.posToVal(plot.cursor.left, "x"));
+      return `${at.toFixed(3)} s${phase ? `, ${phase} of step ${whole(step)}` : ""}:`;
+    }
+    const near = this.visibleMarks().filter(({x}) => Math.abs(plot.valToPos(x, "x") - plot.cursor.left) < 6);
+    const said = chart.seconds ? duration(at) : `${chart.axis} ${whole(at)}`;
+    return [`${said}:`, ...near.slice(0, 3).map(({sign, text}) => `${sign} ${text}`)].join(" ");
+  }
+
+  selected() {
+    const {plot} = this, {left, width} = plot.select;
+    if (width > 3) zoom(this.group, [plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
+    plot.setSelect({left: 0, top: 0, width: 0, height: 0}, false);
+  }
+
+  pressed(event) {
+    const {plot, group} = this, steps = plot.data[0], [low, high] = group.zoom || group.extent;
+    const now = plot.cursor.idx ?? steps.length - 1, isSeen = steps[now] >= low && steps[now] <= high;
+    const jump = event.shiftKey ? 10 : 1, far = Math.ceil(steps.length / 10);
+    const moves = {ArrowLeft: -jump, ArrowRight: jump, ArrowDown: -jump, ArrowUp: jump, PageDown: -far,
+      PageUp: far, Home: -Infinity, End: Infinity};
+    const next = Math.min(steps.length - 1, Math.max(0, now + moves[event.key]));
+    const middle = isSeen ? steps[now] : (low + high) / 2, factor = {"+": .5, "=": .5, "-": 2}[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key in moves) this.moveTo(steps[next]);
+    else if (factor) zoom(group, [low, high].map((end) => middle + (end - middle) * factor));
+    else if (event.key === "Escape" || event.key === "0") zoom(group, null);
+    else return;
+    event.preventDefault();
+  }
+
+  /** Put the cursor on a value of the axis; the zoomed part follows it. */
+  moveTo(value) {
+    const [low, high] = this.group.zoom || this.group.extent;
+    const shift = Math.min(0, value - low) + Math.max(0, value - high);
+    if (shift) zoom(this.group, [low + shift, high + shift]);
+    this.plot.setCursor({left: this.plot.valToPos(value, "x"), top: 1});
+  }
+
+  /** One finger reads values, two zoom; up and down still scrolls the page. */
+  listenToTouch() {
+    const fingers = new Map(), left = (event) => event.clientX - this.plot.over.getBoundingClientRect().left;
+    this.area.addEventListener("pointerdown", (event) => {
+      if (event.pointerType === "touch") fingers.set(event.pointerId, this.plot.posToVal(left(event), "x"));
+    });
+    this.area.addEventListener("pointermove", (event) => {
+      if (!fingers.has(event.pointerId)) return;
+      if (fingers.size === 1) return this.plot.setCursor({left: left(event), top: 1});
+      const [, other] = [...fingers].find(([id]) => id !== event.pointerId);
+      const still = this.plot.valToPos(other, "x"), rest = this.plot.over.clientWidth - still;
+      const scale = (fingers.get(event.pointerId) - other) / (left(event) - still);
+      if (scale > 0) zoom(this.group, [other - still * scale, other + rest * scale]);
+    });
+    const lift = (event) => fingers.delete(event.pointerId);
+    for (const end of ["pointerup", "pointercancel"]) addEventListener(end, lift);
+  }
+}
+
+/** Show this part of the axis in all charts of the group; all of it for null. */
+function zoom(group, range) {
+  const [low, high] = group.extent, [first, end] = range || group.extent;
+  const [from, to] = [Math.max(low, first), Math.min(high, end)];
+  if (to - from < 1e-9 * (high - low)) return;
+  group.zoom = from === low && to === high ? null : [from, to];
+  // The range function of the scale gives the zoom; what is set here only makes it ask.
+  for (const {plot} of group.charts) if (plot) plot.batch(() => plot.setScale("x", {min: from, max: to}));
+  byId("reset").disabled = [...groups.values()].every((each) => !each.zoom);
+}

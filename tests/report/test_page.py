@@ -1,0 +1,328 @@
+"""The page of a report: what it may do, and, in a browser, what a reader can do with it."""
+
+import base64
+import hashlib
+import html
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from report.page import ASSETS, render
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\u2028{data}<!--"
+STEPS = list(range(10, 1010, 10))
+
+
+def curve(steps, value) -> dict:
+    return {"x": [*steps], "y": [value(step) for step in steps]}
+
+
+def run(name: str = "first", offset: float = 0.0) -> dict:
+    """A run with something in every part of the contract."""
+    rare = STEPS[9::10]
+    metrics = {"train_loss": curve(STEPS, lambda step: 2 + offset + 5 / step + 0.1 * (step % 3)), "val_loss": curve(rare, lambda step: 2 + offset + 6 / step),
+               "val_loss_stderr": curve(rare, lambda step: 0.01), "hellaswag_acc": curve(rare, lambda step: 0.25 + step / 5000),
+               "hellaswag_stderr": curve(rare, lambda step: 0.02), "tokens_seen": curve(STEPS, lambda step: step * 4096),
+               "time": curve(STEPS, lambda step: 1.7e9 + step / 2), "data_seconds": curve(STEPS, lambda step: 0.01),
+               "forward_seconds": curve(STEPS, lambda step: 0.2), "peak_memory_bytes": curve(STEPS, lambda step: 2**31),
+               "tokens_per_second": curve(STEPS, lambda step: None if step == 500 else 8000 + step), "mfu": curve(STEPS, lambda step: 0.4)}
+    return {"name": name, "state": "running", "sentence": "step 1,000 of 2,000", "step": 1000, "max_steps": 2000, "eta_seconds": 500.0,
+            "facts": [["device", "8 x a GPU"]], "curves": metrics,
+            "samples": [{"step": step, "prompt": "Once", "text": f"Once {name} at {step}"} for step in (500, 1000)],
+            "settings": [{"name": "LEARNING_RATE", "value": 0.1, "default": 0.2, "changed": True, "meaning": "The highest one."},
+                         {"name": "BETA", "value": None, "default": None, "changed": False, "meaning": "What beta is."}],
+            "segments": [{"step": 1, "world_size": 2, "changes": []},
+                         {"step": 400, "world_size": None, "changes": [{"name": "LEARNING_RATE", "before": 0.2, "after": 0.1}]}],
+            "sources": [{"label": "web text", "share": 0.75, "tokens": 3000, "documents": 10, "epochs": 1.5}, {"label": "math", "share": 0.25}],
+            "goodput": {"share": 0.5, "seconds": 1000, "parts": [{"name": "steps", "seconds": 500}, {"name": "away", "seconds": 500}],
+                        "interruptions": [{"time": 1.7e9, "step": 410, "resumed_from": 400, "resumed_time": 1.7e9, "reason": "killed by a test",
+                                           "away_seconds": 500, "repeated_steps": 10}]},
+            "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}],
+            "power": {"files": ["power.csv"], "start": 1.7e9, "time": [0, 0.5, 1, 1.5], "gpus": {"0": [100, 200, 150, None]},
+                      "marks": [[0, "forward", 7], [0.8, "backward", 7], [1.6, "forward", 8]]}}
+
+
+def series(name: str, label: str, error=None, kind="line", reference=None) -> dict:
+    return {"curve": name, "label": label, "error": error, "kind": kind, "reference": reference}
+
+
+def report(*runs: dict) -> dict:
+    """The data of a page of these runs."""
+    def chart(identity, title, *lines, **style):
+        return {"id": identity, "title": title, "unit": "", "log": False, "percent": False, "stacked": False, **style, "series": [*lines]}
+
+    charts = [chart("loss", "Loss", series("train_loss", "training"), series("val_loss", "validation", "val_loss_stderr", "points"), log=True),
+              chart("accuracy", "Accuracy", series("hellaswag_acc", "HellaSwag", "hellaswag_stderr", "points", 0.25), percent=True),
+              chart("speed", "Tokens per second", series("tokens_per_second", "tokens per second")),
+              chart("memory", "Peak memory", series("peak_memory_bytes", "allocated"), unit="bytes"),
+              chart("phases", "Time by phase", series("data_seconds", "data"), series("forward_seconds", "forward"), unit="s", stacked=True)]
+    cells = [{"value": 2.5 + i, "stderr": 0.1, "step": 1000} for i in range(len(runs))]
+    test = {"name": "validation loss", "a": "first", "b": "second", "step_a": 1000, "step_b": 1000, "n": 8, "a_value": 2.5, "b_value": 3.5,
+            "difference": 1.0, "stderr": 0.1, "p": 0.001, "better": "a", "sentence": "first is better by one"}
+    comparison = {"settings": [{"name": "SEED", "values": [*range(len(runs))]}], "tests": [test],
+                  "results": [{"name": "validation loss (last)", "better": "lower", "cells": cells}]}
+    return {"format": 1, "title": " and ".join(each["name"] for each in runs), "generated": 1.7e9, "live": False, "runs": [*runs],
+            "charts": charts, "comparison": comparison if len(runs) > 1 else None}
+
+
+def embedded(page: str) -> str:
+    return re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)[1]
+
+
+# ---------------------------------------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_the_policy_allows_these_scripts_and_styles_and_nothing_else(live):
+    page = render(report(run()), live)
+    policy = html.unescape(re.search(r'http-equiv="Content-Security-Policy" content="([^"]+)"', page)[1])
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    for rule, tag in (("script-src", "script"), ("style-src", "style")):
+        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inline]
+        assert rules.pop(rule).split() == hashes
+    assert rules.pop("connect-src") == ("'self'" if live else "'none'")
+    assert rules == {"default-src": "'none'", "img-src": "data:", "base-uri": "'none'", "form-action": "'none'"}
+
+
+def test_the_page_asks_nobody_for_anything():
+    page = render(report(run(), run("second")))
+    elements = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#main"'}
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|sendBeacon|importScripts|WebSocket", page)
+    assert set(re.findall(r"https?://[\w./-]+", page)) == {"https://github.com/leeoniya/uPlot"}  # its own first line
+
+
+def test_texts_of_a_run_cannot_leave_their_element():
+    plain, data = render(report(run())), report(run(HOSTILE))
+    data["runs"][0]["samples"][0]["text"] = HOSTILE
+    page = render(data)
+    for sign in ("<script", "</script", "<img", "<!--"):
+        assert page.count(sign) == plain.count(sign), sign
+    assert json.loads(embedded(page)) == data and "\u2028" not in embedded(page)
+
+
+def test_a_name_that_is_no_unicode_makes_a_page():
+    name = b"run-\xff".decode(errors="surrogateescape")
+    assert json.loads(embedded(render(report(run(name))).encode().decode()))["runs"][0]["name"] == name
+
+
+def test_without_data_the_page_leaves_room_for_it():
+    assert len(render(report()).encode()) < 130_000
+
+
+def test_the_library_is_the_one_that_was_published():
+    """Source: the npm package uplot 1.6.32, dist/."""
+    sums = {"uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+            "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04"}
+    assert {name: hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() for name in sums} == sums
+    assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
+
+
+@pytest.mark.parametrize("name", ["page.html", "page.css", "chart.js", "page.js"])
+def test_lines_of_our_own_assets_fit_a_window(name):
+    lines = (ASSETS / name).read_text(encoding="utf-8").splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > 110] == []
+
+
+# ------------------------------------------------------------------------------------------------- in a browser
+
+# The connection of a live page, which the tests speak through: fake.emit("data", {...}).
+FAKE_EVENTS = """
+window.EventSource = class extends EventTarget {
+  static CLOSED = 2;
+  constructor(url) { super(); this.readyState = 1; window.fake = this; window.connections = (window.connections || 0) + 1; }
+  emit(name, data) { this.dispatchEvent(new MessageEvent(name, {data: JSON.stringify(data)})); }
+};
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-dev.txt)")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as driver:
+        if not (found or Path(driver.chromium.executable_path).exists()):
+            pytest.skip("there is no Chromium: playwright install chromium")
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def tab(browser):
+    """A page with a list of what it complained of and asked for; one for all tests, which saves seconds."""
+    page = browser.new_page(reduced_motion="reduce")
+    page.heard = []
+    page.on("console", lambda message: page.heard.append(message.text))
+    page.on("pageerror", lambda error: page.heard.append(str(error)))
+    page.on("request", lambda request: page.heard.append(request.url))
+    page.add_init_script(FAKE_EVENTS)
+    return page
+
+
+@pytest.fixture
+def show(tab, tmp_path):
+    """Open the page of a report; it fails at the end if the page asked for something or complained."""
+    tab.heard.clear()
+
+    def open_page(data: dict, width: int = 1440, live: bool = False, scheme: str = "light"):
+        path = tmp_path / "report.html"
+        path.write_text(render(data, live), encoding="utf-8")
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.emulate_media(color_scheme=scheme)
+        tab.goto(path.as_uri())
+        return tab
+
+    yield open_page
+    assert {each for each in tab.heard if not each.startswith(("file:", "data:"))} == set()
+
+
+def spoken(page, chart: str) -> str:
+    return page.locator(f"#chart-{chart} .plot").get_attribute("aria-valuetext")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_fits_a_phone_and_a_desktop(show, width, scheme):
+    page = show(report(run("a" * 80), run("second", 0.5)), width, scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("section:visible h2").all_inner_texts() == [
+        "Overview", "Comparison", "Charts", "Samples", "Power", "Time and interruptions", "Alarms", "Data", "Settings"]
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100")
+    assert dark == (scheme == "dark")
+    page.locator("#theme").select_option("light")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(244, 245, 247)"
+
+
+def test_everything_of_the_data_is_said(show):
+    page = show(report(run(), run("second")))
+    page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    text = page.inner_text("body")
+    for words in ("2 running", "step 1,000 of 2,000, about 8 min 20 s left", "device", "8 x a GPU", "first is better by one", "2.5 ± 0.1", "SEED",
+                  "± 2 %, chance 25 %", "45 % ± 2 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
+                  "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GPU 0", "GiB"):
+        assert words in text, words
+
+
+def test_a_hostile_run_is_only_text(show):
+    data = report(run(HOSTILE), run("second"))
+    data["runs"][0]["samples"] = [{"step": 1, "prompt": HOSTILE, "text": HOSTILE}]
+    data["charts"][0]["title"] = HOSTILE
+    page = show(data)
+    assert page.evaluate("document.images.length") == 0
+    assert page.locator("#samples blockquote").first.text_content() == HOSTILE
+    assert page.locator("#chart-loss h3").text_content().strip() == HOSTILE
+
+
+def test_the_keyboard_reaches_a_chart_and_moves_its_cursor(show):
+    page = show(report(run()))
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.closest('#chart-loss .plot') !== null"):
+            break
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineWidth") == "3px"
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    assert spoken(page, "loss").startswith("step 990: training ")
+    assert spoken(page, "speed") == "step 990: tokens per second 8,990"  # the other charts follow
+    page.keyboard.press("+")
+    assert page.evaluate("charts.get('speed').plot.scales.x.min") > 10 and page.locator("#reset").is_enabled()
+    page.keyboard.press("Escape")
+    assert page.evaluate("charts.get('speed').plot.scales.x.min") == 10
+
+
+def test_dragging_zooms_all_charts_and_a_double_click_shows_everything(show):
+    page = show(report(run()))
+    page.locator("#chart-loss").scroll_into_view_if_needed()
+    box = page.locator("#chart-loss .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50, steps=3)
+    page.mouse.up()
+    low, high = page.evaluate("[charts.get('speed').plot.scales.x.min, charts.get('speed').plot.scales.x.max]")
+    assert low == pytest.approx(10 + 990 / 4, abs=5) and high == pytest.approx(10 + 990 / 2, abs=5)
+    page.locator("#chart-speed .u-over").dblclick()
+    assert page.evaluate("charts.get('loss').plot.scales.x.max") == 1000
+
+
+def test_a_run_can_be_left_out_and_a_series_too(show):
+    page = show(report(run(), run("second", 0.5)))
+    labels = page.locator("#chart-loss .legend button")
+    assert labels.count() == 4
+    page.locator("[data-run=first]").uncheck()
+    assert [each.split(" 2.")[0] for each in labels.all_inner_texts()] == ["B training", "B validation"]
+    labels.first.click()
+    assert labels.first.get_attribute("aria-pressed") == "false"
+    assert page.evaluate("charts.get('loss').slots.map(({line}) => line.label)") == 3 * ["B validation"]  # and its band
+
+
+def test_the_table_of_a_chart_holds_its_data(show):
+    data = report(run())
+    page = show(data)
+    page.locator("#chart-loss summary").click()
+    rows = page.locator("#chart-loss tbody tr").evaluate_all("rows => rows.map((row) => [...row.cells].map((cell) => cell.textContent))")
+    training, validation = (data["runs"][0]["curves"][name] for name in ("train_loss", "val_loss"))
+    assert [int(row[0]) for row in rows] == STEPS
+    assert [float(row[1]) for row in rows] == pytest.approx(training["y"], rel=1e-5)
+    assert [row[2] for row in rows if row[2] != "–"] == [f"{value:.6g} ± 0.01" for value in validation["y"]]
+
+
+def test_the_axis_is_steps_tokens_or_time(show):
+    page = show(report(run()))
+    for axis, end in (("tokens", 1000 * 4096), ("time", 495), ("step", 1000)):
+        page.locator("#axis").select_option(axis)
+        assert page.evaluate("charts.get('speed').plot.scales.x.max") == end
+
+
+def test_the_cursor_on_the_power_names_the_phase(show):
+    page = show(report(run()))
+    page.locator("#chart-power-0 .plot").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert spoken(page, "power-0") == "0.500 s, forward of step 7: GPU 0 200"
+    page.keyboard.press("ArrowRight")
+    assert spoken(page, "power-0") == "1.000 s, backward of step 7: GPU 0 150"
+
+
+def test_an_update_keeps_zoom_focus_scroll_and_what_is_open(show):
+    page = show(report(run()), live=True)
+    page.locator("#settings summary").click()
+    page.locator("#chart-loss .plot").focus()
+    page.keyboard.press("+")
+    before = "[groups.get('steps').zoom, scrollY, document.activeElement.id, document.querySelector('#settings details').open]"
+    kept, later = page.evaluate(before), run()
+    later["curves"]["tokens_per_second"] = curve([*STEPS, 1010], lambda step: 9000)
+    later["samples"].append({"step": 1010, "prompt": "Once", "text": "something new"})
+    page.evaluate("data => fake.emit('data', data)", report(later))
+    assert page.evaluate(before) == kept and kept[0][0] > 10 and kept[1] > 0
+    assert "something new" in page.inner_text("#samples") and "9,000" in spoken(page, "speed")
+
+
+def test_a_lost_connection_is_told_and_taken_up_again(show):
+    page = show(report(run()), live=True)
+    state = page.locator("#state")
+    page.evaluate("fake.emit('open')")
+    assert state.inner_text().endswith("live")
+    page.clock.install()
+    page.evaluate("fake.readyState = 2; fake.emit('error')")
+    assert state.inner_text().endswith("connection lost, retrying")
+    page.clock.fast_forward(5000)
+    assert page.evaluate("connections") == 2
+    page.evaluate("fake.emit('open')")
+    assert state.inner_text() == "▶ running · live"
+
+
+def test_a_page_that_is_not_live_opens_no_connection(show):
+    assert show(report(run())).evaluate("window.connections") is None
+
+
+def test_without_javascript_the_last_values_are_there(browser, tmp_path):
+    (tmp_path / "report.html").write_text(render(report(run(), run("second"))), encoding="utf-8")
+    page = browser.new_page(java_script_enabled=False)
+    page.goto((tmp_path / "report.html").as_uri())
+    assert [cell.strip() for cell in page.locator("tr", has_text="Loss: validation").locator("td").all_inner_texts()] == [
+        "Loss: validation", "2.006", "2.006"]
