@@ -388,6 +388,7 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "Nothing to do" in told and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in told
     assert "raise EARLY_STOPPING_PATIENCE" in told and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
+    assert [why for event, _, why in tell(run) if event == "end"] == ["early stopping"] * 3
 
 
 def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 import torch
 
-from common.heartbeat import HEARTBEAT, ignore
+from common.heartbeat import HEARTBEAT
 from training.state import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
 PHASES = (*STEP_PHASES, "save", "other")  # what the heartbeat names otherwise is an evaluation
-ALIASES = {"forward and backward": "forward", "update": "optimizer"}  # of the heartbeat
+ALIASES = {"forward and backward": "forward", "update": "optimizer", "start-up": "other", "the end": "other"}
 # Not the backward: it contains the wait for a slower rank, so that the others look slow there.
 COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
 COMPARED_STEPS = 10  # at least, in a comparison of the ranks
@@ -157,12 +157,12 @@ class Phases:
         self.is_first_step = True
 
     def __enter__(self) -> "Phases":
-        HEARTBEAT.on_mark = self.mark
+        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self.mark
         HEARTBEAT.begin("other")
         return self
 
     def __exit__(self, *_) -> None:
-        HEARTBEAT.on_mark = ignore
+        HEARTBEAT.on_mark = self.before
 
     def mark(self, name: str, waits: bool) -> None:
         """Note that a phase begins, or that this rank begins or ends to wait for others in it."""
