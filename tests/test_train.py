@@ -114,6 +114,25 @@ def test_a_run_tells_each_step_once_with_all_that_is_promised(whole):
     assert json.loads((whole.folder / "samples.jsonl").read_text())["step"] == 6
     assert json.loads((whole.folder / "config.json").read_text())["MAX_STEPS"] == 6
     assert "Step [6/6] | Loss: " in (whole.folder / "log" / "rank-0.txt").read_text()
+    assert "Time: steps " in (whole.folder / "log" / "rank-0.txt").read_text()
+
+
+def test_a_run_tells_where_its_time_goes(whole):
+    for line in whole.metrics()[1:]:
+        phases = [line[f"{phase}_seconds"] for phase in ("data", "forward", "backward", "optimizer")]
+        assert line["step_seconds"] == pytest.approx(sum(phases)) and min(phases) > 0
+        assert line["tokens_per_second"] == pytest.approx(256 / line["step_seconds"])
+        assert ("evaluation_seconds" in line) == (line["step"] in (2, 3, 4, 6)), "of its own evaluation"
+        assert ("save_seconds" in line) == (line["step"] in (3, 5)), "of the save before it"
+    start, *_, end = events = whole.lines("events")
+    assert start.items() >= {"event": "start", "step": 0, "world_size": 1, "previous_step": None, "previous_time": None}.items()
+    assert end.items() >= {"event": "end", "step": 6, "reason": "finished"}.items()
+    assert [event["checkpoint"] for event in events if event["event"] == "save"] == [f"step-0000000{step}" for step in (2, 4, 6)]
+    evaluations = [(event["step"], event["what"]) for event in events if event["event"] == "evaluation"]
+    assert evaluations == [(0, "validation"), (0, "HellaSwag"), (2, "validation"), (3, "HellaSwag"), (4, "validation"),
+                           (6, "validation"), (6, "HellaSwag"), (6, "samples")]
+    assert all(event["seconds"] > 0 for event in events if event["event"] in ("save", "evaluation"))
+    assert sorted(event["time"] for event in events) == [event["time"] for event in events]
 
 
 def test_runs_with_other_seeds_are_not_the_same(whole, tiny_run):
@@ -125,6 +144,12 @@ def test_runs_with_other_seeds_are_not_the_same(whole, tiny_run):
             assert_same_run(other, whole, 6, logs)
 
 
+def tell(run) -> list[tuple]:
+    """Each start of a run and its end: the step, and the step before or the reason."""
+    return [(event["event"], event["step"], event.get("previous_step", event.get("reason"))) for event in run.lines("events")
+            if event["event"] in ("start", "end")]
+
+
 @pytest.mark.parametrize("step", [1, 3, 4, 6])
 def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, capsys):
     run = tiny_run()
@@ -134,6 +159,7 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, 
     capsys.readouterr()
     assert run.train() == 0
     assert_same_run(run, whole, 6)
+    assert tell(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
     printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
     assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in 0:" in printed
     assert (f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.4f}, "
@@ -166,6 +192,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(whole, tiny_run):
     assert run.steps_saved() == [2, 4] and [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4, 5]
     assert run.train() == 0
     assert_same_run(run, whole, 6)
+    assert tell(run) == [("start", 0, None), ("end", 5, "KeyError: 'as if killed'"), ("start", 4, 5), ("end", 6, "finished")]
 
 
 def test_a_killed_run_without_a_checkpoint_begins_anew(whole, tiny_run):
@@ -362,6 +389,7 @@ def test_early_stopping_counts_validations_without_a_best_after_the_skipped_step
     assert "Nothing to do" in told and "Early stopping: 2 validations without a loss below 3.9 (step 4)" in told
     assert "raise EARLY_STOPPING_PATIENCE" in told and run.train(EARLY_STOPPING_PATIENCE=3) == 0
     assert run.steps_saved()[-1] == 7
+    assert [why for event, _, why in tell(run) if event == "end"] == ["early stopping"] * 3
 
 
 def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):

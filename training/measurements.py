@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from common.heartbeat import HEARTBEAT, ignore
+from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
 from training.phases import Phases
 from training.profiling import Profiling
@@ -21,12 +21,12 @@ class Measurements:
         self.phases = Phases(run, self.utilization.mark)
 
     def __enter__(self) -> "Measurements":
-        HEARTBEAT.on_mark = self._mark
+        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # a run may train within another
         HEARTBEAT.begin("other")
         return self
 
     def __exit__(self, *_) -> None:
-        HEARTBEAT.on_mark = ignore
+        HEARTBEAT.on_mark = self.before
         self.profiling.close()
         self.utilization.close()
 

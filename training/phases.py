@@ -14,7 +14,7 @@ from training.state import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
 PHASES = (*STEP_PHASES, "save", "other")  # what the heartbeat names otherwise is an evaluation
-ALIASES = {"forward and backward": "forward", "update": "optimizer"}  # of the heartbeat
+ALIASES = {"forward and backward": "forward", "update": "optimizer", "start-up": "other", "the end": "other"}
 # Not the backward: it contains the wait for a slower rank, so that the others look slow there.
 COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
 COMPARED_STEPS = 10  # at least, in a comparison of the ranks

@@ -223,16 +223,13 @@ def test_a_single_rank_is_slower_than_nobody():
     assert SlowRanks().compare(own, {}, dict.fromkeys(COMPARED, 1.0)) == []
 
 
-FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.06, 0.1, 0.2, 0.6  # seconds that a rank sleeps
+FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.05, 0.12, 0.25, 0.6  # seconds that a rank sleeps
 
 
 def sleepy() -> None:
-    """All ranks sleep in the forward: rank 1 longer; 2 also sleeps in the loader, 3 in the save; up to step 20."""
+    """All ranks sleep in the forward: rank 1 longer; 2 also sleeps in the loader, 3 in the save."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-
-    def is_slow(one: int) -> bool:
-        return rank == one and HEARTBEAT.step <= 20
 
     def plant(module, name, seconds) -> None:
         original = getattr(module, name)
@@ -243,23 +240,19 @@ def sleepy() -> None:
 
         setattr(module, name, delayed)
 
-    plant(NextToken, "loss_sum", lambda: SLOW_FORWARD if is_slow(1) else FORWARD)
-    plant(StepLoader, "_read_step", lambda: SLOW_READ * is_slow(2))
-    plant(state, "write_checkpoint", lambda: SLOW_SAVE * is_slow(3))
+    plant(NextToken, "loss_sum", lambda: SLOW_FORWARD if rank == 1 else FORWARD)
+    plant(StepLoader, "_read_step", lambda: SLOW_READ * (rank == 2))
+    plant(state, "write_checkpoint", lambda: SLOW_SAVE * (rank == 3))
 
 
 def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_others_are_not(tiny_run):
-    run = tiny_run(MAX_STEPS=40, SAVE_EVERY=10, LOG_EVERY=10, **UNMEASURED)
+    run = tiny_run(MAX_STEPS=20, SAVE_EVERY=10, LOG_EVERY=10, **UNMEASURED)
     job = run.start(4, sleepy)
     assert job.wait() == [0] * 4, job.text()
-    events = run.lines("events")
-    named = {(event["rank"], event["phase"]): event for event in events if event["event"] == "slow rank"}
-    ended = {(event["rank"], event["phase"]): event for event in events if event["event"] == "slow rank ended"}
-    assert named.keys() == ended.keys() == {(1, "forward"), (2, "data"), (3, "save")}
-    assert all(event["step"] == 20 for event in named.values()) and all(20 < event["step"] <= 40 for event in ended.values())
-    assert 1.2 < named[1, "forward"]["ratio"] < 2 and len(named) == sum(event["event"] == "slow rank" for event in events)
-    assert "[CPU0] warning: rank 1 is slow: its forward takes 1." in job.text()
-    assert "[CPU0] rank 2 is no longer slow in data" in job.text()
-    metrics = run.metrics()
-    assert metrics[1]["communication_seconds"] > SLOW_READ / 5, "three ranks wait for the loader of the fourth"
-    assert FORWARD < metrics[1]["forward_seconds"] < metrics[1]["step_seconds"]
+    named = {(event["rank"], event["phase"]): event["ratio"] for event in run.lines("events") if event["event"] == "slow rank"}
+    assert named.keys() == {(1, "forward"), (2, "data"), (3, "save")}, job.text()
+    assert 1.3 < named[1, "forward"] < SLOW_FORWARD / FORWARD + 0.2
+    assert "[CPU0] warning: rank 1 is slow: its forward takes " in job.text()
+    metrics = run.metrics()[-1]
+    assert metrics["communication_seconds"] > SLOW_READ / 10, "three ranks wait for the loader of the fourth"
+    assert FORWARD < metrics["forward_seconds"] < metrics["step_seconds"]

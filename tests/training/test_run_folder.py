@@ -290,6 +290,7 @@ def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, who
     assert moved.steps_saved() == [2, 4, 6]
     assert_same_run(moved, whole, 6)
     assert run.steps_saved() == ([1] if where == "new" else [])
+    assert [event["event"] for event in moved.lines("events")] == ["start", "save", "save", "save", "end"]
     assert run.folder.exists() == (where == "new")
     assert moved.train(MAX_STEPS=7) == 0
 
