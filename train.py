@@ -86,14 +86,16 @@ def train(loaded: Loaded) -> int:
             preflight.print_overview(run)
             begin(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
-            code = train_loop(run)
+            # Outside of the loop, which saves at a stop signal: a profile is written after that.
+            with Utilization(run) as utilization, Profiling(run) as profiling:
+                code = train_loop(run, utilization, profiling)
             HEARTBEAT.enter("the end")
             return code
     except Interrupted:  # before the first step
         return EXIT_PREEMPTED
 
 
-def train_loop(run: Run) -> int:
+def train_loop(run: Run, utilization: Utilization, profiling: Profiling) -> int:
     """Take steps, and do what is due after each; returns the exit code.
 
     Collective: every rank must call it.
@@ -108,8 +110,7 @@ def train_loop(run: Run) -> int:
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
     started, throughput = time.perf_counter(), diagnostics.Throughput()
     try:
-        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader, \
-                Utilization(run) as utilization, Profiling(run) as profiling:
+        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             latest = {} if progress.pending_metrics is None else finish_step(run)
             first = progress.step
@@ -136,13 +137,13 @@ def train_loop(run: Run) -> int:
 
                 throughput.add(config.total_batch_size)
                 utilization.end(batches)
-                profiling.end(progress.step, batches)
                 if due(config.log_every, progress.step, run.finished):
                     progress.pending_metrics = step_metrics(run, result, lr, throughput.read(), utilization)
                 if due(config.drift_check_every, progress.step, run.finished):
                     check_replicas(run)
                 if result.stop:
                     raise Interrupted
+                profiling.end(progress.step, batches)
                 latest = finish_step(run)
     except Interrupted:
         if progress.pending_metrics:

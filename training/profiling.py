@@ -114,9 +114,11 @@ class Profiling:
     def __enter__(self) -> "Profiling":
         return self
 
-    def __exit__(self, *_) -> None:
-        if self.profiler:  # the run ends before the last step of the window
+    def __exit__(self, error, *_) -> None:
+        if self.profiler and error is None:  # the run ends before the last step of the window
             self._finish([])
+        elif self.profiler:
+            self.profiler.stop()
 
 
 def compare_flops(run: Run, batch: Batch) -> str:

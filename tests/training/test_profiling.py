@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import UNMEASURED, TinyRun, assert_same_run
+from factories import UNMEASURED, TinyRun, assert_same_run, stop_at
 
 from common.errors import SettingsError
 from config import Config, rules, step_window
@@ -88,6 +88,13 @@ def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run
     capsys.readouterr()
     assert run.train(MAX_STEPS=5, PROFILE_STEPS="2:4") == 0
     assert "PROFILE_STEPS names no step that is left (5 to 5)" in capsys.readouterr().out
+
+
+def test_at_a_stop_signal_the_run_is_saved_before_the_profile_is_written(tiny_run, capsys):
+    with stop_at(3):
+        assert tiny_run(**UNMEASURED, PROFILE_STEPS="2:5").train() == 143
+    said = capsys.readouterr().out
+    assert said.index("Saved ") < said.index("rank-0-steps-2-3.txt")
 
 
 def fake_run(tmp_path, **settings):
