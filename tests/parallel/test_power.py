@@ -234,6 +234,7 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
     for step in range(1, 5):
         HEARTBEAT.enter("data", step)
         sampler.begin(step)
+        assert sampler.in_window == (step in (2, 3))
         sampler.mark(time.time(), "data", step)
         count = len(sampler.samples)
         if step in (2, 3):
