@@ -85,14 +85,15 @@ def train(loaded: Loaded) -> int:
             preflight.print_overview(run)
             begin(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
-            code = train_loop(run)
+            with Measurements(run) as measured:
+                code = train_loop(run, measured)
             HEARTBEAT.enter("the end")
             return code
     except Interrupted:  # before the first step
         return EXIT_PREEMPTED
 
 
-def train_loop(run: Run) -> int:
+def train_loop(run: Run, measured: Measurements) -> int:
     """Take steps, and do what is due after each; returns the exit code.
 
     Collective: every rank must call it.
@@ -106,8 +107,7 @@ def train_loop(run: Run) -> int:
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
     first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
     try:
-        with Measurements(run) as measured, \
-                run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
+        with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
             latest = {} if progress.pending_metrics is None else finish_step(run, measured)
             first = progress.step

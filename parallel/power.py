@@ -121,20 +121,19 @@ class CpuMeter:
         self.counters = [*packages()]
         if not self.counters:
             raise UnreadableError("there is no RAPL counter that can be read")
-        self.last, self.total, self.time = [], 0, time.monotonic()
-        self.read()
+        self.last, self.total, self.time = None, 0, 0.0
 
     def read(self) -> Sample:
-        """Return the power since the last reading, and the energy since the first."""
+        """Return the energy since the first reading, and, after that, the power since the last."""
         now, before, earlier = time.monotonic(), self.total, self.time
         try:
             values = [int(file.read_text()) for file, _ in self.counters]
         except (OSError, ValueError):
             return Sample()
-        for value, last, (_, wraps_at) in zip(values, self.last, self.counters):
+        for value, last, (_, wraps_at) in zip(values, self.last or values, self.counters):
             self.total += value - last + (wraps_at if value < last else 0)
+        watts = (self.total - before) / 1e6 / (now - earlier) if self.last and now > earlier else None
         self.last, self.time = values, now
-        watts = (self.total - before) / 1e6 / (now - earlier) if now > earlier else None
         return Sample(watts, self.total / 1e6)
 
     def close(self) -> None:
@@ -148,7 +147,7 @@ def packages() -> Iterator[tuple[Path, int]]:
             # A counter of the whole system (psys) would count the packages twice.
             if (folder / "name").read_text().startswith("package"):
                 int((folder / "energy_uj").read_text())
-                yield folder / "energy_uj", int((folder / "max_energy_range_uj").read_text()) + 1
+                yield folder / "energy_uj", int((folder / "max_energy_range_uj").read_text())
 
 
 class RotatedFile:
@@ -335,10 +334,14 @@ class PowerSampler:
     def _count(self, before: Moment, now: Moment) -> None:
         """Add what lies between two samples, unless it was mostly a pause."""
         seconds, (old, new) = now.monotonic - before.monotonic, (before.sample, now.sample)
-        if now.pauses - before.pauses > PAUSE_SHARE * seconds or new.watts is None or old.watts is None:
+        if now.pauses - before.pauses > PAUSE_SHARE * seconds:
             return
-        counted = new.joules is not None and old.joules is not None
-        joules = new.joules - old.joules if counted else seconds * (new.watts + old.watts) / 2
+        if None not in (new.joules, old.joules):
+            joules = new.joules - old.joules
+        elif None not in (new.watts, old.watts):
+            joules = seconds * (new.watts + old.watts) / 2
+        else:
+            return
         with self.lock:
             self.samples.append(new)
             self.joules, self.seconds = self.joules + joules, self.seconds + seconds

@@ -11,7 +11,8 @@ from training.utilization import Utilization
 
 
 class Measurements:
-    """Use it in a `with` block around the steps; the heartbeat tells it which phase begins.
+    """Use it in a `with` block around the loop, which saves at a stop signal: a profile is written after that.
+    The heartbeat tells it which phase begins.
 
     Collective: every rank must call it, and each of its readings.
     """
@@ -25,9 +26,9 @@ class Measurements:
         HEARTBEAT.begin("other")
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, error, *_) -> None:
         HEARTBEAT.on_mark = self.before
-        self.profiling.close()
+        self.profiling.close(failed=error is not None)
         self.utilization.close()
 
     def _mark(self, phase: str, waits: bool) -> None:

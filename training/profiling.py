@@ -29,7 +29,7 @@ class Profiling:
         config, self.run = run.config, run
         self.window = step_window(config.profile_steps) or range(0)
         self.snapshot, self.profiler, self.recorded = config.memory_snapshot, None, []
-        self.phase = None
+        self.phase, self.batches = None, []
         left = range(run.progress.step + 1, config.max_steps + 1)
         for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
@@ -40,6 +40,8 @@ class Profiling:
 
     def begin(self, step: int) -> None:
         """A step begins, counted from 1."""
+        if self.profiler and step > self.window[-1]:
+            self._finish()
         if step == self.snapshot:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
         if self.window and self.window[0] - 1 <= step <= self.window[-1]:
@@ -51,11 +53,11 @@ class Profiling:
                 self.recorded.append(step)
 
     def mark(self, phase: str) -> None:
-        """A phase begins, which has its name in the trace."""
+        """A phase begins, which has its name in the trace; an empty name: none."""
         if self.phase:
             self.phase.__exit__(None, None, None)
             self.phase = None
-        if self.profiler:
+        if self.profiler and phase:
             self.phase = record_function(phase).__enter__()
 
     def end(self, step: int, batches: Sequence[Batch]) -> None:
@@ -65,7 +67,8 @@ class Profiling:
                         "open it at pytorch.org/memory_viz, which reads it in the browser")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self.profiler and step == self.window[-1]:
-            self._finish(batches)
+            self._stop()
+            self.batches = batches  # to count FLOPs in, when the next step begins: a save comes first
 
     def _start(self, step: int) -> None:
         """Start the profiler, one step before the first to warm up, unless the run begins later."""
@@ -81,14 +84,13 @@ class Profiling:
         self.profiler.step_num = step  # so that the trace has our numbers
         self.profiler.start()
 
-    def _finish(self, batches: Sequence[Batch]) -> None:
-        """Write trace and tables of the recorded steps.
+    def _stop(self) -> None:
+        self.mark("")
+        self.profiler.stop()
 
-        Args:
-            batches: micro-batches to count FLOPs in; none: they are not counted.
-        """
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
+    def _finish(self) -> None:
+        """Write trace and tables of the recorded steps."""
+        (profiler, self.profiler), (batches, self.batches) = (self.profiler, None), (self.batches, [])
         if not self.recorded:
             return
         name = f"rank-{self.run.ranks.rank}-steps-{self.recorded[0]}-{self.recorded[-1]}"
@@ -114,10 +116,12 @@ class Profiling:
         else:
             self.run.log.info(f"Wrote {path}; {how}")
 
-    def close(self) -> None:
-        """Write what is recorded of a run that ends early."""
-        if self.profiler:  # the run ends before the last step of the window
-            self._finish([])
+    def close(self, failed: bool) -> None:
+        """The run ends, perhaps before the last step of the window."""
+        if self.profiler and not self.batches:
+            self._stop()
+        if self.profiler and not failed:
+            self._finish()
 
 
 def compare_flops(run: Run, batch: Batch) -> str:

@@ -96,7 +96,7 @@ def rapl(tmp_path, monkeypatch):
         path = tmp_path / folder
         path.mkdir(exist_ok=True)
         (path / "energy_uj").write_text(f"{energy}\n")
-        (path / "max_energy_range_uj").write_text("999999\n")
+        (path / "max_energy_range_uj").write_text("1000000\n")
         if name:
             (path / "name").write_text(f"{name}\n")
 
@@ -112,6 +112,7 @@ def test_all_packages_are_counted_once_also_when_their_counters_wrap(rapl, tmp_p
     rapl("intel-rapl-mmio:0", 900_000, "package-0")  # the same counter again
     assert [path.parent.name for path, _ in packages()] == ["intel-rapl:0", "intel-rapl:1"]
     meter = CpuMeter()
+    assert meter.read() == Sample(None, 0)
     rapl("intel-rapl:0", 200_000)
     rapl("intel-rapl:1", 400_000)
     sample = meter.read()
@@ -233,6 +234,7 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
     for step in range(1, 5):
         HEARTBEAT.enter("data", step)
         sampler.begin(step)
+        assert sampler.in_window == (step in (2, 3))
         sampler.mark(time.time(), "data", step)
         count = len(sampler.samples)
         if step in (2, 3):

@@ -27,6 +27,15 @@ class Log:
         self.events.append((event, step, facts))
 
 
+@contextmanager
+def marking(phases: Phases) -> Iterator[Phases]:
+    """A `with` block in which the heartbeat tells phases."""
+    before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, phases.mark
+    HEARTBEAT.begin("other")
+    yield phases
+    HEARTBEAT.on_mark = before
+
+
 def fake_run(world_size=1, device="cpu"):
     ranks = SimpleNamespace(rank=0, world_size=world_size, device=SimpleNamespace(type=device),
                             all_reduce_floats=lambda values: [float(value) for value in values])
@@ -70,7 +79,7 @@ def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_an
     monkeypatch.setattr(torch.cuda, "Event", Event)
     run = fake_run(world_size=2, device="cuda")
     run.ranks.all_reduce_floats = lambda values: [2 * value for value in values]
-    with Phases(run) as measured:
+    with marking(Phases(run)) as measured:
         for step in range(1, 9):
             take_step(clock, step)
             assert step == 1 or len(measured.steps) == step - 1, "as far as the GPU was when this step began"
@@ -117,7 +126,7 @@ SECONDS = {"data": 1, "forward": 5, "backward": 9, "optimizer": 6, "communicatio
 def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
     run = fake_run(world_size=2)
     run.ranks.all_reduce_floats = lambda values: [2 * value for value in values]  # the other rank has zeros: the mean is its own
-    with Phases(run) as measured:
+    with marking(Phases(run)) as measured:
         for step, scale in ((1, 1), (2, 3)):
             take_step(clock, step, scale)
         read = measured.read_steps()
@@ -128,7 +137,7 @@ def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
 
 
 def test_a_single_rank_waits_for_nobody(clock):
-    with Phases(fake_run()) as measured:
+    with marking(Phases(fake_run())) as measured:
         take_step(clock, 1)
         assert measured.read_steps() == {"step_seconds": 51, "data_seconds": 1, "forward_seconds": 15, "backward_seconds": 9,
                                          "optimizer_seconds": 26}
@@ -136,7 +145,7 @@ def test_a_single_rank_waits_for_nobody(clock):
 
 def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock):
     run = fake_run(world_size=2)
-    with Phases(run) as measured:
+    with marking(Phases(run)) as measured:
         take_step(clock, 1)
         HEARTBEAT.enter("validation", 1)
         after(clock, 3)
@@ -157,7 +166,7 @@ def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock)
 
 def test_marks_are_told_in_order_with_their_unix_times(clock):
     told = []
-    with Phases(fake_run(world_size=2), lambda *mark: told.append(mark)) as measured:
+    with marking(Phases(fake_run(world_size=2), lambda *mark: told.append(mark))) as measured:
         take_step(clock, 7)
         HEARTBEAT.enter("save", 7)
         measured.read_steps()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import UNMEASURED, TinyRun, assert_same_run
+from factories import UNMEASURED, TinyRun, assert_same_run, stop_at
 
 from common.errors import SettingsError
 from config import Config, rules, step_window
@@ -90,6 +90,13 @@ def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run
     assert "PROFILE_STEPS names no step that is left (5 to 5)" in capsys.readouterr().out
 
 
+def test_at_a_stop_signal_the_run_is_saved_before_the_profile_is_written(tiny_run, capsys):
+    with stop_at(3):
+        assert tiny_run(**UNMEASURED, PROFILE_STEPS="2:5").train() == 143
+    said = capsys.readouterr().out
+    assert said.index("Saved ") < said.index("rank-0-steps-2-3.txt")
+
+
 def fake_run(tmp_path, **settings):
     said: list[str] = []
     ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1, is_rank0=True, device=torch.device("cuda", 0))
@@ -102,10 +109,10 @@ def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path,
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: calls.append(("record", options)))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
     run = fake_run(tmp_path, memory_snapshot=2)
-    with Profiling(run) as looked:
-        for step in range(1, 4):
-            looked.begin(step)
-            looked.end(step, [])
+    looked = Profiling(run)
+    for step in range(1, 4):
+        looked.begin(step)
+        looked.end(step, [])
     path = tmp_path / "profile" / "memory-step-2.pickle"
     assert calls == [("record", {"max_entries": profiling.SNAPSHOT_EVENTS}), ("dump", str(path)), ("record", {"enabled": None})]
     assert run.said == [f"Wrote {path}; open it at pytorch.org/memory_viz, which reads it in the browser"]
