@@ -209,7 +209,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
-    """Return all indices, longest task first, in batches of one or of `batch_tokens` padded tokens at most."""
+    """Return all indices, longest task first, in batches of one or of so many padded tokens at most."""
     lengths = [len(task.tokens_T) for task in tasks]
     batches: list[list[int]] = []
     for index in sorted(range(len(tasks)), key=lengths.__getitem__, reverse=True):

@@ -43,6 +43,8 @@ def parse_args():
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
         raise SettingsError("command line: give only flags of settings that are to differ from the run's")
+    if flags.layer.problems:
+        raise SettingsError(*flags.layer.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
         parser.error("--include-path, --num-fewshot and --limit go with --tasks")
     if args.json and not args.json.absolute().parent.is_dir():
