@@ -28,13 +28,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
-                     is_kept: Callable[[Line], bool] = lambda line: False) -> None:
+                     stays: Callable[[Line], bool] = lambda line: False) -> None:
     """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
 
     Args:
-        is_kept: tells of a line of a later step whether it is kept too.
+        stays: tells of a line of a later step whether it is kept too.
     Raises:
         OSError: the file cannot be read or written, or is no regular file.
     """
@@ -47,7 +47,7 @@ def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-            if entry is None or entry.step <= step or is_kept(entry):
+            if entry is None or entry.step <= step or stays(entry):
                 (bad if entry is None else kept).write(line + b"\n")
     os.replace(beside, path)
     if bad_lines:
@@ -251,12 +251,13 @@ class RunLog:
             self.file.write(line)
         if self.rank > 0:
             return
+        # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
+        stays = {"ledger": lambda line: line.step == steps_taken,
+                 "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
         for name in LOGS:
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                is_kept = lambda line, name=name: line.step == steps_taken and (
-                    name == "ledger" or name == "evaluations" and measured_as(line.name) in measured)
-                keep_lines_up_to(path, step, self.warn, is_kept)
+                keep_lines_up_to(path, step, self.warn, stays.get(name, lambda line: False))
             self.lines[name] = LineFile(path, self.warn)
         if self.config.wandb_enabled:
             start = lambda: start_wandb(self.config, run_dir, wandb_run_id)
