@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py runs/first
     python scripts/evaluate.py runs/first --eval-tasks arc:arc.jsonl
-    python scripts/evaluate.py meta-llama/Llama-3.2-1B --data data/pretrain/0123 --hellaswag items.jsonl
+    python scripts/evaluate.py owner/Llama --data data/pretrain/0123
     python scripts/evaluate.py runs/first --tasks arc_easy,winogrande,piqa
 
 Of a run it takes the newest good checkpoint, evaluates what the run evaluates, and finds the numbers that it
