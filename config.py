@@ -211,7 +211,7 @@ class EvaluationConfig(Section):
     hellaswag_name: str = safe("HellaSwag", "name of the items of HELLASWAG_PATH in the output")
     hellaswag_batch_tokens: int = safe(16_384, "tokens in one forward of HellaSwag and EVAL_TASKS", ge=64)
     generation_eval_every: int = safe(
-        0, "sft, dpo: steps between comparisons of answers with those held out; 0 = never", ge=0)
+        0, "sft, dpo: steps between evaluations of answers to held-out prompts; 0 = never", ge=0)
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
     generation_eval_tokens: int = curve(128, "tokens of such an answer at most", ge=1)
     sample_every: int = safe(500, "steps between generated samples; 0 = never", ge=0)

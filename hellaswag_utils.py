@@ -42,7 +42,8 @@ from model import SHARED_PREFIX, Transformer
 
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits, unpacked; HellaSwag's have 3 kB and 13 MB
-GET_IT = "get it with scripts/load_hellaswag_dataset.py"
+HELLASWAG = "HELLASWAG_PATH="  # the setting of its file; those of other sets are less strict
+GET_IT, NAME_ANOTHER = "get it with scripts/load_hellaswag_dataset.py", "name a file in HellaSwag's schema"
 
 
 class Item(NamedTuple):
@@ -88,23 +89,22 @@ class ChoiceSet(NamedTuple):
 
 def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
     """Return the first HELLASWAG_EXAMPLES items of a file, in tokens. Raises DataError."""
-    advice = GET_IT if named.setting == "HELLASWAG_PATH=" else "name a file in HellaSwag's schema"
-    items = read_items(named.path, named.setting, advice)[:config.hellaswag_examples or None]
+    items = read_items(named.path, named.setting)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
     wording = json.dumps([item[1:] for item in items]).encode()
     tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
     return ChoiceSet(named.name, named.title, tasks, chance, hashlib.sha256(wording).hexdigest())
 
 
-def read_items(path: str | Path, setting: str = "HELLASWAG_PATH=", advice: str = GET_IT) -> list[Item]:
+def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
     """Return all items of a .jsonl or .jsonl.gz file in HellaSwag's schema.
 
     Args:
-        setting, advice: what names the file, and what to do if it cannot be used.
+        setting: what names the file.
     Raises:
         DataError: the file cannot be read, has no items, or a line that is not an item; names file:line.
     """
-    items, left = [], FILE_BYTES
+    items, left, advice = [], FILE_BYTES, GET_IT if setting == HELLASWAG else NAME_ANOTHER
     try:
         with open(path, "rb", opener=plain) as file:
             lines = gzip.open(file) if str(path).endswith(".gz") else file
@@ -114,7 +114,7 @@ def read_items(path: str | Path, setting: str = "HELLASWAG_PATH=", advice: str =
                     what = "a line of more than 1 MiB" if len(line) > LINE_BYTES else "more than 1 GiB"
                     raise DataError(f"{path}:{number}: it holds {what}, so it is not HellaSwag; {advice}")
                 if line.strip():
-                    items.append(parse_item(line, f"{path}:{number}"))
+                    items.append(parse_item(line, f"{path}:{number}", setting == HELLASWAG))
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{setting}{path} cannot be read: {error}; {advice}") from error
     if not items:
@@ -122,9 +122,11 @@ def read_items(path: str | Path, setting: str = "HELLASWAG_PATH=", advice: str =
     return items
 
 
-def parse_item(line: bytes, where: str) -> Item:
+def parse_item(line: bytes, where: str, of_hellaswag: bool = True) -> Item:
     """Return a line of the file as an item, worded as the harness does.
 
+    Args:
+        of_hellaswag: it must have four endings and an activity; other sets have 2 to 16, and may have none.
     Raises:
         DataError: it is not in HellaSwag's schema.
     """
@@ -146,15 +148,16 @@ def parse_item(line: bytes, where: str) -> Item:
 
     context = f"{text('ctx_a')} {text('ctx_b', '').capitalize()}" if "ctx_a" in record else text("ctx")
     endings, label = record.get("endings"), record.get("label")
-    if not isinstance(endings, list) or not 2 <= len(endings) <= MOST_ENDINGS or any(map(flaw_of, endings)):
-        raise invalid(f"'endings' must be 2 to {MOST_ENDINGS} texts, got {endings!r:.60}")
+    counts, wanted = (range(4, 5), "4") if of_hellaswag else (range(2, MOST_ENDINGS + 1), "2 to 16")
+    if not isinstance(endings, list) or len(endings) not in counts or any(map(flaw_of, endings)):
+        raise invalid(f"'endings' must be {wanted} texts, got {endings!r:.60}")
     if str(label) not in map(str, range(len(endings))):
         raise DataError(f"{where}: 'label' must be 0 to {len(endings) - 1}, got {label!r:.60}; use the "
                         "validation split, as the test split has no labels")
     endings = [clean(ending) for ending in endings]
     if not all(endings):
         raise invalid(f"ending {endings.index('')} is empty")
-    if "activity_label" in record:  # other sets have none
+    if of_hellaswag or "activity_label" in record:
         context = f"{text('activity_label')}: {context}"
     return Item(where, clean(context), endings, int(label))
 
@@ -209,7 +212,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
-    """Return all indices, longest task first, in batches of one or of `batch_tokens` padded tokens at most."""
+    """Return all indices, longest task first, in batches of one or of so many padded tokens at most."""
     lengths = [len(task.tokens_T) for task in tasks]
     batches: list[list[int]] = []
     for index in sorted(range(len(tasks)), key=lengths.__getitem__, reverse=True):

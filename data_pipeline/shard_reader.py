@@ -203,7 +203,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
     """
     assert split in SPLIT_WORDS and verification.mode in ("auto", "always", "never")
     try:
-        if folder := _prepared_folder(Path(path)):
+        if folder := prepared_folder(Path(path)):
             manifest = read_manifest(folder)
             _check_manifest(folder, manifest, tokenizer, kind)
             shards, document_start_id = _prepared_shards(folder, manifest, split), manifest.document_start_id
@@ -229,7 +229,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
 
 def open_segments(path: str | Path, split: str, verification: Verification = Verification()) -> TokenSet:
     """Open the uint32 segments of prepared chats or pairs whose tokens `open_token_set` has opened."""
-    folder = _prepared_folder(Path(path))
+    folder = prepared_folder(Path(path))
     assert folder is not None, "open_token_set comes first"
     shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
     segments = TokenSet(tuple(shards), _fingerprint(shards))
@@ -250,7 +250,7 @@ def allow_open_files(files: int, folder: Path) -> None:
 # -------------------------------------------------------------------------------------------- prepared data
 
 
-def _prepared_folder(path: Path) -> Path | None:
+def prepared_folder(path: Path) -> Path | None:
     """Return the one prepared folder that `path` is or contains; None if there is none."""
     if os.path.lexists(path / MANIFEST):
         return path

@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py runs/first
     python scripts/evaluate.py runs/first --eval-tasks arc:arc.jsonl
-    python scripts/evaluate.py meta-llama/Llama-3.2-1B --data data/pretrain/0123 --hellaswag items.jsonl
+    python scripts/evaluate.py owner/Llama --data data/pretrain/0123
     python scripts/evaluate.py runs/first --tasks arc_easy,winogrande,piqa
 
 Of a run it takes the newest good checkpoint, evaluates what the run evaluates, and finds the numbers that it
@@ -43,6 +43,8 @@ def parse_args():
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
         raise SettingsError("command line: give only flags of settings that are to differ from the run's")
+    if flags.layer.problems:
+        raise SettingsError(*flags.layer.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
         parser.error("--include-path, --num-fewshot and --limit go with --tasks")
     if args.json and not args.json.absolute().parent.is_dir():

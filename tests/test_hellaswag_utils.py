@@ -106,8 +106,13 @@ def test_two_part_contexts_and_string_labels_are_read_as_the_hub_has_them(tmp_pa
 def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_path):
     records = [{"ctx": "Which is warm?", "endings": [f"thing {number}" for number in range(count)], "label": count - 1}
                for count in (2, 16)]
-    assert [(item.context, len(item.endings), item.label) for item in read_items(write(tmp_path / "a.jsonl", records))] == [
-        ("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
+    found = read_items(write(tmp_path / "a.jsonl", records), "EVAL_TASKS=a:")
+    assert [(item.context, len(item.endings), item.label) for item in found] == [("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
+    for change, word in (({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
+                         ({"endings": ["a", "b"], "label": 2}, "'label' must be 0 to 1, got 2"),
+                         ({"activity_label": None}, "'activity_label' is null, expected text")):
+        with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
+            read_items(write(tmp_path / "bad.jsonl", [GOOD | change]), "EVAL_TASKS=a:")
 
 
 GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
@@ -121,13 +126,11 @@ GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", 
     ({**GOOD, "label": ""}, "'label' must be 0 to 3"),
     ({**GOOD, "label": True}, "'label' must be 0 to 3"),
     ({**GOOD, "label": 1.0}, "'label' must be 0 to 3"),
-    ({**GOOD, "endings": ["a"]}, "'endings' must be 2 to 16 texts"),
-    ({**GOOD, "endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
-    ({**GOOD, "endings": ["a", "b", "c", None]}, "'endings' must be 2 to 16 texts"),
-    ({**GOOD, "endings": ["a", "b"], "label": 2}, "'label' must be 0 to 1, got 2"),
+    ({**GOOD, "endings": ["a", "b", "c"]}, "'endings' must be 4 texts"),
+    ({**GOOD, "endings": ["a", "b", "c", None]}, "'endings' must be 4 texts"),
     ({**GOOD, "endings": ["a", "[b]", "c", "d"]}, "ending 1 is empty"),
     ({**GOOD, "ctx": None}, "'ctx' is null, expected text"),
-    ({**GOOD, "activity_label": None}, "'activity_label' is null, expected text"),
+    ({key: value for key, value in GOOD.items() if key != "activity_label"}, "'activity_label' is null, expected text"),
 ])
 def test_a_bad_line_is_named(tmp_path, line, word):
     path = tmp_path / "bad.jsonl"

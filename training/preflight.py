@@ -171,10 +171,10 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         if progress.best_val_loss is not None:
             others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
-    for name, title, *_ in run.inputs.choice_sets:
+    for name, title, _, chance, _ in run.inputs.choice_sets:
         if f"{name}_acc" in latest:
-            acc, acc_norm, n, stderr, chance = (
-                latest[f"{name}_{metric}"] for metric in ("acc", "acc_norm", "n", "stderr", "chance"))
+            acc, acc_norm, n, stderr = (
+                latest[f"{name}_{metric}"] for metric in ("acc", "acc_norm", "n", "stderr"))
             since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
             info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
                  f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")

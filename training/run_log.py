@@ -34,13 +34,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
-                     is_kept: Callable[[Line], bool] = lambda line: False) -> Optional[Line]:
+                     stays: Callable[[Line], bool] = lambda line: False) -> Optional[Line]:
     """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
 
     Args:
-        is_kept: tells of a line of a later step whether it is kept too.
+        stays: tells of a line of a later step whether it is kept too.
     Returns:
         The newest line that the file had.
     Raises:
@@ -57,7 +57,7 @@ def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-            if entry is None or entry.step <= step or is_kept(entry):
+            if entry is None or entry.step <= step or stays(entry):
                 (bad if entry is None else kept).write(line + b"\n")
     os.replace(beside, path)
     if bad_lines:
@@ -162,13 +162,13 @@ class RunLog:
         if self.rank > 0:
             return
         self.run_dir, newest = run_dir, {}
-        keeps = dict.fromkeys(LOGS, lambda line: False) | {
-            "ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
-            "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
+        # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
+        stays = {"ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
+                 "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
         for name in LOGS:
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                newest[name] = keep_lines_up_to(path, step, self.warn, keeps[name])
+                newest[name] = keep_lines_up_to(path, step, self.warn, stays.get(name, lambda line: False))
             self.lines[name] = LineFile(path, self.warn)
         before = newest["metrics"].model_dump() if newest["metrics"] else {}
         self.previous = {"previous_step": before.get("step"), "previous_time": before.get("time")}

@@ -14,8 +14,9 @@ from checkpoint import peft_format, store
 from checkpoint.item_scores import error_of_share
 from common.errors import DataError, SettingsError, requires_package
 from config import Config, evaluation_rules
-from data_pipeline.manifest import MANIFEST, read_manifest
+from data_pipeline.manifest import read_manifest
 from data_pipeline.mixture import is_mixture, read_mixture
+from data_pipeline.shard_reader import prepared_folder
 from dataloaders import open_rows
 from model_utils import choose_dtype
 from parallel.collectives import RunContext
@@ -65,24 +66,28 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
         if stage == "dpo" != of_run:
             raise SettingsError(f"--data {data} holds preference pairs, whose loss depends on settings of "
                                 "a DPO run; name a checkpoint of one, or name chats or text")
-        merged |= {"training_stage": (stage, "--data"), f"{stage}_data_path": (data, "--data")}
-        if stage != of_run:
-            merged["distillation_enabled"] = (False, "--data")
+        merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
+                   "validate_every": (1, "")}
+        if stage != of_run:  # text or chats, by cross-entropy
+            merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, "")}
     # What flags name is evaluated, even if the run never did.
     if {"hellaswag_path", "eval_tasks"} & flags.values.keys():
         merged["hellaswag_every"] = (1, "")
     config, invalid = validate(merged | flags.values)
-    problems = [*flags.problems, *invalid.values()] or [*evaluation_rules(config)]
-    if problems:
+    if problems := [*invalid.values()] or [*evaluation_rules(config)]:
         raise SettingsError(*problems)
-    return config
+    return config.model_copy(update={"micro_batch_size": config.micro_batch_size or config.rows_per_step})
 
 
 def stage_of(data: Path) -> str:
     """Return the stage that reads this prepared data. Raises DataError if its manifest is invalid."""
     if is_mixture(data):
         data = Path(os.path.normpath(data / read_mixture(data).sources[0].set))
-    kind = read_manifest(data).kind if (data / MANIFEST).exists() else ""
+    try:
+        folder = prepared_folder(data)
+        kind = read_manifest(folder).kind if folder else ""
+    except OSError as error:
+        raise DataError(f"--data {data} cannot be read: {error.strerror}; check its permissions") from error
     return {"chats": "sft", "pairs": "dpo"}.get(kind, "pretrain")
 
 

@@ -106,6 +106,7 @@ def test_only_the_rooms_of_communication_import_torch_distributed():
 
 def test_settings_and_data_need_no_torch():
     code = ("import sys; import config, tokenizer, data_preparation_utils; from common import errors, files, remote; "
+            "from checkpoint import item_scores; "
             "from settings import load; from training import memory_estimate; from scripts.sample import world; "
             "from data_pipeline import (chat_records, chat_templates, packing, prepare, shard_reader, shard_writer, "
             "sources, tokenize_chats); assert 'torch' not in sys.modules")

@@ -66,6 +66,9 @@ def test_in_every_stage_and_with_adapters_too(mode, stages, tmp_path):
     found = evaluate(run.folder, output=tmp_path / "found.json")["metrics"]
     assert found == logged(run, 2) and {"val_loss", "hellaswag_acc"} < found.keys()
     assert ("generation_bleu" in found) == (mode == "lora-sft")
+    if mode == "lora-sft":
+        of_text = evaluate(run.folder, "--data", stages.prepared.shards, output=tmp_path / "text.json")["metrics"]
+        assert "val_bits_per_byte" in of_text and "generation_bleu" not in of_text
 
 
 def test_flags_change_what_is_evaluated(whole, prepared, tmp_path):

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -206,3 +207,10 @@ def test_a_set_that_cannot_be_read_is_named_by_check_too(tiny_run, tmp_path, cap
         assert f"EVAL_TASKS=arc:{tmp_path / 'arc.jsonl'} cannot be read" in told.err + told.out
         assert "name a file in HellaSwag's schema" in told.err + told.out
     assert not run.folder.exists()
+
+
+def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
+    told, clock = [], iter(range(0, 1000, 40))
+    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: next(clock))
+    assert [*evaluation.reporting("abcd", 4, "Validation", SimpleNamespace(info=told.append))] == [*"abcd"]
+    assert told == ["Validation: 25% | ETA: 4:00", "Validation: 50% | ETA: 2:00", "Validation: 75% | ETA: 0:53"]

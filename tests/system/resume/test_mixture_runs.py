@@ -109,8 +109,11 @@ def test_every_stage_takes_a_mixture_and_resumes(mode, kind, stored, stages, tmp
     sets = tmp_path / "sets"
     phases = [(0.5, 3, 1), (1, 1, 3)]
     changes = {setting: mixture_of(kind, stages.prepared, file, sets, *phases), "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0}
+    if mode == "sft":
+        changes |= {"GENERATION_EVAL_EVERY": 2, "GENERATION_EVAL_TOKENS": 4}
     whole = stages.run(mode, tmp_path / "whole", **changes)
     assert whole.train() == 0
+    assert list(whole.column("generation_n")) == ([0, 2, 4] if mode == "sft" else [])
     if stored:
         assert sorted({path.parents[0].name for path in sets.glob(f"*/{stored}")}) == sorted(
             path.parent.name for path in sets.glob("*/manifest.json"))
