@@ -34,7 +34,7 @@ from training import diagnostics, run_folder
 from training.optim import Optimizer
 from training.report_in_background import BackgroundReport
 from training.run_folder import SEGMENTS, RunFolder
-from training.run_log import FINISH_SECONDS, LEAVE_SECONDS, RunLog, disk_errors
+from training.run_log import RunLog, disk_errors
 from training.start import is_inside
 
 
@@ -267,6 +267,19 @@ def keep_settings(run: Run) -> None:
                                                         run.inputs.sources(config)))
 
 
+def write_report(run: Run, wait_seconds: float = 0) -> None:
+    """Begin to write the run's report, on rank 0, once the run's folder may be written.
+
+    Args:
+        wait_seconds: until it is written, at most, at the end of the run.
+    """
+    if run.config.report and run.log.lines:
+        if wait_seconds:
+            run.report.finish(run.folder, wait_seconds, run.log.warn)
+        else:
+            run.report.start(run.folder, run.log.warn)
+
+
 # --------------------------------------------------------------------------------------- checkpoints
 
 
@@ -285,7 +298,8 @@ def save_checkpoint(run: Run) -> None:
 
     HEARTBEAT.enter("save", run.progress.step)
     if follow_folder(run):
-        return write_checkpoint(run)
+        write_checkpoint(run)
+        return write_report(run)
     with ExitStack() as stack:
         run.ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
         write_checkpoint(run)
@@ -328,19 +342,6 @@ def write_checkpoint(run: Run) -> None:
     run.ranks.on_rank0(lambda: store.prune(checkpoints_dir, config.keep_last, config.keep_best, protected,
                                            run.log.warn))
     run.log.info(f"Saved {run.saved} in {time.perf_counter() - started:.1f} s")
-    if writes_report(run):
-        run.report.start(run.folder, run.log.warn)
-
-
-def writes_report(run: Run) -> bool:
-    """Whether this rank writes the run's report: rank 0, once the run's folder may be written."""
-    return run.config.report and bool(run.log.lines)
-
-
-def finish_report(run: Run, in_a_hurry: bool) -> None:
-    """Write the report of a run that ends, for at most as long as a tracker may take."""
-    if writes_report(run):
-        run.report.finish(run.folder, LEAVE_SECONDS if in_a_hurry else FINISH_SECONDS, run.log.warn)
 
 
 def trained_bytes(model: Transformer) -> int:
