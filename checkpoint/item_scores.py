@@ -64,6 +64,11 @@ def measured_as(name: str) -> str:
     return {VALIDATION: "val_loss", GENERATION: "generation_n"}.get(name, f"{name}_acc")
 
 
+def error_of_share(share: float, n: int) -> float:
+    """Return the standard error of a share: the sample's standard deviation divided by the root of n."""
+    return math.sqrt(share * (1 - share) / max(1, n - 1))
+
+
 def standard_error(values: np.ndarray) -> float:
     """Return the standard error of the values' mean; 0 for a single one, about which nothing is known."""
     return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0

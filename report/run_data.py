@@ -18,7 +18,7 @@ from report.power import PowerTrace
 from report.run_facts import parameters_in, read_or_none, segments, setting_lines, sources
 from report.run_state import Ending, holder_runs, run_state
 
-LOGS = ("metrics", "ledger", "samples", "events")
+LOGS = ("events", "metrics", "ledger", "samples")  # in this order: the starts divide the metrics
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
 LINES_AT_ONCE = 1000
@@ -36,10 +36,11 @@ class RunReader:
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
         self.check_folder()
-        if not any((self.folder / file).exists() for file in ("metrics.jsonl", "config.json")):
-            raise CheckpointError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
+        if not (self.folder / "metrics.jsonl").exists() and "TRAINING_STAGE" not in self.settings:
+            raise CheckpointError(f"{folder} is no run: it has neither a metrics.jsonl nor a config.json "
+                                  "with the settings of a run")
         self.files = [GrowingFile(self.folder / f"{log}.jsonl", getattr(self, f"_restart_{log}"),
-                                  getattr(self, f"_add_{log}")) for log in ("events", *LOGS[:3])]
+                                  getattr(self, f"_add_{log}")) for log in LOGS]
         self.power = PowerTrace(self.folder)
 
     def check_folder(self) -> None:

@@ -182,9 +182,12 @@ def test_what_is_no_run_is_told(tmp_path):
     for folder, words in ((tmp_path / "none", "there is no run"), (tmp_path, "is no run: it has neither")):
         with pytest.raises(CheckpointError, match=words):
             Report([folder])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="is no run"):
+        Report([tmp_path])
     (tmp_path / "config.json").write_text("nonsense")
     with pytest.raises(CheckpointError, match="config.json cannot be read"):
-        read(tmp_path).data()
+        Report([tmp_path])
 
 
 @pytest.mark.parametrize("folders, names", [(["a/x", "a/y"], ["x", "y"]), (["a/x", "b/x"], ["a/x", "b/x"]), (["a", "a"], ["a (1)", "a (2)"])])
