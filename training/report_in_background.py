@@ -49,7 +49,7 @@ class BackgroundReport:
                 self.process.wait(seconds)
             if self.process.poll() is None:
                 self._stop(folder)
-                self._warn(f"it was not written within {seconds:.0f} s", warn)
+                self._warn(f"it takes longer than {seconds:.0f} s", warn)
             self._check(warn)
 
     def _stop(self, folder: Path) -> None:
