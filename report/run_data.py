@@ -246,9 +246,11 @@ def alarm_of_event(event: dict[str, Any]) -> Optional[dict[str, Any]]:
     kind = event["event"]
     if kind in ("start", "end", "save", "evaluation"):
         return None
+    rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
     if kind == "slow rank" and isinstance(event.get("ratio"), (int, float)):
-        text = (f"rank {event.get('rank')} takes {event['ratio']:.2f} times as long as the others in "
-                f"{event.get('phase')}")
+        text = f"{rank} takes {event['ratio']:.2f} times as long as the others in {event.get('phase')}"
+    elif kind == "slow rank ended":
+        text = f"{rank} is as fast as the others again in {event.get('phase')}"
     else:
         facts = [f"{name}: {value}" for name, value in event.items() if name not in ("time", "step", "event")]
         text = event.get("text") or ", ".join(facts) or kind
