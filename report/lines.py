@@ -62,13 +62,13 @@ def entry_of(line: bytes) -> Optional[dict[str, Any]]:
     return entry if type(step) is int and step >= 0 else None
 
 
-def signature(paths: list[Path]) -> tuple:
-    """Return what changes when one of these files is written, replaced or removed."""
+def signature(paths: list[Path], contents: bool = True) -> tuple:
+    """Return what changes when one of these files is replaced or removed, and, with `contents`, written."""
     found = []
     for path in paths:
         try:
             facts = os.stat(path)
-            found.append((str(path), facts.st_ino, facts.st_size, facts.st_mtime_ns))
+            found.append((str(path), facts.st_ino, contents and (facts.st_size, facts.st_mtime_ns)))
         except OSError:
             found.append((str(path), None))
     return tuple(found)

@@ -99,7 +99,7 @@ def describe(test: Paired, names: tuple[str, str], kind: Kind) -> tuple[Optional
     facts = f"({p}, {test.n:,} {kind.items})"
     size = f"{number(abs(test.difference))} +- {number(test.stderr)}{unit}"
     if test.p >= SIGNIFICANT:
-        return None, f"{names[1]} and {names[0]} are not shown to differ: {size} {facts}"
+        return None, f"{names[0]} and {names[1]} are not shown to differ: {size} {facts}"
     b_is_better = (test.difference < 0) == kind.lower
     better, other = names if not b_is_better else names[::-1]
     return "b" if b_is_better else "a", f"{better} is better than {other} by {size} {facts}"

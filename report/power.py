@@ -7,7 +7,7 @@ from typing import Any, Optional
 import numpy as np
 
 from report.curves import Curve, rounded
-from report.lines import GrowingFile
+from report.lines import GrowingFile, signature
 
 MOST_VALUES = 12_000  # of all GPUs together
 MOST_MARKS = 1000  # the newest
@@ -21,7 +21,7 @@ class PowerTrace:
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.files = folder, {}
+        self.folder, self.files, self.found = folder, {}, ()
         self._restart()
 
     def _restart(self) -> None:
@@ -32,17 +32,19 @@ class PowerTrace:
         self.waiting: dict[tuple[str, bool], list[tuple[int, float]]] = {}  # not in the curves yet
 
     def paths(self) -> list[Path]:
-        """The power files, oldest first: power.1.csv, ..., power.csv, then those of other ranks."""
-        def order(path: Path) -> tuple[str, float]:
+        """The power files, oldest first: ..., power.1.csv, power.csv, then those of other ranks."""
+        def order(path: Path) -> tuple[str, int]:
             stem, _, number = path.stem.partition(".")
-            return stem, int(number) if number.isdecimal() else np.inf
+            return stem, -int(number) if number.isdecimal() else 0
 
         return sorted(self.folder.glob("power*.csv"), key=order)
 
     def read(self) -> None:
         """Read what is new; everything again if a file was rotated. Raises CheckpointError."""
         paths = self.paths()
-        if [*self.files] != paths:
+        found = signature(paths, contents=False)
+        if self.found != found:
+            self.found = found
             self._restart()
             self.files = {path: self._file(path) for path in paths}
         for file in self.files.values():
@@ -79,7 +81,8 @@ class PowerTrace:
         if not row["gpu"]:
             self.marks.append([round(time - self.start, 6), row["phase"], step])
             return
-        gpu = f"rank {rank}, GPU {row['gpu']}" if rank else row["gpu"]
+        device = f"GPU {row['gpu']}" if row["gpu"].isdecimal() else row["gpu"]
+        gpu = f"rank {rank}, {device}" if rank else row["gpu"]
         self.gpus.setdefault(gpu, (Curve(), Curve()))
         is_fast = time - self.before.get(gpu, -np.inf) < FAST_SECONDS
         self.before[gpu] = time
@@ -94,13 +97,13 @@ class PowerTrace:
         if not self.gpus:
             return None
         most = round(share * MOST_VALUES / 2 / len(self.gpus))
-        time, rows = zip(*sorted(row for fast in (False, True) for row in self._rows(fast, most)))
-        columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus)}
+        rows = sorted((*self._rows(False, most), *self._rows(True, most)), key=lambda row: row[0])
+        columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus, 1)}
         return {"files": [path.name for path in self.files], "start": self.start,
-                "time": [round(at / 1000, 3) for at in time], "gpus": columns,
+                "time": [round(row[0] / 1000, 3) for row in rows], "gpus": columns,
                 "marks": [*self.marks][-round(share * MOST_MARKS):]}
 
-    def _rows(self, fast: bool, most: int) -> list[tuple[float, tuple]]:
+    def _rows(self, fast: bool, most: int) -> list[list[float]]:
         """(ms, watts of each GPU) of the slow or the fast samples: of a bucket one row, or its extremes."""
         curves = [pair[fast] for pair in self.gpus.values()]
         points = [curve.points(most) for curve in curves]
@@ -115,16 +118,32 @@ class PowerTrace:
             first = min(x for own in inside for x, _ in own)
             several = max(map(len, inside)) > 1
             kept = [_extremes(own) for own in inside]
-            rows.append((first, tuple(pair[0] for pair in kept)))
+            rows.append((first, *(pair[0] for pair in kept)))
             if several:
-                rows.append((first + width / 2, tuple(pair[1] for pair in kept)))
-        return rows
+                rows.append((first + width / 2, *(pair[1] for pair in kept)))
+        if not rows:
+            return []
+        table = np.array(sorted(rows))
+        for column in table.T[1:]:
+            _fill(table[:, 0], column)
+        return table.tolist()
 
 
-def _extremes(points: list[tuple[float, float]]) -> tuple[Optional[float], Optional[float]]:
-    """The lowest and the highest value in the order of time, twice the same of one, None of none."""
+def _fill(time: np.ndarray, watts: np.ndarray) -> None:
+    """Interpolate where only other GPUs have a sample, but not where this one was not sampled for longer."""
+    known = np.isfinite(watts)
+    if known.sum() < 2:
+        return
+    at = time[known]
+    after = np.searchsorted(at, time).clip(1, len(at) - 1)
+    inside = (time >= at[0]) & (time <= at[-1]) & (np.diff(at)[after - 1] <= 3 * np.median(np.diff(at)))
+    watts[:] = np.where(known | ~inside, watts, np.interp(time, at, watts[known]))
+
+
+def _extremes(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """The lowest and the highest value in the order of time, twice the same of one, NaN of none."""
     finite = [(x, y) for x, y in points if y == y]
     if not finite:
-        return None, None
+        return np.nan, np.nan
     pair = sorted((min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])))
     return pair[0][1], pair[1][1]

@@ -18,7 +18,7 @@ from report.power import PowerTrace
 from report.run_facts import parameters_in, read_or_none, segments, setting_lines, sources
 from report.run_state import Ending, holder_runs, run_state
 
-LOGS = ("metrics", "ledger", "samples", "events")
+LOGS = ("events", "metrics", "ledger", "samples")  # in this order: the starts divide the metrics
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
 LINES_AT_ONCE = 1000
@@ -36,10 +36,11 @@ class RunReader:
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
         self.check_folder()
-        if not any((self.folder / file).exists() for file in ("metrics.jsonl", "config.json")):
-            raise CheckpointError(f"{folder} is no run: it has neither metrics.jsonl nor config.json")
+        if not (self.folder / "metrics.jsonl").exists() and "TRAINING_STAGE" not in self.settings:
+            raise CheckpointError(f"{folder} is no run: it has neither a metrics.jsonl nor a config.json "
+                                  "with the settings of a run")
         self.files = [GrowingFile(self.folder / f"{log}.jsonl", getattr(self, f"_restart_{log}"),
-                                  getattr(self, f"_add_{log}")) for log in ("events", *LOGS[:3])]
+                                  getattr(self, f"_add_{log}")) for log in LOGS]
         self.power = PowerTrace(self.folder)
 
     def check_folder(self) -> None:
@@ -245,9 +246,11 @@ def alarm_of_event(event: dict[str, Any]) -> Optional[dict[str, Any]]:
     kind = event["event"]
     if kind in ("start", "end", "save", "evaluation"):
         return None
+    rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
     if kind == "slow rank" and isinstance(event.get("ratio"), (int, float)):
-        text = (f"rank {event.get('rank')} takes {event['ratio']:.2f} times as long as the others in "
-                f"{event.get('phase')}")
+        text = f"{rank} takes {event['ratio']:.2f} times as long as the others in {event.get('phase')}"
+    elif kind == "slow rank ended":
+        text = f"{rank} is as fast as the others again in {event.get('phase')}"
     else:
         facts = [f"{name}: {value}" for name, value in event.items() if name not in ("time", "step", "event")]
         text = event.get("text") or ", ".join(facts) or kind

@@ -19,6 +19,7 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, run_script  # noqa: E402
 from common.files import atomic_write  # noqa: E402
 from common.text import show  # noqa: E402
+from parallel.exit_report import STOP_SIGNALS  # noqa: E402
 from report.build import Report  # noqa: E402
 from report.page import render  # noqa: E402
 from report.serve import serve  # noqa: E402
@@ -64,7 +65,7 @@ def write(report: Report, path: Path) -> None:
 def main() -> None:
     args = parse_args()
     if args.in_background:  # a signal to all processes of a job is for the run, which ends this one itself
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     folders = [find_run(name) for name in args.run]
     report = Report(folders)

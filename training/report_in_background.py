@@ -10,6 +10,7 @@ from typing import Optional
 
 from common.heartbeat import HEARTBEAT
 from common.text import last_line
+from parallel.exit_report import STOP_SIGNALS
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "report.py"
 REPORT = "report.html"
@@ -48,7 +49,7 @@ class BackgroundReport:
                 self.process.wait(seconds)
             if self.process.poll() is None:
                 self._stop(folder)
-                self._warn(f"it was not written within {seconds:.0f} s", warn)
+                self._warn(f"it takes longer than {seconds:.0f} s", warn)
             self._check(warn)
 
     def _stop(self, folder: Path) -> None:
@@ -59,8 +60,8 @@ class BackgroundReport:
             self._close()
 
     def _check(self, warn: Callable[[str], None]) -> None:
-        """Warn if the process has failed."""
-        if self.process and self.process.poll():
+        """Warn if the process has failed, but not if a stop signal to the whole job has ended it."""
+        if self.process and self.process.poll() not in (0, *(-number for number in STOP_SIGNALS)):
             self._warn(last_line(self.process.stderr.read().decode(errors="replace")), warn)
         self._close()
 

@@ -39,9 +39,9 @@ from tokenizer import load_tokenizer
 from training.build_objective import Base, choose_objective
 from training.optim import Optimizer
 from training.run_folder import RunFolder, open_run_folder
-from training.run_log import RunLog
+from training.run_log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
 from training.start import Start, find_checkpoint, start_from
-from training.state import Inputs, Progress, Run, finish_report, trained_bytes
+from training.state import Inputs, Progress, Run, trained_bytes, write_report
 from training.text_scores import import_scorers
 
 
@@ -244,11 +244,12 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
         context = RunContext(ranks, signals, log)
         try:
             run = build_run(config, context, inputs, folder, start)
+            stack.push(lambda error, *_: write_report(
+                run, FINISH_SECONDS if error is None and signals.received is None else LEAVE_SECONDS))
             context.leave_if_stopped()
         except Interrupted:
             log.info("Stopped by a signal before the first step; nothing is changed. The same command starts "
                      "again.")
             raise
-        stack.push(lambda error, *_: finish_report(run, error is not None or signals.received is not None))
         stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
         yield run

@@ -37,7 +37,7 @@ from training import diagnostics, run_folder
 from training.optim import Optimizer
 from training.report_in_background import BackgroundReport
 from training.run_folder import SEGMENTS, RunFolder
-from training.run_log import FINISH_SECONDS, LEAVE_SECONDS, RunLog, disk_errors
+from training.run_log import RunLog, disk_errors
 from training.start import is_inside
 
 
@@ -245,7 +245,7 @@ def begin(run: Run) -> None:
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=diagnostics.device_name(run.ranks.device), host=socket.gethostname(),
-                  torch=torch.__version__, paddock=store.PADDOCK_VERSION, **run.log.previous)
+                  torch=torch.__version__, paddock=__version__, **run.log.previous)
 
 
 def follow_folder(run: Run) -> bool:
@@ -289,6 +289,19 @@ def keep_settings(run: Run) -> None:
                                                         run.inputs.sources(config)))
 
 
+def write_report(run: Run, wait_seconds: float = 0) -> None:
+    """Begin to write the run's report, on rank 0, once the run's folder may be written.
+
+    Args:
+        wait_seconds: until it is written, at most, at the end of the run.
+    """
+    if run.config.report and run.log.lines:
+        if wait_seconds:
+            run.report.finish(run.folder, wait_seconds, run.log.warn)
+        else:
+            run.report.start(run.folder, run.log.warn)
+
+
 # --------------------------------------------------------------------------------------- checkpoints
 
 
@@ -307,7 +320,8 @@ def save_checkpoint(run: Run) -> None:
 
     HEARTBEAT.enter("save", run.progress.step)
     if follow_folder(run):
-        return write_checkpoint(run)
+        write_checkpoint(run)
+        return write_report(run)
     with ExitStack() as stack:
         run.ranks.on_rank0(lambda: stack.enter_context(run_folder.make_again(run.folder)))
         write_checkpoint(run)
@@ -352,19 +366,6 @@ def write_checkpoint(run: Run) -> None:
     seconds = time.perf_counter() - started
     run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
     run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
-    if writes_report(run):
-        run.report.start(run.folder, run.log.warn)
-
-
-def writes_report(run: Run) -> bool:
-    """Whether this rank writes the run's report: rank 0, once the run's folder may be written."""
-    return run.config.report and bool(run.log.lines)
-
-
-def finish_report(run: Run, in_a_hurry: bool) -> None:
-    """Write the report of a run that ends, for at most as long as a tracker may take."""
-    if writes_report(run):
-        run.report.finish(run.folder, LEAVE_SECONDS if in_a_hurry else FINISH_SECONDS, run.log.warn)
 
 
 def trained_bytes(model: Transformer) -> int:

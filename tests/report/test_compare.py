@@ -104,4 +104,4 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     without = write_run(tmp_path / "without", {}, [], [])
     tests = comparison([a, same, other, without])["tests"]
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
-    assert tests[0]["sentence"] == "HellaSwag accuracy: same and a are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"
+    assert tests[0]["sentence"] == "HellaSwag accuracy: a and same are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"

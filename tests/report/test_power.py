@@ -30,8 +30,10 @@ def test_samples_and_marks_of_rotated_files_and_other_ranks_share_one_axis(trace
     found = trace.data()
     assert found["files"] == ["power.1.csv", "power.csv", "power-rank-8.csv"] and found["start"] == START
     assert found["time"] == sorted(found["time"]) and found["time"][0] == 0 and found["time"][-1] == 15
-    values = {gpu: [watts for watts in column if watts is not None] for gpu, column in found["gpus"].items()}
-    assert values == {"0": [100, 110], "1": [300, 310], "rank 8, GPU 0": [500, 510]}
+    at = {gpu: dict(zip(found["time"], column)) for gpu, column in found["gpus"].items()}
+    assert (at["0"][0], at["0"][10], at["1"][0], at["1"][10]) == (100, 110, 300, 310)
+    assert (at["rank 8, GPU 0"][5], at["rank 8, GPU 0"][15], at["rank 8, GPU 0"][0]) == (500, 510, None)
+    assert at["0"][5] == 105 and at["0"][15] is None, "drawn as a line between its own samples, and not beyond them"
     assert found["marks"] == [[10.5, "data", 4]]
     with open(tmp_path / "power.csv", "a") as file:
         file.write(sample(20, 0, 120)[len("17950000"):])
@@ -39,13 +41,26 @@ def test_samples_and_marks_of_rotated_files_and_other_ranks_share_one_axis(trace
     assert trace.data()["gpus"]["0"][-1] == 120 and trace.data()["time"][-1] == 20
 
 
-def test_a_rotation_while_it_is_read_loses_nothing(trace, tmp_path):
-    (tmp_path / "power.csv").write_text(HEADER + sample(0, 0, 100))
+def test_what_was_not_sampled_for_long_is_a_gap(trace, tmp_path):
+    (tmp_path / "power.csv").write_text(HEADER + "".join(sample(second, 0, 100) for second in (*range(10), *range(1000, 1010))))
+    (tmp_path / "power-rank-1.csv").write_text(HEADER + "".join(sample(second + 0.4, 1, 200) for second in range(1010)))
     trace.read()
-    (tmp_path / "power.csv").rename(tmp_path / "power.1.csv")
-    (tmp_path / "power.csv").write_text(HEADER + sample(1, 0, 200))
-    trace.read()
-    assert trace.data()["gpus"] == {"0": [100, 200]}
+    found = trace.data()
+    gap, whole = ([*zip(found["time"], column)] for column in found["gpus"].values())
+    assert {watts for time, watts in gap if time < 9 or 1000 <= time < 1009} == {100}
+    assert {watts for time, watts in gap if 10 < time < 999} == {None}
+    assert {watts for time, watts in whole if time > 1} == {200}
+
+
+def test_a_rotation_while_it_is_read_loses_and_repeats_nothing(trace, tmp_path):
+    """At the third one the names stay the same: power.csv becomes power.1.csv, which becomes power.2.csv, and that is dropped."""
+    for turn in range(4):
+        for number in (1, 0):
+            if (older := tmp_path / ("power.1.csv" if number else "power.csv")).exists():
+                older.rename(tmp_path / f"power.{number + 1}.csv")
+        (tmp_path / "power.csv").write_text(HEADER + sample(turn, 0, 100 + turn))
+        trace.read()
+        assert trace.data()["gpus"] == {"0": [100 + each for each in range(max(0, turn - 2), turn + 1)]}
 
 
 def test_a_dense_window_stays_sharp_in_a_trace_of_days(trace, tmp_path):

@@ -140,14 +140,16 @@ def test_alarms_come_from_the_ledger_and_the_chronicle(folder):
     rows = [good, good | {"step": 2, "loss": 9.0, "spike": 12.34, "updated": False, "rows": [1, 2]},
             good | {"step": 3, "grad_norm": None, "updated": False}]
     (folder / "ledger.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    started(folder, {"time": 1, "step": 4, "event": "slow rank", "rank": 5, "phase": "data", "ratio": 1.4},
+    started(folder, {"time": 1, "step": 4, "event": "slow rank", "rank": 5, "phase": "data", "ratio": 1.4, "host": "a"},
+            {"time": 1, "step": 6, "event": "slow rank ended", "rank": 5, "phase": "data"},
             {"time": 1, "step": 1, "event": "drift", "rank": 2}, {"time": 1, "step": 5, "event": "save", "seconds": 1})
     alarms = read(folder).data()["runs"][0]["alarms"]
     assert [(alarm["step"], alarm["kind"], alarm["text"]) for alarm in alarms] == [
         (1, "drift", "rank: 2"),
         (2, "loss spike", "the loss was 9.0, 12.3 robust standard deviations above the recent ones; its update was left out"),
         (3, "update left out", "the gradient was not finite; its update was left out"),
-        (4, "slow rank", "rank 5 takes 1.40 times as long as the others in data")]
+        (4, "slow rank", "rank 5 on a takes 1.40 times as long as the others in data"),
+        (6, "slow rank ended", "rank 5 is as fast as the others again in data")]
 
 
 def test_a_mixture_shows_its_sources(folder):
@@ -182,9 +184,12 @@ def test_what_is_no_run_is_told(tmp_path):
     for folder, words in ((tmp_path / "none", "there is no run"), (tmp_path, "is no run: it has neither")):
         with pytest.raises(CheckpointError, match=words):
             Report([folder])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match="is no run"):
+        Report([tmp_path])
     (tmp_path / "config.json").write_text("nonsense")
     with pytest.raises(CheckpointError, match="config.json cannot be read"):
-        read(tmp_path).data()
+        Report([tmp_path])
 
 
 @pytest.mark.parametrize("folders, names", [(["a/x", "a/y"], ["x", "y"]), (["a/x", "b/x"], ["a/x", "b/x"]), (["a", "a"], ["a (1)", "a (2)"])])

@@ -90,9 +90,14 @@ def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
     report.finish(tmp_path, PATIENCE, warnings.append)
     assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. The run does not")
     report = BackgroundReport()
+    script("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    report.start(tmp_path, warnings.append)
+    report.process.wait()
+    report.start(tmp_path, warnings.append)
+    assert len(warnings) == 1, "a stop signal to all processes of a job"
     script(SLOW)
     report.finish(tmp_path, 0.2, warnings.append)
-    assert len(warnings) == 2 and "not written within 0 s" in warnings[1] and report.process is None
+    assert len(warnings) == 2 and "it takes longer than 0 s" in warnings[1] and report.process is None
 
 
 def test_a_machine_that_starts_no_process_is_one_warning(monkeypatch, tmp_path, warnings):
