@@ -53,7 +53,7 @@ function table(caption, head, rows) {
   const isNumber = (cell) => typeof cell === "string" && /^([-−]?[\d.,]+([ e%±].*)?|–)?$/.test(cell);
   const side = head.map((_, i) => i > 0 && rows.every((row) => isNumber(row[i])) && "number");
   const cell = (words, i) => (i ? h("td", {class: side[i]}, words) : h("th", {scope: "row"}, words));
-  return h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption},
+  return h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": caption},
     h("table", {}, h("caption", {}, caption),
       h("thead", {}, h("tr", {}, head.map((words, i) => h("th", {scope: "col", class: side[i]}, words)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
