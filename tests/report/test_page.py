@@ -227,6 +227,14 @@ def test_everything_of_the_data_is_said(show):
         assert words in text, words
 
 
+def test_a_run_that_has_not_begun_has_a_page(show):
+    nothing = {"curves": {}, "samples": [], "settings": [], "sources": [], "segments": [], "alarms": [], "facts": [], "goodput": None,
+               "power": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
+    page = show(report(run() | nothing))
+    assert page.locator("section:visible h2").all_inner_texts() == ["Overview"]
+    assert "? unknown" in page.inner_text("header") and "has not begun" in page.inner_text("#overview")
+
+
 def test_a_hostile_run_is_only_text(show):
     data = report(run(HOSTILE), run("second"))
     data["runs"][0]["samples"] = [{"step": 1, "prompt": HOSTILE, "text": HOSTILE}]
