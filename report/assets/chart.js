@@ -53,7 +53,7 @@ function table(caption, head, rows) {
   const isNumber = (cell) => typeof cell === "string" && /^([-−]?[\d.,]+([ e%±].*)?|–)?$/.test(cell);
   const side = head.map((_, i) => i > 0 && rows.every((row) => isNumber(row[i])) && "number");
   const cell = (words, i) => (i ? h("td", {class: side[i]}, words) : h("th", {scope: "row"}, words));
-  return h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": caption},
+  return h("div", {class: "scroll", tabindex: 0, role: "group", "aria-label": caption},
     h("table", {}, h("caption", {}, caption),
       h("thead", {}, h("tr", {}, head.map((words, i) => h("th", {scope: "col", class: side[i]}, words)))),
       h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell))))));
@@ -332,7 +332,8 @@ class Chart {
     const {isLog, chart} = this, how = {percent: chart.percent};
     const rule = {stroke: () => ink("var(--grid)"), width: 1};
     const axis = {stroke: () => ink(MUTED), font: font(12), grid: rule, ticks: {...rule, size: 4}, gap: 4};
-    const bottom = {...axis, space: 62, size: 26, values: (_, at) => ticks(at, {seconds: chart.seconds})};
+    const bottom = {...axis, space: chart.phaseAt ? 84 : 62, size: 26,
+      values: (_, at) => ticks(at, {seconds: chart.seconds})};
     if (chart.seconds) bottom.incrs = TIME_TICKS;
     const width = (_, labels) => 14 + 7 * Math.max(2, ...(labels || []).map(({length}) => length));
     const side = {...axis, space: 34, size: width, values: (_, at) => ticks(at, how)};

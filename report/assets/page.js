@@ -84,6 +84,7 @@ function drawChart(key, groupName, place, chart, lines) {
   const figure = charts.get(key).figure;
   if (!figure.parentNode) place.append(figure);
   figure.hidden = !lines.length;
+  place.parentNode.hidden = false;  // a plot takes the size of its place
   if (lines.length) charts.get(key).update(chart, lines);
 }
 

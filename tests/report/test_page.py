@@ -128,6 +128,25 @@ def test_lines_of_our_own_assets_fit_a_window(name):
     assert [number for number, line in enumerate(lines, 1) if len(line) > 110] == []
 
 
+def luminance(color: str) -> float:
+    """Source: WCAG 2.2, relative luminance."""
+    parts = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_text_can_be_read_on_its_ground(scheme):
+    """A contrast of 4.5:1, as WCAG 2.2 wants it of small text."""
+    css = (ASSETS / "page.css").read_text()
+    colors = {name: pair[scheme] for name, *pair in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)}
+    inks = {"text", "muted", "strong", "bad", *(f"color-{i}" for i in range(8))}
+    assert inks < colors.keys()
+    for ground, ink in [("card", ink) for ink in sorted(inks)] + [("page", "text"), ("page", "muted"), ("page", "strong")]:
+        low, high = sorted(map(luminance, (colors[ground], colors[ink])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (ground, ink)
+
+
 # ------------------------------------------------------------------------------------------------- in a browser
 
 # The connection of a live page, which the tests speak through: fake.emit("data", {...}).
@@ -206,6 +225,14 @@ def test_everything_of_the_data_is_said(show):
                   "± 2 %, chance 25 %", "45 % ± 2 %", "Once second at 1000", "web text", "75 %", "killed by a test", "50 % of 16 min 40 s",
                   "LEARNING_RATE 0.2 → 0.1", "a loss of 9", "The highest one.", "What beta is.", "GPU 0", "GiB"):
         assert words in text, words
+
+
+def test_a_run_that_has_not_begun_has_a_page(show):
+    nothing = {"curves": {}, "samples": [], "settings": [], "sources": [], "segments": [], "alarms": [], "facts": [], "goodput": None,
+               "power": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
+    page = show(report(run() | nothing))
+    assert page.locator("section:visible h2").all_inner_texts() == ["Overview"]
+    assert "? unknown" in page.inner_text("header") and "has not begun" in page.inner_text("#overview")
 
 
 def test_a_hostile_run_is_only_text(show):
