@@ -20,6 +20,7 @@ from checkpoint import hf_format, peft_format, store
 from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
 from checkpoint.tensor_files import LazyTensor
+from common import __version__
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
