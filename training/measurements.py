@@ -11,9 +11,9 @@ from training.utilization import Utilization
 
 
 class Measurements:
-    """Use it in a `with` block around the loop, which saves at a stop signal: a profile is written after that.
-    The heartbeat tells it which phase begins.
+    """Measures in a `with` block around the loop, to which the heartbeat tells which phase begins.
 
+    The loop saves at a stop signal; a profile is written after that.
     Collective: every rank must call it, and each of its readings.
     """
 
