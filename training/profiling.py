@@ -54,6 +54,8 @@ class Profiling:
 
     def mark(self, phase: str) -> None:
         """A phase begins, which has its name in the trace; an empty name: none."""
+        if self.phase and self.phase.name == phase:
+            return
         if self.phase:
             self.phase.__exit__(None, None, None)
             self.phase = None

@@ -77,7 +77,11 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
     assert "gpu_utilization" not in last
     with open(measured.folder / "power.csv", newline="") as file:
         rows = [*csv.DictReader(file)]
-    assert {row["gpu"] for row in rows} == {"cpu"} and {"2", "3", "4"} & {row["step"] for row in rows}
+    marks = [row for row in rows if not row["gpu"]]
+    assert {row["gpu"] for row in rows} == {"cpu", ""} and {"2", "3", "4"} & {row["step"] for row in rows}
+    assert {row["phase"] for row in marks} > {"data", "forward", "backward", "optimizer"}
+    times = [float(row["time"]) for row in rows if row["gpu"]]
+    assert all(times[0] - 60 < float(row["time"]) < times[-1] + 1 for row in marks), "they are on one clock"
 
 
 def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
