@@ -220,6 +220,7 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
             sums[name] = sums.get(name, 0) + value
+        HEARTBEAT.beat()
     return sums
 
 
