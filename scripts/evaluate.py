@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import SettingsError, local_path, run_script  # noqa: E402
+from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
@@ -93,26 +93,33 @@ def main() -> None:
             results |= metrics
             rows += found
         step, is_rank0 = run.progress.step, ranks.is_rank0
+    problem = None
     if harness:
         del run  # for its memory
-        metrics, found = harness.evaluate(folder, args.base, config, device)
-        results |= metrics
-        rows += found
+        try:
+            metrics, found = harness.evaluate(folder, args.base, config, device)
+            results |= metrics
+            rows += found
+        except PaddockError as error:  # what is evaluated so far is shown all the same
+            problem = error
     if not is_rank0:
         return
-    if not rows:
+    if not rows and problem is None:
         raise SettingsError(f"nothing to evaluate: {folder} comes with no settings that name something; name "
                             "prepared data with --data, HellaSwag's items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")
-    show(f"{folder}{f' (step {step:,})' if step else ''}, {dtype} on {device}, "
-         f"{config.max_seq_len:,} tokens at a time", *table(rows))
+    if rows:
+        show(f"{folder}{f' (step {step:,})' if step else ''}, {dtype} on {device}, "
+             f"{config.max_seq_len:,} tokens at a time", *table(rows))
     if args.json:
         content = {"model": str(folder), "step": step, "metrics": finite(results)}
         try:
             args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise SettingsError(f"--json {args.json} cannot be written: {error.strerror}") from error
+    if problem:
+        raise problem
 
 
 if __name__ == "__main__":

@@ -170,7 +170,7 @@ class Harness:
         """Return the metrics `<task>_<metric>` and the rows of a model; adapters are merged into their base.
 
         Raises:
-            CheckpointError, SettingsError: the model cannot be used, or a task is unknown.
+            CheckpointError, DataError: the model cannot be used, or the data of a task cannot be read.
         """
         manager, simple_evaluate, model_class = self.opened
         of_run = bool(store.read_state(folder))
@@ -181,8 +181,12 @@ class Harness:
             model = model_class(str(folder), device=str(device), dtype=choose_dtype(config, device.type),
                                 batch_size=config.micro_batch_size, use_safetensors=True,
                                 max_length=config.max_seq_len if of_run else None)
-            found = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
-                                    limit=self.limit, task_manager=manager, log_samples=False)
+            try:
+                found = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
+                                        limit=self.limit, task_manager=manager, log_samples=False)
+            except (OSError, ValueError) as error:  # what `datasets` raises
+                raise DataError(f"--tasks {','.join(self.tasks)}: {error}; their data are downloaded from "
+                                "the hub, once") from error
         metrics, rows = {}, []
         for task, results in found["results"].items():
             for key, value in results.items():

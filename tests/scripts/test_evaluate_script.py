@@ -148,6 +148,11 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
     from lm_eval.tasks import TaskManager
 
     assert few["own_items_n"] == 3 and "hellaswag_acc" not in few
+    Path(task[3], "own.yaml").write_text(Path(task[3], "own.yaml").read_text().replace("records.jsonl", "gone.jsonl"))
+    capsys.readouterr()
+    with pytest.raises(DataError, match="--tasks own_items: .*; their data are downloaded from the hub, once"):
+        call(whole.checkpoint(6), *task, "--validate-every", 0)
+    assert "HellaSwag" in capsys.readouterr().out, "what was evaluated is shown"
     original = TaskManager  # all of the harness's own tasks would take half a minute to find
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_path, **_: original(None, include_path, False))
     with pytest.raises(SettingsError, match="has no task own_item, nothing_such;"):
