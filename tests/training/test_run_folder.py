@@ -146,6 +146,15 @@ def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_
     assert run_folder.move_aside(tmp_path, asked=False) is None
 
 
+def test_everything_that_a_run_writes_is_moved_aside_and_nothing_else(tmp_path):
+    own = {"report.html", "power.csv", "power.12.csv", "power-rank-3.csv", "profile", "metrics.jsonl", "metrics.jsonl.bad", "configs"}
+    for name in own | {"notes.txt", "my-report.html", "checkpoints"}:
+        (tmp_path / name / "inside").mkdir(parents=True)
+    aside = run_folder.move_aside(tmp_path, asked=True)
+    assert {*os.listdir(aside)} == own | {"checkpoints"}
+    assert {*os.listdir(tmp_path)} == {aside.name, "notes.txt", "my-report.html"}
+
+
 def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
     original, before = store.check_room, contents(finished.output_dir)
     monkeypatch.setattr(store, "check_room",
