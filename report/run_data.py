@@ -105,14 +105,15 @@ class RunReader:
         self.waiting = []
 
     def _measure(self, step: int, at: float, step_seconds: Optional[float]) -> None:
-        self.recent.append((step, at))
         process = bisect_right(self.starts, at) - 1
-        if process < 0:
-            return
         measured = self.measured.get(process)
-        if measured is None:
+        if process >= 0 and measured is None:
+            self.recent.clear()
             start = [event for event in self.events if event["event"] == "start"][process]
             measured = self.measured[process] = Measured(last_step=start["step"])
+        self.recent.append((step, at))
+        if measured is None:
+            return
         steps = max(0, step - measured.last_step)
         measured.add(step, at, (step_seconds or 0.0) * steps)
 
@@ -204,7 +205,7 @@ class RunReader:
             yield ["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(begun[0]))]
             processes, measured = self.processes()
             yield ["time", duration(last_sign(processes[-1], measured[-1], None) - begun[0])]
-        start.setdefault("world_size", settings.get("WORLD_SIZE"))
+        start = {"world_size": settings.get("WORLD_SIZE"), **start}
         for label, name in (("device", "device"), ("host", "host"), ("ranks", "world_size"),
                             ("torch", "torch"), ("Paddock", "paddock")):
             if start.get(name):
@@ -234,8 +235,9 @@ def alarm_of_step(entry: dict[str, Any]) -> dict[str, Any]:
     loss = entry.get("loss")
     left_out = "" if entry.get("updated") else "; its update was left out"
     if "spike" in entry:
-        score = f", {entry['spike']:.1f} robust standard deviations above the recent ones" \
-            if isinstance(entry["spike"], (int, float)) and entry["spike"] is not True else ""
+        score = ""
+        if isinstance(entry["spike"], (int, float)):
+            score = f", {entry['spike']:.1f} robust standard deviations above the recent ones"
         return {"step": entry["step"], "kind": "loss spike", "text": f"the loss was {loss}{score}{left_out}"}
     what = "the gradient was not finite" if entry.get("grad_norm") is None else f"the loss was {loss}"
     return {"step": entry["step"], "kind": "update left out", "text": f"{what}{left_out}"}

@@ -81,7 +81,9 @@ class Server:
                                         stderr=subprocess.PIPE, text=True, start_new_session=True)
         line = self.process.stdout.readline()
         found = re.match(r"http://127.0.0.1:(\d+)/ ", line)
-        assert found, line + self.process.stderr.read()
+        if not found:
+            self.process.kill()
+            raise AssertionError(line + self.process.stderr.read())
         self.port, self.streams = int(found[1]), []
 
     def request(self, method: str, path: str, host: str = "127.0.0.1") -> tuple[int, bytes]:
