@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 BACKGROUND_SECONDS = 0.5  # between the beats of beat_in_background
+# The parts that phases begin with, where their names differ.
+PARTS = {"forward and backward": "forward", "update": "optimizer", "start-up": "other", "the end": "other"}
 
 
 def ignore(part: str, waits: bool) -> None:
@@ -23,7 +25,7 @@ class Heartbeat:
     def __init__(self) -> None:
         self.stacks_folder: Optional[Path] = None  # where the watchdog writes stack traces
         self.step, self.phase, self.is_waiting, self.last_beat = 0, "start-up", False, time.monotonic()
-        self.part = self.phase
+        self.part, self.started = PARTS[self.phase], time.time()
         # Told of each part that begins, and when a wait in it begins and ends.
         self.on_mark: Callable[[str, bool], None] = ignore
 
@@ -32,7 +34,7 @@ class Heartbeat:
         self.phase = phase
         if step is not None:
             self.step = step
-        self.begin(phase)
+        self.begin(PARTS.get(phase, phase))
 
     def begin(self, part: str) -> None:
         """Record that a part of the phase begins, which reports of a hang do not name."""

@@ -350,7 +350,7 @@ class PowerSampler:
         watts = "" if sample.watts is None else f"{sample.watts:.3f}"
         values = (watts, *sample[2:-1], None if sample[-1] is None else hex(sample[-1]))
         texts = ("" if value is None else str(value) for value in values)
-        return ",".join((f"{at:.6f}", self.gpu, *texts, HEARTBEAT.phase, str(HEARTBEAT.step))) + "\n"
+        return ",".join((f"{at:.6f}", self.gpu, *texts, HEARTBEAT.part, str(HEARTBEAT.step))) + "\n"
 
     def _write(self) -> None:
         if lines := [self.lines.popleft() for _ in range(len(self.lines))]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from common.heartbeat import HEARTBEAT
 from data_pipeline.batch import Batch
-from training.phases import ALIASES, Phases
+from training.phases import Phases
 from training.profiling import Profiling
 from training.state import Run
 from training.utilization import Utilization
@@ -33,7 +33,7 @@ class Measurements:
 
     def _mark(self, phase: str, waits: bool) -> None:
         self.phases.mark(phase, waits)
-        self.profiling.mark(ALIASES.get(phase, phase))
+        self.profiling.mark(phase)
 
     def begin_step(self, step: int) -> None:
         """A step begins, counted from 1, with its data."""

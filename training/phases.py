@@ -14,9 +14,9 @@ from training.state import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
 PHASES = (*STEP_PHASES, "save", "other")  # what the heartbeat names otherwise is an evaluation
-ALIASES = {"forward and backward": "forward", "update": "optimizer", "start-up": "other", "the end": "other"}
 # Not the backward: it contains the wait for a slower rank, so that the others look slow there.
 COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
+MOST_STEPS = 10_000  # of which the seconds are kept for the next reading
 COMPARED_STEPS = 10  # at least, in a comparison of the ranks
 SLOWER = 1.15  # by how much a slow rank exceeds the median of the others
 # The least that it loses: as a share of a step, or of all time, and in seconds. Small evaluations are uneven.
@@ -158,7 +158,7 @@ class Phases:
 
     def mark(self, name: str, waits: bool) -> None:
         """Note that a phase begins, or that this rank begins or ends to wait for others in it."""
-        name, unix, step = ALIASES.get(name, name), None, HEARTBEAT.step
+        unix, step = None, HEARTBEAT.step
         waits = waits and self.run.ranks.world_size > 1
         if self.marks and self.marks[-1][1:4] == (name, waits, step):
             return
@@ -184,6 +184,7 @@ class Phases:
         if mark.unix:
             self.unix = mark.unix
             self.steps.append(Counter())
+            del self.steps[:-MOST_STEPS]
         if is_of_step:
             self.steps[-1][key] += seconds
         elif phase != "other":

@@ -11,9 +11,9 @@ from typing import Optional
 from common.heartbeat import HEARTBEAT
 from common.text import last_line
 from parallel.exit_report import STOP_SIGNALS
+from training.run_log import REPORT
 
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "report.py"
-REPORT = "report.html"
 LOWEST_PRIORITY = 19
 
 

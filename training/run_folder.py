@@ -20,8 +20,7 @@ from common.errors import CheckpointError
 from common.files import FileLock
 from config import Config
 from parallel.collectives import Ranks
-from training.report_in_background import REPORT
-from training.run_log import LOGS, disk_errors
+from training.run_log import LOGS, REPORT, disk_errors
 
 LOCK = "run.lock"
 SEGMENTS = "configs"  # the folder with the settings of each part of a run

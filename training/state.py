@@ -246,7 +246,8 @@ def begin(run: Run) -> None:
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
                   device=diagnostics.device_name(run.ranks.device), host=socket.gethostname(),
-                  torch=torch.__version__, paddock=__version__, **run.log.previous)
+                  torch=torch.__version__, paddock=__version__, seconds=time.time() - HEARTBEAT.started,
+                  **run.log.previous)
 
 
 def follow_folder(run: Run) -> bool:

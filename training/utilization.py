@@ -6,6 +6,7 @@ from typing import Optional
 
 import torch
 
+from common.heartbeat import HEARTBEAT
 from config import Config, step_window
 from data_pipeline.batch import Batch
 from parallel.gpus import number_of
@@ -76,6 +77,7 @@ class Utilization:
                 names = ", ".join(f"GPU{number_of(rank)}" for rank in slow)
                 self.run.log.warn(f"{names}: slowed down by {cause}, to {one.sm_clock_mhz:,.0f} MHz at "
                                   f"{one.watts:,.0f} W and {one.temperature:.0f} °C; this is said once")
+                self.run.log.event("throttled", HEARTBEAT.step, ranks=slow, cause=cause)
 
     def close(self) -> None:
         """End the sampling of power."""

@@ -105,7 +105,7 @@ def fake_run(tmp_path, **settings):
     said: list[str] = []
     ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1, is_rank0=True, device=torch.device("cuda", 0))
     return SimpleNamespace(config=Config(**settings), ranks=ranks, folder=tmp_path, progress=SimpleNamespace(step=0), said=said,
-                           log=SimpleNamespace(info=said.append, warn=said.append))
+                           log=SimpleNamespace(info=said.append, warn=said.append, event=lambda *facts, **others: None))
 
 
 def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path, monkeypatch):
