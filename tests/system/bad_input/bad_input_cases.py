@@ -292,8 +292,8 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
     too_long=(f"scripts/load_hellaswag_dataset.py --source items.jsonl --output {'a' * 300}", "cannot be written"))
 
 SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, changes, words in (
-    ("unknown", dict(FOO=1), ".env:33: unknown setting FOO"), ("typo", dict(MAX_STEP=5), "did you mean MAX_STEPS"),
-    ("type", dict(MAX_STEPS="five"), ".env:32: MAX_STEPS=five: input"),
+    ("unknown", dict(FOO=1), ".env:34: unknown setting FOO"), ("typo", dict(MAX_STEP=5), "did you mean MAX_STEPS"),
+    ("type", dict(MAX_STEPS="five"), ".env:33: MAX_STEPS=five: input"),
     ("fraction", dict(MAX_STEPS=2.5), "MAX_STEPS=2.5"), ("nan", dict(LEARNING_RATE="nan"), "finite"),
     ("negative", dict(LEARNING_RATE=-1), "greater than 0"), ("huge", dict(MAX_STEPS="9" * 30), "less than or equal"),
     ("digits", dict(MAX_STEPS="9" * 5000), "MAX_STEPS=9{77}..."), ("bool", dict(COMPILE="perhaps"), "COMPILE=perhaps"),
@@ -315,8 +315,8 @@ SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, chang
     ("timeout", dict(DISTRIBUTED_TIMEOUT=0), "DISTRIBUTED_TIMEOUT=0"),
     ("spike", dict(LOSS_SPIKE_POLICY="explode"), "'warn', 'skip'"),
     ("drift", dict(DRIFT_CHECK_EVERY=-1), "DRIFT_CHECK_EVERY=-1"))] + group(
-    "env", TRAIN, 2, twice=(add(".env", "DIM=3\n"), ".env:33: DIM is set a second time"),
-    no_value=(add(".env", "DIM\n"), ".env:33: not of the form"),
+    "env", TRAIN, 2, twice=(add(".env", "DIM=3\n"), ".env:34: DIM is set a second time"),
+    no_value=(add(".env", "DIM\n"), ".env:34: not of the form"),
     colon=(add(".env", "DIM: 3\n"), "not of the form"), quote=(add(".env", 'SEED="3\n'), "not of the form")) + commands(
     "flag", 2, file=("train.py --config nope.json", "nope.json: cannot be read"),
     not_json=("train.py --config .env", "not valid JSON"), stray=("train.py stray", "stray has no name"),
