@@ -37,6 +37,8 @@ class BackgroundReport:
                 stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             with suppress(ProcessLookupError):
                 os.setpriority(os.PRIO_PROCESS, self.process.pid, LOWEST_PRIORITY)
+            with suppress(OSError):  # Linux shares the cores among sessions first, whatever their priorities
+                Path(f"/proc/{self.process.pid}/autogroup").write_text(str(LOWEST_PRIORITY))
         except OSError as error:
             self._warn(f"{type(error).__name__}: {error}", warn)
 

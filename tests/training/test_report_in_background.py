@@ -81,6 +81,8 @@ def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, war
     first = report.process
     wait_for(tmp_path / "begun")
     assert os.getpriority(os.PRIO_PROCESS, first.pid) == LOWEST_PRIORITY and os.getsid(first.pid) == first.pid
+    if (group := Path(f"/proc/{first.pid}/autogroup")).exists():
+        assert group.read_text().endswith(f"nice {LOWEST_PRIORITY}\n")
     unfinished = tmp_path / f"report.html.tmp-{first.pid}"
     unfinished.write_text("half")
     report.start(tmp_path, warnings.append)
