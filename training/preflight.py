@@ -36,6 +36,7 @@ from training.diagnostics import device_name, flops_per_token
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.phases import Phases
 from training.run_folder import has_run
+from training.run_log import REPORT
 from training.setup import find_start, prepare_device, read_inputs
 from training.speed_probe import free_memory, matmul_flops, seconds_per_step
 from training.start import Start
@@ -178,6 +179,8 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
             since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
             info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
                  f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
+    if config.report:
+        info(f"Look at the run: {run.folder / REPORT}, in a browser")
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
