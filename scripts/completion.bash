@@ -35,7 +35,8 @@ _paddock() {
         *:--*) words=$(_paddock_values) ;;
     esac
     case "$words$script" in
-        scripts/generate.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/plot_run.py) words=$(_paddock_checkpoints) ;;
+        scripts/generate.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/plot_run.py \
+            | scripts/report.py | scripts/evaluate.py) words=$(_paddock_checkpoints) ;;
     esac
     for word in $words; do
         case "$word" in "$current"*) COMPREPLY+=("$before$word") ;; esac
@@ -49,7 +50,7 @@ _paddock_flags() {
     done
     case "$script" in *train.py | *run.sh) echo --check ;; esac
     case "$script" in
-        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *load_*.py | *verify_resume.py | *replay_step.py)
+        *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
             echo --config --env-file
             awk '/^# /{secret = /^# secret/} /^#[A-Z]/ && !secret {sub(/=.*/, ""); gsub("_", "-"); print "--" tolower(substr($0, 2))}' \
                 "$root/.env.example" ;;
