@@ -26,6 +26,9 @@ def test_every_gpu_is_read_as_it_is(nvml):
     ("idle:2", None, [0, 2]), ("idle:1", "2,1", [2]), ("idle:1", "GPU-20", [2]), ("3,1", None, [3, 1]), ("4", " 1, 4", [4])])
 def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeypatch):
     nvml()
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")  # so that they are as before at the end
+        monkeypatch.delenv(name)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpus.take(Wanted.parse(asked))
