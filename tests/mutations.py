@@ -167,6 +167,23 @@ FAULTS = [
           "if False and not hmac.compare_digest(", f"{HANGS}::test_what_a_stranger_hangs_out_is_left_there"),
     fault("terminal: 8-bit control characters pass", "common/text.py", r"\x7f-\x9f", r"\x7f",
           "tests/training/test_run_log.py"),
+
+    # Measuring and looking
+    fault("phases: waiting for others counts as own time", "training/phases.py", "seconds * (not mark.waits)", "seconds",
+          "tests/training/test_phases.py"),
+    fault("slow rank: one comparison is enough", "training/phases.py", "ENOUGH, MOST = 8.0", "ENOUGH, MOST = 4.0",
+          "tests/training/test_phases.py"),
+    fault("flops: a frozen matrix has a gradient", "training/flops.py", "if not config.lora_enabled:", "if True:",
+          "tests/training/test_flops.py"),
+    fault("power: a counter that wraps", "parallel/power.py", "wraps_at if value < last else 0", "0",
+          "tests/parallel/test_power.py"),
+    fault("evaluation: blocks of padding count", "training/evaluation.py", "sums[units > 0] / units[units > 0], units[units > 0]",
+          "sums / units.clip(1), units", "tests/training/test_evaluation.py"),
+    fault("report: text can end its element", "report/page.py", 'for sign in "<>&"', 'for sign in ">&"', "tests/report/test_page.py"),
+    fault("goodput: repeated steps count", "report/goodput.py", "kept_until = min(max(start[\"time\"], reached), lasted)",
+          "kept_until = lasted", "tests/report/test_goodput.py"),
+    fault("paired test: pairs are not compared", "report/compare.py", "other.items != line.items", "False",
+          "tests/report/test_compare.py"),
 ]
 
 
