@@ -82,7 +82,8 @@ class Profiling:
         activities = [ProfilerActivity.CPU]
         if self.run.ranks.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities, schedule=action, profile_memory=True)
+        self.profiler = profile(activities=activities, schedule=action, profile_memory=True,
+                                acc_events=True)  # without it, torch 2.11 warns of a second cycle
         self.profiler.step_num = step  # so that the trace has our numbers
         self.profiler.start()
 
@@ -120,7 +121,7 @@ class Profiling:
 
     def close(self, failed: bool) -> None:
         """The run ends, perhaps before the last step of the window."""
-        if self.profiler and not self.batches:
+        if self.recorded and self.profiler and not self.batches:  # to stop a warm-up crashes torch 2.11
             self._stop()
         if self.profiler and not failed:
             self._finish()
