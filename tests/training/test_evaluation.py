@@ -214,3 +214,8 @@ def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: next(clock))
     assert [*evaluation.reporting("abcd", 4, "Validation", SimpleNamespace(info=told.append))] == [*"abcd"]
     assert told == ["Validation: 25% | ETA: 4:00", "Validation: 50% | ETA: 2:00", "Validation: 75% | ETA: 0:53"]
+
+
+def test_blocks_of_padding_are_left_out():
+    own_B2 = torch.tensor([[4, 8], [0, 0]], dtype=torch.float64)  # units and sums
+    assert evaluation.gather_blocks(own_B2, SimpleNamespace(ranks=Ranks())).tolist() == [[2, 4]]
