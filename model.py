@@ -10,7 +10,7 @@ Source: Dubey et al. 2024 (arXiv:2407.21783); github.com/meta-llama/llama3.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,15 +65,14 @@ def position_ids(document_ids_BS: Tensor) -> Tensor:
     return within_BS + torch.where(document_ids_BS == SHARED_PREFIX, 0, prefix_B1)
 
 
-def attention_mask(document_ids_BS: Tensor, queries: int) -> Tensor:
-    """Return (B, 1, T, S): whether each of the last `queries` tokens attends to each token.
+def attention_mask(document_ids_BS: Tensor) -> Tensor:
+    """Return (B, 1, T, S): whether each token attends to each token; here T is S.
 
     A token attends to itself and to earlier tokens of its own document and of the shared prefix.
     """
-    length = document_ids_BS.shape[1]
-    index_S = torch.arange(length, device=document_ids_BS.device)
-    causal_TS = index_S[length - queries:, None] >= index_S
-    query_BT1, key_B1S = document_ids_BS[:, length - queries:, None], document_ids_BS[:, None, :]
+    index_S = torch.arange(document_ids_BS.shape[1], device=document_ids_BS.device)
+    causal_TS = index_S[:, None] >= index_S
+    query_BT1, key_B1S = document_ids_BS[:, :, None], document_ids_BS[:, None, :]
     return (causal_TS & ((query_BT1 == key_B1S) | (key_B1S == SHARED_PREFIX)))[:, None]
 
 
@@ -119,34 +118,26 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
-def fused_linear(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    """Return the outputs of linear layers for one input; one matmul if none of them has an adapter."""
-    if any(type(layer) is not Linear for layer in layers):
+def fused_linear(x: Tensor, *layers: nn.Module, few_tokens: bool = False) -> tuple[Tensor, ...]:
+    """Return the outputs of linear layers for one input; one matmul if none of them has an adapter.
+
+    Args:
+        few_tokens: several matmuls, since to copy the weights together would cost as much.
+    """
+    if few_tokens or any(type(layer) is not Linear for layer in layers):
         return tuple(layer(x) for layer in layers)
     together = linear(x, torch.cat([layer.weight for layer in layers]))
     return together.split([layer.out_features for layer in layers], dim=-1)
 
 
-class KVCache:
-    """Keys and values of the tokens so far, for generation.
+class KVCache(Protocol):
+    """What the model needs of a cache, in which the keys and values of earlier tokens are kept."""
 
-    Args:
-        length: the most tokens of a row, prompt included.
-    """
-
-    def __init__(self, config: ModelConfig, rows: int, length: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layers, rows, length, config.n_kv_heads, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.document_ids_BS = torch.ones(rows, length, device=device, dtype=torch.int32)
-        self.used = 0
+    def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Make room for so many tokens of each row; return their cosines, sines and mask (None: causal)."""
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new tokens to a layer, and return all of its keys and values."""
-        end = self.used + k_BTKH.shape[1]
-        self.keys[layer, :, self.used:end] = k_BTKH
-        self.values[layer, :, self.used:end] = v_BTKH
-        return self.keys[layer, :, :end], self.values[layer, :, :end]
+        """Put them into a layer; return all keys and values that they may attend to, (B, S, K, H)."""
 
 
 class Attention(nn.Module):
@@ -162,7 +153,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, meta: AttentionMeta, store: Optional[Callable]) -> Tensor:
         q_BTNH, k_BTKH, v_BTKH = (projected.unflatten(-1, (-1, self.head_dim))
-                                  for projected in fused_linear(x_BTD, self.wq, self.wk, self.wv))
+                                  for projected in fused_linear(x_BTD, self.wq, self.wk, self.wv,
+                                                                few_tokens=store is not None))
         q_BTNH = apply_rotary_emb(q_BTNH, meta.cos_BT1H, meta.sin_BT1H)
         k_BTKH = apply_rotary_emb(k_BTKH, meta.cos_BT1H, meta.sin_BT1H)
         if store is not None:
@@ -181,8 +173,8 @@ class FeedForward(nn.Module):
         self.w2 = Linear(config.hidden_dim, config.dim)
         self.w3 = Linear(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = fused_linear(x, self.w1, self.w3)
+    def forward(self, x: Tensor, few_tokens: bool = False) -> Tensor:
+        gate, up = fused_linear(x, self.w1, self.w3, few_tokens=few_tokens)
         return self.w2(F.silu(gate) * up)
 
 
@@ -201,7 +193,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x_BTD: Tensor, meta: AttentionMeta, store: Optional[Callable] = None) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), meta, store)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD), store is not None)
 
 
 class Transformer(nn.Module):
@@ -252,14 +244,11 @@ class Transformer(nn.Module):
         """Return the batch's AttentionMeta. Document ids on the CPU save a synchronisation with the GPU."""
         device, queries = tokens_BT.device, tokens_BT.shape[1]
         if cache is not None:
-            new = slice(cache.used, cache.used + queries)
-            # Tokens after the prompt come without ids, and belong to document 1.
-            cache.document_ids_BS[:, new] = 1 if document_ids is None else document_ids.to(device)
-            document_ids = cache.document_ids_BS[:, :new.stop]
+            kernel = choose_kernel("mask", self.config, device, self.compute_dtype)
+            return AttentionMeta(kernel, *cache.begin(queries))
         purpose, mask, cu_seqlens = "causal", None, None
         if document_ids is not None:
-            has_shared_prefix = int(document_ids.min()) == SHARED_PREFIX if cache is None else True
-            purpose = "mask" if has_shared_prefix else "documents"
+            purpose = "mask" if int(document_ids.min()) == SHARED_PREFIX else "documents"
         kernel = choose_kernel(purpose, self.config, device, self.compute_dtype)
         if document_ids is None:
             positions = torch.arange(queries, device=device)[None]
@@ -268,8 +257,8 @@ class Transformer(nn.Module):
                 cu_seqlens = compute_cu_seqlens(document_ids).to(device, non_blocking=True)
                 torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
             document_ids = document_ids.to(device, non_blocking=True)
-            positions = position_ids(document_ids)[:, -queries:]
-            mask = attention_mask(document_ids, queries) if cu_seqlens is None else None
+            positions = position_ids(document_ids)
+            mask = attention_mask(document_ids) if cu_seqlens is None else None
         return AttentionMeta(kernel, *precompute_freqs(self.config, positions), mask, cu_seqlens)
 
     def hidden(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
@@ -282,8 +271,6 @@ class Transformer(nn.Module):
                 x_BTD = checkpoint(block, x_BTD, meta, use_reentrant=False)
             else:
                 x_BTD = block(x_BTD, meta, None if cache is None else partial(cache.store, layer))
-        if cache is not None:
-            cache.used += tokens_BT.shape[1]
         return self.norm(x_BTD)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, document_ids_BT: Optional[Tensor] = None, *,
@@ -310,8 +297,14 @@ class Transformer(nn.Module):
         return self.head.logprobs(self.head_weight, hidden_BTD, targets_BT, target_index_M, reduction)
 
     def logits(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
-               cache: Optional[KVCache] = None, *, last_only: bool = False) -> Tensor:
-        """Return all logits, (B, T, vocab_size) float32, or only the last token's, (B, 1, vocab_size)."""
-        hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
-        hidden_BTD = hidden_BTD[:, -1:] if last_only else hidden_BTD
-        return linear(hidden_BTD, self.head_weight.values_VD)[..., :self.vocab_size].float()
+               cache: Optional[KVCache] = None, *, only_B: Optional[Tensor] = None) -> Tensor:
+        """Return all logits, (B, T, vocab_size) float32, or those of one token of each row, (B, vocab_size).
+
+        Args:
+            cache: the earlier tokens of the rows, to which these are added. Not with document ids.
+            only_B: the index of that token.
+        """
+        hidden = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
+        if only_B is not None:
+            hidden = hidden[torch.arange(len(only_B), device=only_B.device), only_B]
+        return linear(hidden, self.head_weight.values_VD)[..., :self.vocab_size].float()

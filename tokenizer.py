@@ -67,6 +67,8 @@ CHAT_TEMPLATE = """\
 class DocumentEncoder:
     """The base of both tokenizers: prepared documents."""
 
+    byte_fallback_ids: frozenset[int] = frozenset()  # single bytes that decode together with their neighbours
+
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos."""
         ids = self.encode(text)
@@ -174,6 +176,14 @@ class HuggingFaceTokenizer(DocumentEncoder):
         for added in self._document.get("added_tokens") or ():
             lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return lengths
+
+    @cached_property
+    def byte_fallback_ids(self) -> frozenset[int]:
+        """The tokens of single bytes, `<0x41>`, whose runs decode as a whole: to text, or to U+FFFD each."""
+        if '"ByteFallback"' not in json.dumps(self._document.get("decoder")):
+            return frozenset()
+        return frozenset(number for token, number in self._tokenizer.get_vocab().items()
+                         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
 
     def _control_tokens(self, config: dict, name: str) -> dict[str, str]:
         """Return the token of each role that has one, from the configuration or else by a known name."""

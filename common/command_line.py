@@ -3,7 +3,10 @@
 import argparse
 import sys
 import textwrap
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import groupby
+from math import inf
 from pathlib import Path
 
 from common import __version__
@@ -41,3 +44,35 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{"prog": f"python scripts/{Path(sys.argv[0]).name}", "description": description,
                             "epilog": epilog, "formatter_class": HelpFormatter, **options})
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
+
+
+def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the `type` of a flag whose value is a number within limits, which are also told in words."""
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if fits(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"expected a number {limits}, not {text!r}")
+
+    return parse
+
+
+TEMPERATURE = number(float, "from 0 on", lambda value: 0 <= value < inf)
+SEED = number(int, "from 0 to 4,294,967,295", lambda value: 0 <= value < 2**32)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how the next token is chosen, named as in `inference.sampling.Sampling`."""
+    parser.add_argument("--temperature", type=TEMPERATURE, default=0.8, metavar="T",
+                        help="0 = always the most likely token (default: %(default)s)")
+    parser.add_argument("--top-p", type=number(float, "above 0 and at most 1", lambda value: 0 < value <= 1),
+                        default=0.95, metavar="P",
+                        help="sample from the most likely tokens of this probability (default: %(default)s)")
+    parser.add_argument("--top-k", type=number(int, "from 0 on", lambda value: value >= 0), default=0,
+                        metavar="K", help="sample from at most this many tokens; 0 = all (default)")
+    parser.add_argument("--min-p", type=number(float, "from 0 to 1", lambda value: 0 <= value <= 1),
+                        default=0.0, metavar="P",
+                        help="sample from tokens of at least P times the highest probability (default: 0)")
+    parser.add_argument("--repetition-penalty", type=number(float, "above 0", lambda value: 0 < value < inf),
+                        default=1.0, metavar="R",
+                        help="above 1 makes tokens less likely that were there (default: 1)")

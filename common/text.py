@@ -58,6 +58,11 @@ def show(*lines: str) -> None:
     print("\n".join(map(printable, lines)), flush=True)
 
 
+def show_part(text: str) -> None:
+    """Print a part of a text to stdout, with control characters but line ends escaped."""
+    print("\n".join(map(printable, text.split("\n"))), end="", flush=True)
+
+
 def _redirect_to_devnull(stream: TextIO) -> None:
     with suppress(OSError, ValueError):  # a stream without a file descriptor
         devnull = os.open(os.devnull, os.O_WRONLY)

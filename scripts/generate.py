@@ -2,25 +2,38 @@
 
     python scripts/generate.py runs/first --prompt "Once upon a time" "A fox"
     python scripts/generate.py runs/chat --chat --prompt "Who are you?" "And I?"
+    python scripts/generate.py runs/first --prompts in.jsonl --output out.jsonl
+    shuf -n 5 prompts.txt | python scripts/generate.py runs/first --prompts -
 
 Of a run it takes the newest good checkpoint. Adapters are applied to the base that they were trained on.
+A file of prompts has a text in each line; a .jsonl file has {"prompt": TEXT} or {"messages": [...]} in each,
+and with --chat a text is the user's message in a chat of its own. The output has the same order.
 """
 
 import argparse
+import json
 import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from common.command_line import CommandParser
-from common.errors import run_script
-from common.text import show
+from common.command_line import SEED, CommandParser, add_sampling_flags
+from common.errors import DataError, local_path, run_script
+from common.files import plain
+from common.text import duration, print_safely, show_part
 from data_pipeline.chat_templates import load_chat_format
+from inference.generate import Part, Writer
+from inference.language_model import Prompt, text_prompt
+from inference.prompt_file import FilePrompt, read_prompts
+from inference.sampling import Sampling
 from model import Transformer
 from model_utils import find_model
 from training.adapters import load_for_use
-from training.generate import Sampling, generate
+
+PROGRESS_SECONDS = 10
 
 
 def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
@@ -32,70 +45,184 @@ def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
     return load_for_use(find_model(name), base)
 
 
-def continuations(model: Transformer, tokenizer: Any, prompts: list[str], max_new_tokens: int,
-                  sampling: Sampling) -> list[str]:
-    """Return what the model generates after each prompt."""
-    prompt_ids = [[tokenizer.document_start_id, *tokenizer.encode(prompt)] for prompt in prompts]
-    stop_ids = {tokenizer.eos_id, tokenizer.document_start_id}
-    return [tokenizer.decode(ids) for ids in generate(model, prompt_ids, max_new_tokens, sampling, stop_ids)]
+def prompts_of(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
+    """Return the prompts that continue texts and answer chats.
+
+    Raises:
+        DataError: its tokenizer has no chat template, or the template refuses a chat.
+    """
+    prompts = []
+    has_chats = any(not isinstance(each.content, str) for each in contents)
+    chat_format = load_chat_format(tokenizer) if has_chats else None
+    for each in contents:
+        if isinstance(each.content, str):
+            prompts.append(text_prompt(tokenizer, each.content))
+            continue
+        try:
+            prompts.append(Prompt(chat_format.encode_prompt(each.content), frozenset(chat_format.stop_ids)))
+        except DataError as error:
+            raise DataError(f"{each.where}: {error}" if each.where else str(error)) from error
+    return prompts
 
 
-def answers(model: Transformer, tokenizer: Any, turns: list[str], max_new_tokens: int, sampling: Sampling,
-            system_prompt: str = "") -> list[str]:
-    """Return the model's answer to each user turn of one chat.
+def continuations(writer: Writer, texts: Sequence[str]) -> Iterator[Part]:
+    """Yield what the model writes after each text."""
+    return writer.write(prompts_of(writer.tokenizer, [FilePrompt("", 0, text) for text in texts]))
+
+
+def answers(writer: Writer, turns: Sequence[str], system_prompt: str = "") -> Iterator[Part]:
+    """Yield the model's answer to each user turn of one chat.
 
     Raises:
         DataError: its tokenizer has no chat template, or the template refuses the chat.
     """
-    chat_format = load_chat_format(tokenizer)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    for turn in turns:
+    for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})
-        prompt_ids = chat_format.encode_prompt(messages)
-        written, = generate(model, [prompt_ids], max_new_tokens, sampling, chat_format.stop_ids)
-        messages.append({"role": "assistant", "content": tokenizer.decode(written)})
-    return [message["content"] for message in messages if message["role"] == "assistant"]
+        answer = ""
+        for part in writer.write(prompts_of(writer.tokenizer, [FilePrompt("", 0, messages)])):
+            answer += part.text
+            yield part._replace(index=index)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def tell_in_order(parts: Iterable[Part], count: int, tell: Callable[[Part], None]) -> None:
+    """Hand on the parts of several texts text by text, each as early as that allows.
+
+    After Ctrl-C, those of texts that are finished are still handed on.
+    """
+    waiting: list[list[Part]] = [[] for _ in range(count)]
+    current = 0
+
+    def hand_on(index: int) -> bool:
+        """Hand on what waits of a text; whether it is finished."""
+        ready, waiting[index] = waiting[index], []
+        for part in ready:
+            tell(part)
+        return bool(ready and ready[-1].finish_reason)
+
+    try:
+        for part in parts:
+            waiting[part.index].append(part)
+            while current < count and hand_on(current):
+                current += 1
+    except KeyboardInterrupt:
+        for index, ready in enumerate(waiting):
+            if ready and ready[-1].finish_reason:
+                hand_on(index)
+        raise
+
+
+def shown(heads: Sequence[str]) -> Callable[[Part], None]:
+    """Return a function that prints parts, each text after its head."""
+    told = -1
+
+    def tell(part: Part) -> None:
+        nonlocal told
+        if part.index != told:
+            show_part(("\n\n" if told >= 0 else "") + heads[part.index])
+            told = part.index
+        show_part(part.text)
+
+    return tell
+
+
+def written(prompts: Sequence[FilePrompt], file: TextIO) -> Callable[[Part], None]:
+    """Return a function that writes a line of JSON for each text when it is finished."""
+    texts = [""] * len(prompts)
+
+    def tell(part: Part) -> None:
+        texts[part.index] += part.text
+        if part.finish_reason:
+            _, line, content = prompts[part.index]
+            name = "prompt" if isinstance(content, str) else "messages"
+            file.write(json.dumps({"line": line, name: content, "text": texts[part.index],
+                                   "tokens": part.tokens, "finish_reason": part.finish_reason}) + "\n")
+            file.flush()
+
+    return tell
+
+
+def with_progress(parts: Iterable[Part], count: int) -> Iterator[Part]:
+    """Yield the parts, and tell on stderr every few seconds how many texts are finished."""
+    started = told = time.monotonic()
+    done = tokens = 0
+    for part in parts:
+        done, tokens = done + bool(part.finish_reason), tokens + 1
+        now = time.monotonic()
+        if now - told >= PROGRESS_SECONDS:
+            told = now
+            left = duration((now - started) / done * (count - done)) if done else "?"
+            print_safely(f"{done:,} of {count:,} prompts | {tokens / (now - started):,.0f} tokens/s | "
+                         f"ETA: {left}", sys.stderr)
+        yield part
 
 
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
     parser.add_argument("--base", metavar="MODEL", help="the base of adapters (default: where it was)")
-    parser.add_argument("--prompt", nargs="+", default=[""], metavar="TEXT",
-                        help="texts to continue (default: one empty text)")
-    parser.add_argument("--chat", action="store_true", help="the prompts are the user's turns in one chat")
-    parser.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T",
-                        help="0 = always the most likely token (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P",
-                        help="sample from the most likely tokens of this probability (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(default: %(default)s)")
+    group = parser.add_argument_group("what is continued")
+    group.add_argument("--prompt", nargs="+", metavar="TEXT",
+                       help="texts to continue (default: one empty text)")
+    group.add_argument("--prompts", metavar="FILE", help="one prompt in each line; - = stdin")
+    group.add_argument("--chat", action="store_true",
+                       help="the prompts are the user's turns in one chat; those of a file, each in its own")
+    group.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
+    group = parser.add_argument_group("how the next token is chosen")
+    add_sampling_flags(group)
+    group.add_argument("--seed", type=SEED, default=0, metavar="S", help="(default: %(default)s)")
+    group = parser.add_argument_group("how much, and where to")
+    group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    group.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
+                       help="texts that end a continuation, and do not belong to it")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N",
+                       help="how many prompts are continued at once (default: %(default)s)")
+    group.add_argument("--output", metavar="FILE.jsonl",
+                       help="write what follows the --prompts there, one JSON object in each line")
     args = parser.parse_args()
     if not 0 <= args.max_new_tokens <= 1_000_000:
         parser.error("--max-new-tokens must be at least 0 and at most 1,000,000")
-    if not 0 <= args.temperature < float("inf") or not 0 < args.top_p <= 1:
-        parser.error("--temperature must be at least 0, and --top-p above 0 and at most 1")
-    if not 0 <= args.seed < 2**32:
-        parser.error("--seed must be at least 0 and below 2^32")
-    if args.system and not args.chat:
+    if args.batch_size < 1 or not all(args.stop):
+        parser.error("--batch-size must be at least 1, and a --stop text must not be empty")
+    if args.prompts is not None and args.prompt:
+        parser.error("--prompt and --prompts exclude each other")
+    if args.output and args.prompts is None:
+        parser.error("--output goes with --prompts")
+    if args.system and not args.chat and args.prompts is None:
         parser.error("--system goes with --chat")
-    if args.chat and not all(prompt.strip() for prompt in args.prompt):
+    args.prompt = args.prompt or [""]
+    if args.chat and args.prompts is None and not all(prompt.strip() for prompt in args.prompt):
         parser.error("--chat needs a --prompt for each of the user's turns")
     return args
 
 
 def main() -> None:
     args = parse_args()
-    model = load(args.model, args.base)
-    sampling = Sampling(args.temperature, args.top_p, seed=args.seed)
-    if args.chat:
-        replies = answers(*model, args.prompt, args.max_new_tokens, sampling, args.system)
-        texts = [f"> {prompt}\n\n{reply}" for prompt, reply in zip(args.prompt, replies)]
+    prompts = [] if args.prompts is None else read_prompts(args.prompts, args.chat, args.system)
+    sampling = Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.repetition_penalty,
+                        args.seed)
+    writer = Writer(*load(args.model, args.base), args.max_new_tokens, sampling, args.stop, args.batch_size)
+    if args.prompts is not None:
+        parts = writer.write(prompts_of(writer.tokenizer, prompts))
+        heads = [each.content if isinstance(each.content, str) else f"> {each.content[-1]['content']}\n\n"
+                 for each in prompts]
+    elif args.chat:
+        parts, heads = answers(writer, args.prompt, args.system), [f"> {turn}\n\n" for turn in args.prompt]
     else:
-        written = continuations(*model, args.prompt, args.max_new_tokens, sampling)
-        texts = [prompt + text for prompt, text in zip(args.prompt, written)]
-    show(*"\n\n".join(texts).split("\n"))
+        parts, heads = continuations(writer, args.prompt), args.prompt
+    if args.prompts is not None and (args.output or not sys.stdout.isatty()):
+        parts = with_progress(parts, len(heads))
+    if not args.output:
+        tell_in_order(parts, len(heads), shown(heads))
+        show_part("\n")
+        return
+    try:
+        with open(local_path(args.output), "w", encoding="utf-8", opener=plain) as file:
+            tell_in_order(parts, len(heads), written(prompts, file))
+    except OSError as error:
+        raise DataError(f"--output {args.output} cannot be written: {error.strerror}; choose another place, "
+                        "or free some space") from error
 
 
 if __name__ == "__main__":

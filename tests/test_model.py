@@ -15,9 +15,9 @@ from config import ModelConfig
 from fused.attention import choose_kernel, compute_cu_seqlens
 from fused.chunked_head import IGNORE_INDEX, float_logits
 from fused.matmul import linear
+from inference.row_cache import RowCache
 from model import (
     SHARED_PREFIX,
-    KVCache,
     Linear,
     Transformer,
     attention_mask,
@@ -166,7 +166,7 @@ def test_positions_count_the_tokens_that_are_seen():
     documents = torch.tensor([[1, 1, 2, 2, 2, 3], [0, 0, 1, 1, 2, 2], [2, 1, 1, 1, 4, 4]])
     expected = torch.tensor([[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 2, 3], [0, 0, 1, 2, 0, 1]])
     assert torch.equal(position_ids(documents), expected)
-    seen = attention_mask(documents, documents.shape[1])[:, 0].sum(dim=-1) - 1
+    seen = attention_mask(documents)[:, 0].sum(dim=-1) - 1
     assert torch.equal(seen, expected)
 
 
@@ -244,25 +244,34 @@ def test_recomputed_activations_give_the_same_bits():
 def test_a_cache_changes_nothing(steps):
     model = make(**LLAMA31)
     tokens = random_ids(3, sum(steps))
-    cache = KVCache(model.config, 3, sum(steps), torch.device("cpu"), torch.float32)
+    cache = RowCache(model.config, 3, sum(steps), torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        parts = [model.logits(part, None, cache) for part in tokens.split(steps, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), atol=1e-4, rtol=0)
-        torch.testing.assert_close(model.logits(tokens, last_only=True), parts[-1][:, -1:], atol=1e-4, rtol=0)
-    assert cache.used == sum(steps)
+        expected = model.logits(tokens)
+        parts = [model.logits(part, cache=cache) for part in tokens.split(steps, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=0)
+        some = torch.tensor([3, 11, 0])
+        torch.testing.assert_close(model.logits(tokens, only_B=some), expected[range(3), some], atol=1e-4, rtol=0)
+    assert cache.used == [sum(steps)] * 3
 
 
-def test_a_cache_keeps_documents_apart():
-    """Rows that are padded on the left, then go on token by token."""
-    model = make()
-    tokens = random_ids(2, 10)
-    documents = torch.tensor([[2] * 4 + [1] * 3, [1] * 7], dtype=torch.int32)
-    cache = KVCache(model.config, 2, 10, torch.device("cpu"), torch.float32)
+@pytest.mark.parametrize("rows", [[1, 2], [0, 3], [3, 1]])
+def test_rows_of_a_cache_have_lengths_of_their_own(rows):
+    """Two rows are read in unequal pieces, padded on the right as far as beyond the end, while the others keep what they hold."""
+    model, tokens = make(), random_ids(4, 10)
+    cache = RowCache(model.config, 4, 10, torch.device("cpu"), torch.float32)
     with torch.no_grad():
-        model.logits(tokens[:, :7], documents, cache)
-        last = [model.logits(tokens[:, i:i + 1], None, cache) for i in range(7, 10)]
-        torch.testing.assert_close(torch.cat(last, 1)[0], model.logits(tokens[:1, 4:])[0, 3:], atol=1e-4, rtol=0)
-        torch.testing.assert_close(torch.cat(last, 1)[1], model.logits(tokens[1:])[0, 7:], atol=1e-4, rtol=0)
+        expected = model.logits(tokens)
+        model.logits(tokens[:, :4], cache=cache)
+        padding = torch.full((2, 4), 7)
+        got = model.logits(torch.cat([tokens[rows, 4:9], padding], 1), cache=cache.at(rows, [4, 4]))
+        torch.testing.assert_close(got[:, :5], expected[rows, 4:9], atol=1e-4, rtol=0)
+        new = torch.stack([torch.cat([tokens[rows[0], 9:], padding[0, :3]]), tokens[rows[1], 6:]])
+        got = model.logits(new, cache=cache.at(rows, [9, 6]))
+        torch.testing.assert_close(got[0, 0], expected[rows[0], 9], atol=1e-4, rtol=0)
+        torch.testing.assert_close(got[1], expected[rows[1], 6:], atol=1e-4, rtol=0)
+        others = [row for row in range(4) if row not in rows]
+        got = model.logits(tokens[others, 4:], cache=cache.at(others, [4, 4]))
+        torch.testing.assert_close(got, expected[others, 4:], atol=1e-4, rtol=0)
 
 
 def test_linear_layers_together_equal_each_alone():

@@ -18,11 +18,12 @@ from data_pipeline.chat_templates import load_chat_format
 from data_pipeline.held_out import HeldOut
 from fused.chunked_head import IGNORE_INDEX
 from hellaswag_utils import ChoiceSet, batches_of, evaluate_batches
+from inference.generate import generate
+from inference.sampling import Sampling
 from model import Transformer
 from objectives.base import Objective
 from parallel.collectives import RunContext
 from parallel.sharding import is_sharded
-from training.generate import Sampling, generate
 from training.state import Run
 from training.text_scores import score_texts
 

@@ -188,7 +188,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
     if config.training_stage == "pretrain":
         info(f"Generate text:   python scripts/generate.py {run.saved}")
     else:
-        info(f'Chat with it:    python scripts/generate.py {run.saved} --chat --prompt "..."')
+        info(f"Chat with it:    python scripts/chat.py {run.saved}")
     info(f"Evaluate it:     python scripts/evaluate.py {run.saved} --tasks hellaswag,arc_easy")
     info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
     info("On more GPUs:    python scripts/launch.py --nproc-per-node N")

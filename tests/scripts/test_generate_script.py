@@ -1,8 +1,10 @@
 import importlib.util
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,11 @@ from checkpoint.tensor_files import lazy
 from common.errors import CheckpointError
 from common.text import printable
 from config import Config, LoraConfig, ModelConfig
+from inference.generate import Part, Writer
+from inference.sampling import Sampling
 from model import Transformer
 from model_utils import load_model
 from tokenizer import load_tokenizer
-from training.generate import Sampling
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
 PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
@@ -70,6 +73,18 @@ def adapter(tmp_path, folder, tokenizer) -> Path:
     return path
 
 
+def texts_of(parts) -> list[str]:
+    """The whole texts."""
+    texts: dict[int, str] = {}
+    for part in parts:
+        texts[part.index] = texts.get(part.index, "") + part.text
+    return [texts[index] for index in sorted(texts)]
+
+
+def continued(script, model, tokenizer, *options) -> list[str]:
+    return texts_of(script.continuations(Writer(model, tokenizer, *options[1:]), options[0]))
+
+
 def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens: int, adapter: Path | None = None) -> str:
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -83,17 +98,17 @@ def greedy_by_transformers(folder: Path, tokenizer, prompt: str, max_new_tokens:
 
 
 def test_greedy_text_is_that_of_transformers(script, folder, tokenizer):
-    ours = script.continuations(*script.load(str(folder)), PROMPTS, 24, Sampling())
+    ours = continued(script, *script.load(str(folder)), PROMPTS, 24, Sampling())
     assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24) for prompt in PROMPTS]
     assert all(ours) and len(set(ours)) == 3
 
 
 def test_adapters_are_applied_to_their_base_as_peft_does(script, folder, tokenizer, adapter, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    alone = script.continuations(*script.load(str(folder)), PROMPTS, 24, Sampling())
+    alone = continued(script, *script.load(str(folder)), PROMPTS, 24, Sampling())
     assert capsys.readouterr().err == ""
     for name in ("adapted", "runs/adapted", str(adapter)):
-        ours = script.continuations(*script.load(name), PROMPTS, 24, Sampling())
+        ours = continued(script, *script.load(name), PROMPTS, 24, Sampling())
         assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
 
@@ -105,7 +120,7 @@ def test_a_base_that_was_quantised_in_training_is_quantised_again(script, folder
         "settings": original(folder)["settings"] | {"LORA_BASE_QUANTIZATION": "int8"}})
     model, tokenizer = script.load(str(adapter))
     assert model.layers[0].attention.wq.weight.dtype == torch.int8
-    assert all(script.continuations(model, tokenizer, PROMPTS, 8, Sampling()))
+    assert all(continued(script, model, tokenizer, PROMPTS, 8, Sampling()))
 
 
 def test_a_base_that_is_gone_is_named_with_where_it_was(script, folder, adapter, tmp_path, monkeypatch):
@@ -125,7 +140,7 @@ def test_a_base_that_is_gone_is_named_with_where_it_was(script, folder, adapter,
 
 
 def test_the_command_prints_prompt_and_continuation(script, folder):
-    texts = script.continuations(*script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
+    texts = continued(script, *script.load(str(folder)), PROMPTS[:2], 8, Sampling(temperature=0.7, top_p=0.9, seed=3))
     done = subprocess.run([sys.executable, SCRIPT, folder, "--prompt", *PROMPTS[:2], "--max-new-tokens", "8",
                            "--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], capture_output=True, timeout=120)
     whole = "\n\n".join(prompt + text for prompt, text in zip(PROMPTS, texts))
@@ -155,20 +170,20 @@ def test_a_greedy_chat_is_that_of_transformers(script, folder, tokenizer, tmp_pa
             "{% if add_generation_prompt %}assistant:{% endif %}")
     for turn, system in (("The cat", "Be kind."), ("  What did the dog find?\n", "")):
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": turn}]
-        answer, = script.answers(*script.load(str(tmp_path / "folder")), [turn], 24, Sampling(), system)
+        answer, = texts_of(script.answers(Writer(*script.load(str(tmp_path / "folder")), 24), [turn], system))
         assert answer == chat_by_transformers(tmp_path / "folder", messages, 24) != ""
 
 
 def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypatch):
     prompts, stops = [], []
 
-    def generate(model, ids, max_new_tokens, sampling, stop_ids):
-        prompts.append(tokenizer.decode(ids[0]))
-        stops.append(stop_ids)
-        return [tokenizer.encode(f"yes {len(prompts)}")]
+    def write(self, asked):
+        prompts.append(tokenizer.decode(asked[0].ids))
+        stops.append(asked[0].stop_ids)
+        yield Part(0, f"yes {len(prompts)}", 3, "stop")
 
-    monkeypatch.setattr(script, "generate", generate)
-    assert script.answers(*script.load(str(folder)), ["a", "b"], 4, Sampling()) == ["yes 1", "yes 2"]
+    monkeypatch.setattr(Writer, "write", write)
+    assert texts_of(script.answers(Writer(*script.load(str(folder)), 4), ["a", "b"])) == ["yes 1", "yes 2"]
     assert stops == [{tokenizer.eot_id, tokenizer.eos_id}] * 2
     header = "<|start_header_id|>{}<|end_header_id|>\n\n".format
     assert prompts[1] == ("<|begin_of_text|>" + header("user") + "a<|eot_id|>" + header("assistant") + "yes 1<|eot_id|>"
@@ -176,7 +191,7 @@ def test_a_chat_turn_ends_at_the_end_of_turn(script, folder, tokenizer, monkeypa
 
 
 def test_the_command_prints_the_turns_of_a_chat(script, folder, monkeypatch, capsys):
-    replies = script.answers(*script.load(str(folder)), ["The cat", "Why?"], 6, Sampling(), "Be kind.")
+    replies = texts_of(script.answers(Writer(*script.load(str(folder)), 6), ["The cat", "Why?"], "Be kind."))
     argv = ["generate.py", str(folder), "--chat", "--system", "Be kind.", "--temperature", "0", "--max-new-tokens", "6"]
     monkeypatch.setattr(sys, "argv", [*argv, "--prompt", "The cat", "Why?"])
     script.main()
@@ -197,3 +212,88 @@ def test_what_is_no_llama_is_refused_with_a_word(script, tmp_path, capsys, monke
     with pytest.raises(SystemExit) as caught:
         script.main()
     assert caught.value.code == 2 and "--top-p" in capsys.readouterr().err
+
+
+def called(script, monkeypatch, capsys, *arguments) -> str:
+    """What the command prints."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
+    script.main()
+    return capsys.readouterr().out
+
+
+def test_prompts_of_a_file_are_answered_in_order(script, folder, tmp_path, monkeypatch, capsys):
+    """In batches, printed or written as JSON, with the random numbers that they have on the command line."""
+    lines = [{"prompt": PROMPTS[1]}, {"messages": [{"role": "user", "content": "The cat"}]}, {"prompt": PROMPTS[0]}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ways = ["--max-new-tokens", 9, "--seed", 4, "--top-k", 40, "--min-p", 0.01, "--repetition-penalty", 1.1]
+    printed = called(script, monkeypatch, capsys, folder, "--prompts", tmp_path / "p.jsonl", "--batch-size", 2, *ways)
+    output = tmp_path / "o.jsonl"
+    assert called(script, monkeypatch, capsys, folder, "--prompts", tmp_path / "p.jsonl", "--output", output, *ways) == ""
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [{name: record[name] for name in line} for line, record in zip(lines, found)] == lines
+    assert [record["line"] for record in found] == [1, 2, 3]
+    assert all(record["tokens"] == 9 and record["finish_reason"] == "length" for record in found)
+    texts = [PROMPTS[1] + found[0]["text"], "> The cat\n\n" + found[1]["text"], PROMPTS[0] + found[2]["text"]]
+    assert printed == "\n".join(map(printable, "\n\n".join(texts).split("\n"))) + "\n"
+    alone = called(script, monkeypatch, capsys, folder, "--prompt", PROMPTS[1], *ways)
+    assert printed.startswith(alone.rstrip("\n"))
+
+
+def test_a_stop_text_ends_a_continuation(script, folder):
+    model, tokenizer = script.load(str(folder))
+    whole, = texts_of(script.continuations(Writer(model, tokenizer, 24), PROMPTS[:1]))
+    stop = whole[5:8]
+    parts = [*script.continuations(Writer(model, tokenizer, 24, stop=[stop, "never"]), PROMPTS[:1])]
+    assert texts_of(parts) == [whole[:whole.index(stop)]]
+    assert parts[-1].finish_reason == "stop" and parts[-1].tokens < 24
+    assert [part.finish_reason for part in script.continuations(Writer(model, tokenizer, 0), PROMPTS)] == ["length"] * 3
+
+
+def test_texts_are_told_in_order_each_as_early_as_possible(script):
+    """The first one piece by piece; the second, which is finished sooner, after it. Ctrl-C leaves what is finished."""
+    told = []
+    parts = [Part(1, "b", 1, None), Part(0, "a", 1, None), Part(1, "B", 2, "stop"), Part(2, "c", 1, None), Part(3, "d", 1, "length"),
+             Part(0, "A", 2, "length"), Part(2, "C", 2, "length")]
+
+    def some(count: int):
+        for part in parts[:count]:
+            yield part
+            told.append("|")
+        if count < len(parts):
+            raise KeyboardInterrupt
+
+    script.tell_in_order(some(7), 4, lambda part: told.append(part.text))
+    assert "".join(told) == "|a||||AbBc|Cd|"
+    told.clear()
+    with pytest.raises(KeyboardInterrupt):
+        script.tell_in_order(some(5), 4, lambda part: told.append(part.text))
+    assert "".join(told) == "|a||||bBd"
+
+
+def test_what_was_finished_before_ctrl_c_is_in_the_file(folder, tmp_path):
+    (tmp_path / "p.txt").write_text("The cat\n" * 2000)
+    process = subprocess.Popen([sys.executable, SCRIPT, folder, "--prompts", "p.txt", "--output", "o.jsonl"], cwd=tmp_path,
+                               stderr=subprocess.PIPE, text=True)
+    output = tmp_path / "o.jsonl"
+    deadline = time.monotonic() + 100
+    while not (output.exists() and output.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    lines = [json.loads(line)["line"] for line in output.read_text().splitlines()]
+    assert process.returncode == 130 and errors.endswith("Stopped.\n"), errors
+    assert 0 < len(lines) < 2000 and lines == sorted(lines)
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (["--top-k", "-1"], "argument --top-k: "), (["--min-p", "2"], "argument --min-p: "),
+    (["--repetition-penalty", "0"], "argument --repetition-penalty: "), (["--stop", ""], "--stop text must not be empty"),
+    (["--prompt", "a", "--prompts", "f"], "exclude each other"), (["--output", "o"], "--output goes with --prompts"),
+    (["--batch-size", "0"], "--batch-size must be at least 1"),
+])
+def test_wrong_flags_are_refused(script, monkeypatch, capsys, flags, reason):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "model", *flags])
+    with pytest.raises(SystemExit) as caught:
+        script.main()
+    assert caught.value.code == 2 and reason in capsys.readouterr().err

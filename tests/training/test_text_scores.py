@@ -11,11 +11,11 @@ from common.errors import SettingsError
 from data_pipeline.chat_templates import load_chat_format
 from data_pipeline.held_out import read_held_out
 from dataloaders import open_rows
+from inference.generate import generate
 from model_utils import load_model
 from settings.load import load_config
 from tokenizer import load_tokenizer
 from training import evaluation, text_scores
-from training.generate import generate
 from training.text_scores import score_texts
 
 GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,

@@ -1,0 +1,1 @@
+"""Text from a model: sampling, batches of requests, streams of text."""

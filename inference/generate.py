@@ -1,0 +1,96 @@
+"""The continuations of a batch of prompts: all at the end, or as texts that grow."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from common.heartbeat import HEARTBEAT
+from inference.engine import READ_AT_ONCE, Engine, Request
+from inference.language_model import Prompt
+from inference.sampling import Sampling
+from inference.text_stream import TextStream
+from model import Transformer
+
+
+def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+             sampling: Sampling = Sampling(), stop_ids: Collection[int] = ()) -> list[list[int]]:
+    """Continue each prompt; return the new tokens, without the stop token that ended them.
+
+    The result depends on the arguments only. It does not depend on the other prompts, except that a prompt's
+    random numbers go with its index. Collective if the model is sharded: every rank must call it.
+
+    Args:
+        prompts: token ids, at least one each.
+    """
+    if not prompts or max_new_tokens == 0:
+        return [[] for _ in prompts]
+    requests = requests_of([Prompt(ids, frozenset(stop_ids)) for ids in prompts], max_new_tokens, sampling)
+    was_training = model.training
+    try:
+        engine = engine_for(model, requests, len(requests), len(requests) * max(map(len, prompts)))
+        while not engine.idle:
+            HEARTBEAT.beat()
+            engine.step()
+    finally:
+        model.train(was_training)
+    return [request.written for request in requests]
+
+
+def requests_of(prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling) -> list[Request]:
+    """Return the requests that continue prompts, whose random numbers go with their index."""
+    # Drawn on the CPU and in advance, so that they depend neither on the device nor on when prompts stop.
+    generator = torch.Generator().manual_seed(sampling.seed)
+    return [Request(prompt.ids, max_new_tokens, sampling, prompt.stop_ids,
+                    torch.rand(max_new_tokens, generator=generator)) for prompt in prompts]
+
+
+def engine_for(model: Transformer, requests: Sequence[Request], rows: int, read_at_once: int) -> Engine:
+    """Return an engine with room for the longest of the requests, which wait in it."""
+    length = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    engine = Engine(model, rows, length, read_at_once)
+    for request in requests:
+        engine.add(request)
+    return engine
+
+
+class Part(NamedTuple):
+    """What was written at once after one of several prompts."""
+
+    index: int  # of the prompt
+    text: str
+    tokens: int  # so far
+    finish_reason: str | None
+
+
+@dataclass
+class Writer:
+    """Continues prompts with a model, as texts."""
+
+    model: Transformer
+    tokenizer: Any
+    max_new_tokens: int
+    sampling: Sampling = Sampling()
+    stop: Sequence[str] = ()  # strings that end a text
+    batch_size: int = 8  # prompts that are continued at once
+
+    def write(self, prompts: Sequence[Prompt]) -> Iterator[Part]:
+        """Yield the parts of all texts as they are written; the last one of a text has a finish reason."""
+        if not prompts or self.max_new_tokens == 0:
+            yield from (Part(index, "", 0, "length") for index in range(len(prompts)))
+            return
+        requests = requests_of(prompts, self.max_new_tokens, self.sampling)
+        streams = {request: (index, TextStream(self.tokenizer, self.stop, prompts[index].after))
+                   for index, request in enumerate(requests)}
+        engine = engine_for(self.model, requests, min(self.batch_size, len(requests)), READ_AT_ONCE)
+        while not engine.idle:
+            for request in engine.step():
+                index, stream = streams[request]
+                text = "" if request.finish_reason == "stop" else stream.add(request.written[-1])
+                if request.finish_reason:
+                    text += stream.finish()
+                if stream.stopped:
+                    engine.cancel(request)
+                reason = "stop" if stream.stopped else request.finish_reason
+                yield Part(index, text, len(request.written), reason)

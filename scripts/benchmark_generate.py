@@ -1,0 +1,253 @@
+"""Compare the speed of generation with transformers' generate: same weights, prompts and threads, greedy.
+
+    python scripts/benchmark_generate.py --shape 135m --threads 1
+    python scripts/benchmark_generate.py --model runs/chat --json figures.jsonl
+
+Each pair of runs is one of ours and one of the other, in changing order, and gives one ratio; the table shows
+the median and, in brackets, the lowest and the highest. Prefill is the time to the first token, decode the
+tokens after it. CPU seconds count no pauses by other programs. The last lines compare 8 requests of different
+lengths at once with the same requests one after another.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import requires_package, run_script  # noqa: E402
+from common.text import show  # noqa: E402
+
+SHAPES = {
+    "tiny": (256, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)),
+    "sample": (1280, dict(dim=128, n_layers=3, n_heads=2, n_kv_heads=2, ffn_dim=352)),
+    "135m": (49_152, dict(dim=576, n_layers=30, n_heads=9, n_kv_heads=3, ffn_dim=1536)),  # SmolLM2's
+    "360m": (49_152, dict(dim=960, n_layers=32, n_heads=15, n_kv_heads=5, ffn_dim=2560)),
+    "1b": (128_256, dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192)),  # Llama 3.2's
+}
+
+
+class Timing(NamedTuple):
+    """One run: wall and CPU seconds to the first token, and from it to the last; and what was written."""
+
+    prefill: tuple[float, float]
+    decode: tuple[float, float]
+    written: list[list[int]]
+
+
+def clocks() -> tuple[float, float]:
+    """Wall and CPU seconds; of a GPU, when it has finished."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
+
+
+def timing(times: list[tuple[float, float]], written: list[list[int]]) -> Timing:
+    """The Timing of the start, the first token and the end."""
+    spans = [(later[0] - sooner[0], later[1] - sooner[1]) for sooner, later in zip(times, times[1:])]
+    return Timing(*spans, written)
+
+
+def run_engine(model: Any, prompts: list[list[int]], new_tokens: list[int], rows: int) -> Timing:
+    """Continue the prompts with our engine."""
+    from inference.engine import Engine, Request
+
+    longest = max(map(len, prompts))
+    engine = Engine(model, rows, longest + max(new_tokens), rows * longest)
+    requests = [Request(prompt, count) for prompt, count in zip(prompts, new_tokens)]
+    times = [clocks()]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    if len(requests[0].written) > 1:
+        raise AssertionError("the first step writes one token")
+    times.append(clocks())
+    while not engine.idle:
+        engine.step()
+    return timing([*times, clocks()], [request.written for request in requests])
+
+
+def run_transformers(peer: Any, prompts: list[list[int]], new_tokens: int, cache: str) -> Timing:
+    """Continue prompts of one length with transformers."""
+    import torch
+    from transformers import StoppingCriteria
+
+    times: list[tuple[float, float]] = []
+
+    class Stopwatch(StoppingCriteria):
+        """Notes the time of the first token."""
+
+        def __call__(self, input_ids, scores, **options):
+            if len(times) == 1:
+                times.append(clocks())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    ids = torch.tensor(prompts, device=peer.device)
+    times.append(clocks())
+    out = peer.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
+                        stopping_criteria=[Stopwatch()], cache_implementation=cache, pad_token_id=0)
+    return timing([*times, clocks()], out[:, ids.shape[1]:].tolist())
+
+
+def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Our model and transformers', with the same weights."""
+    import torch
+
+    from checkpoint.hf_format import huggingface_config, to_huggingface
+    from checkpoint.tensor_files import read_all
+    from config import ModelConfig
+    from model import Transformer
+
+    with requires_package("transformers", "this comparison"):
+        from transformers import LlamaConfig, LlamaForCausalLM
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    if args.model:
+        from model_utils import find_model
+        from training.adapters import load_for_use
+
+        model, _ = load_for_use(find_model(args.model), None, device, dtype)
+        config = model.config
+    else:
+        vocab, shape = SHAPES[args.shape]
+        config = ModelConfig(**shape, init_std=0.04)
+        model = Transformer(config, vocab, dtype).to(device)
+        model.init_weights()
+    length = args.prompt_tokens + args.new_tokens
+    settings = huggingface_config(config, model.vocab_size, length, 0, 0, "float32")
+    peer = LlamaForCausalLM(LlamaConfig(**settings)).to(dtype)
+    tensors = read_all(to_huggingface(model.state_dict(), config, model.vocab_size))
+    missing = peer.load_state_dict(tensors, strict=False).missing_keys
+    assert {*missing} <= {"lm_head.weight"}, missing
+    peer.tie_weights()
+    peer.generation_config.eos_token_id = None
+    return model.to(dtype).eval(), peer.to(device).eval()
+
+
+def spread(ratios: list[float]) -> str:
+    """The median, the lowest and the highest."""
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
+
+
+def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[], Timing]], pairs: int,
+            tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
+    """Run both in turns; the figures, and lines of a table.
+
+    Args:
+        tokens: of prefill and decode.
+    """
+    timings: list[list[Timing]] = [[run()] for run in runs]  # the warm-up
+    alike = timings[0][0].written == timings[1][0].written
+    for number in range(pairs):
+        for which in (0, 1) if number % 2 == 0 else (1, 0):
+            timings[which].append(runs[which]())
+    figures: dict[str, Any] = {"names": names, "same_tokens": alike}
+    lines = []
+    for part, count in tokens.items():
+        seconds = [[getattr(one, part) for one in each[1:]] for each in timings]
+        for kind, clock in enumerate(("wall", "cpu")):
+            rates = [count / statistics.median(each[kind] for each in of_run) for of_run in seconds]
+            ratios = [theirs[kind] / ours[kind] for ours, theirs in zip(*seconds)]
+            figures[f"{part}_{clock}"] = {"tokens_per_second": rates, "ratios": ratios}
+            lines.append(f"| {part}, {clock} | {rates[0]:,.1f} | {rates[1]:,.1f} | {spread(ratios)} |")
+    return figures, lines
+
+
+def read_bandwidth() -> float:
+    """GB/s at which the CPU sums numbers in memory."""
+    import torch
+
+    numbers, best = torch.ones(1 << 26), 1e9
+    for _ in range(5):
+        started = time.perf_counter()
+        numbers.sum()
+        best = min(best, time.perf_counter() - started)
+    return numbers.nbytes / best / 1e9
+
+
+def parse_args() -> argparse.Namespace:
+    parser = CommandParser(__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="sample", metavar="NAME",
+                        help=f"random weights: {', '.join(SHAPES)} (default: %(default)s)")
+    parser.add_argument("--model", help="a run, checkpoint or Hugging Face model instead")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N", help="(default: 1 8)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=4, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic"],
+                        metavar="NAME", help="transformers' caches: dynamic, static (default: dynamic)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="on a CPU; 0 = torch's default")
+    parser.add_argument("--skip-batching", action="store_true", help="do not measure continuous batching")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this file")
+    args = parser.parse_args()
+    if min(args.prompt_tokens, args.pairs, *args.batch) < 1 or args.new_tokens < 2:
+        parser.error("--batch, --prompt-tokens and --pairs must be at least 1, and --new-tokens at least 2")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model, peer = open_models(args)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    of_all = {"model": args.model or args.shape, "threads": torch.get_num_threads(), "dtype": args.dtype,
+              "device": str(model.norm.weight.device), "weights_bytes": weights,
+              "read_gb_per_second": read_bandwidth()}
+    show(f"{of_all['model']}: {weights / 1e9:.2f} GB of weights, {of_all['threads']} threads; memory is read "
+         f"at {of_all['read_gb_per_second']:.1f} GB/s")
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(length: int) -> list[int]:
+        return torch.randint(model.vocab_size, (length,), generator=generator).tolist()
+
+    def tell(about: dict[str, Any], names: tuple[str, str], figures: dict, lines: list[str]) -> None:
+        show("", f"| {', '.join(f'{key} {value}' for key, value in about.items())} | {names[0]} tok/s | "
+             f"{names[1]} tok/s | ratio |", "|---|---|---|---|", *lines)
+        if args.json:
+            with open(args.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps(of_all | about | figures) + "\n")
+
+    for batch in args.batch:
+        prompts, new = [draw(args.prompt_tokens) for _ in range(batch)], args.new_tokens
+        ours = partial(run_engine, model, prompts, [new] * batch, batch)
+        for cache in args.caches:
+            names = ("paddock", f"transformers, {cache}")
+            tokens = {"prefill": batch * args.prompt_tokens, "decode": batch * (new - 1)}
+            theirs = partial(run_transformers, peer, prompts, new, cache)
+            figures, lines = compare(names, (ours, theirs), args.pairs, tokens)
+            rate = figures["decode_wall"]["tokens_per_second"][0] / batch * weights / 1e9
+            lines.append(f"| decode reads the weights at {rate:.1f} GB/s; same tokens: "
+                         f"{figures['same_tokens']} | | | |")
+            tell({"batch": batch}, names, figures | {"weights_gb_per_second": rate}, lines)
+
+    if not args.skip_batching:
+        lengths = [args.prompt_tokens * (number + 1) // 8 or 1 for number in range(8)]
+        counts = [args.new_tokens * (8 - number % 4) // 8 for number in range(8)]
+        prompts = [draw(length) for length in lengths]
+        runs = tuple(lambda rows=rows: whole(run_engine(model, prompts, counts, rows)) for rows in (8, 1))
+        names = ("8 at once", "one after another")
+        tell({"requests": 8}, names, *compare(names, runs, args.pairs, {"decode": sum(counts)}))
+
+
+def whole(timing: Timing) -> Timing:
+    """A Timing whose decode is all of it."""
+    (wall, cpu), (more_wall, more_cpu), written = timing
+    return Timing((0, 0), (wall + more_wall, cpu + more_cpu), written)
+
+
+if __name__ == "__main__":
+    run_script(main)

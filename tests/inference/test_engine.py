@@ -1,0 +1,183 @@
+"""Continuous batching: whatever else runs, comes, goes or was there before, a request gets the tokens that it gets alone."""
+
+import dataclasses
+
+import pytest
+import torch
+from factories import prepare
+
+from checkpoint import hf_format
+from config import ModelConfig
+from inference.engine import Engine, Request
+from inference.generate import generate
+from inference.sampling import Sampling, choose, penalize
+from model import Transformer
+from tokenizer import load_tokenizer
+
+VOCAB = 61
+DRAWN = Sampling(temperature=1.0, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.2, seed=5)
+
+
+def random_prompts(*lengths: int, vocabulary: int = VOCAB) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = random_prompts(7, 1, 30, 4, 12, 2)
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    """Random weights, wide enough that the likeliest token changes from step to step."""
+    model = Transformer(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.15,
+                                    tie_embeddings=False), VOCAB)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def run(engine: Engine, *requests: Request) -> list[list[int]]:
+    for request in requests:
+        engine.add(request)
+    while not engine.idle:
+        engine.step()
+    return [request.written for request in requests]
+
+
+def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling = Sampling()) -> list[int]:
+    """What an engine of one row writes, which is what a model writes that reads everything for each token."""
+    written, = run(Engine(model, 1, 100), Request(prompt, count, sampling))
+    draws, tokens = torch.rand(count, generator=torch.Generator().manual_seed(sampling.seed)), [*prompt]
+    with torch.no_grad():
+        for draw_1 in draws.split(1):
+            logits_V = model.logits(torch.tensor([tokens]))[0, -1]
+            tokens.append(int(choose(penalize(logits_V, tokens, sampling.repetition_penalty)[None], draw_1, [sampling])))
+    assert tokens[len(prompt):] == written
+    return written
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("rows, read_at_once", [(6, 256), (3, 256), (2, 5), (1, 1)])
+def test_a_request_gets_what_it_gets_alone(model, sampling, rows, read_at_once):
+    """All at once or waiting for rows, with prompts that are read whole or in pieces; some end sooner."""
+    requests = [Request(prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)]
+    written = run(Engine(model, rows, 60, read_at_once), *requests)
+    expected = [alone(model, prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)]
+    assert written == expected
+    assert {request.finish_reason for request in requests} == {"length"}
+    assert len({token for row in written for token in row}) > 15, "a model that repeats itself would prove little"
+
+
+def test_a_request_can_come_while_others_are_written(model):
+    engine = Engine(model, 3, 60, read_at_once=8)
+    requests = [Request(prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
+    for request in requests:
+        engine.add(request)
+        for _ in range(4):
+            engine.step()
+    run(engine)
+    assert [request.written for request in requests] == [
+        alone(model, prompt, 12, dataclasses.replace(DRAWN, seed=index)) for index, prompt in enumerate(PROMPTS)]
+
+
+def test_a_long_prompt_is_read_in_pieces_while_others_are_written(model):
+    engine, short, long = Engine(model, 2, 60, read_at_once=4), Request([1, 2], 30), Request(PROMPTS[2], 3)
+    engine.add(short)
+    engine.step()
+    engine.add(long)
+    for written in range(2, 9):
+        assert engine.step() == [short] and len(short.written) == written
+    assert engine.step() == [long, short]
+    run(engine)
+    assert (short.written, long.written) == (alone(model, [1, 2], 30), alone(model, PROMPTS[2], 3))
+
+
+def test_what_a_row_has_read_is_not_read_again(model):
+    """The next turn of a chat goes on in its row, also beside others; a prompt that begins alike takes over what is there."""
+    engine, read = Engine(model, 3, 100), []
+    forward = model.logits
+
+    def logits(tokens_BT, **options):
+        read.append(tokens_BT.numel())
+        return forward(tokens_BT, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "logits", logits)
+        first, = run(engine, Request(PROMPTS[2], 10))
+        other, = run(engine, Request(PROMPTS[4], 10))
+        read.clear()
+        turn = [*PROMPTS[2], *first, 4, 5]
+        second, = run(engine, Request(turn, 5))  # all but the last token of the answer is in the row
+        assert read == [3, 1, 1, 1, 1]
+        read.clear()
+        edited = [*turn[:35], 9]
+        third, = run(engine, Request(edited, 2))
+        assert read == [1, 1]
+        read.clear()
+        both = run(engine, Request([*PROMPTS[4], *other, 8], 4), Request(turn, 4))
+        assert read == [2, 1, 2, 2, 2]
+    assert (second, third) == (alone(model, turn, 5), alone(model, edited, 2))
+    assert both == [alone(model, [*PROMPTS[4], *other, 8], 4), second[:4]]
+
+
+def test_a_cancelled_request_ends_and_leaves_no_trace(model):
+    engine = Engine(model, 2, 60, read_at_once=8)
+    requests = [Request(prompt, 20) for prompt in PROMPTS[:4]]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    reading, waiting = requests[0], requests[3]
+    so_far = [*reading.written]
+    for request in (reading, waiting):
+        engine.cancel(request)
+    changed = [request for _ in range(60) for request in engine.step()]
+    assert engine.idle and reading not in changed and waiting not in changed
+    assert reading.finish_reason == waiting.finish_reason == "cancelled" and reading.written == so_far
+    assert [request.written for request in requests[1:3]] == [alone(model, prompt, 20) for prompt in PROMPTS[1:3]]
+    engine.cancel(requests[1])
+    assert requests[1].finish_reason == "length", "it was done before"
+
+
+def test_a_stop_token_ends_a_request_and_is_not_written(model):
+    free = alone(model, PROMPTS[0], 20)
+    request = Request(PROMPTS[0], 20, stop_ids={free[6]})
+    written, _ = run(Engine(model, 2, 60), request, Request(PROMPTS[1], 20))
+    assert written == free[:free.index(free[6])] and request.finish_reason == "stop"
+
+
+def test_a_row_may_be_full_to_the_last_token(model):
+    """Beside a row that reads more than there is room for in the full one."""
+    full, other = Request(PROMPTS[0], 33), Request(PROMPTS[2], 9)
+    engine = Engine(model, 2, 40)
+    engine.add(full)
+    for _ in range(31):
+        engine.step()
+    run(engine, other)
+    assert [full.written, other.written] == [alone(model, PROMPTS[0], 33), alone(model, PROMPTS[2], 9)]
+
+
+def test_seeds_and_indices_decide_what_is_drawn(model):
+    """generate() gives each prompt of a batch random numbers of its own; its first those of a request alone."""
+    together = generate(model, [PROMPTS[0]] * 2, 12, DRAWN)
+    assert together[0] != together[1] and together[0] == alone(model, PROMPTS[0], 12, DRAWN)
+    assert alone(model, PROMPTS[0], 12, dataclasses.replace(DRAWN, seed=6)) != together[0]
+
+
+def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
+    """A hundred tokens after each of ten prompts, by the folder that we save."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
+    config = ModelConfig(dim=48, n_layers=2, n_heads=6, n_kv_heads=2, ffn_dim=80, init_std=0.25, tie_embeddings=False,
+                         rope_scaling_factor=8.0, rope_original_max_len=32)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(2))
+    folder = tmp_path_factory.mktemp("folder")
+    hf_format.save_model_folder(folder, model.state_dict(), model.config, tokenizer, 256)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    prompts = random_prompts(5, 1, 17, 40, 3, 9, 64, 2, 25, 11, vocabulary=tokenizer.vocab_size)
+    ours = run(Engine(model, 4, 200, read_at_once=16), *[Request(prompt, 100) for prompt in prompts])
+    assert len({token for written in ours for token in written}) > 100
+    for prompt, written in zip(prompts, ours):
+        ids = torch.tensor([prompt])
+        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=100, do_sample=False,
+                                   eos_token_id=None, pad_token_id=0)[0, len(prompt):]
+        assert written == expected.tolist()

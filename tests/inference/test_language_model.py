@@ -1,0 +1,74 @@
+"""What a model can be asked, and why it cannot."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from factories import prepare
+
+from checkpoint import hf_format, store
+from common.errors import DataError
+from config import ModelConfig
+from data_pipeline.chat_templates import ChatFormat, TemplateFormat
+from model import Transformer
+from serving.models import open_model
+from tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(prepare(tmp_path_factory.mktemp("prepared")).tokenizer))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    path, config = tmp_path_factory.mktemp("folder"), ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, multiple_of=16)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(2))
+    hf_format.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
+    return path
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def test_a_model_with_a_template_answers_chats_and_continues_texts(folder, tokenizer):
+    model = open_model(str(folder))
+    assert (model.name, model.context_length, model.why_no_chat) == (str(folder), 256, "")
+    assert isinstance(model.chat_format, ChatFormat)
+    assert model.chat_prompt(MESSAGES) == (ChatFormat(tokenizer).encode_prompt(MESSAGES), {tokenizer.eot_id, tokenizer.eos_id}, ())
+    ids = [tokenizer.bos_id, *tokenizer.encode("Hi")]
+    assert model.text_prompt("Hi") == (ids, {tokenizer.eos_id, tokenizer.bos_id}, ids)
+
+
+def changed(folder: Path, copy: Path, template: str) -> str:
+    shutil.copytree(folder, copy)
+    (copy / "chat_template.jinja").write_text(template)
+    return str(copy)
+
+
+def test_a_model_of_another_template_uses_that(folder, tmp_path):
+    template = "{% for m in messages %}{{ m.role ~ ':' ~ m.content ~ '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    assert isinstance(open_model(changed(folder, tmp_path / "its own", template)).chat_format, TemplateFormat)
+
+
+def test_a_model_that_answers_no_chats_says_why_and_continues_texts(folder, tmp_path):
+    without = shutil.copytree(folder, tmp_path / "base")
+    (without / "chat_template.jinja").unlink()
+
+    def write(place: Path) -> None:
+        shutil.copytree(folder, place, dirs_exist_ok=True)
+        (place / store.STATE).write_text(json.dumps(
+            {"progress": {"step": 1}, "identity": {}, "world_size": 1, "settings": {"TRAINING_STAGE": "pretrain"}}))
+
+    store.publish(tmp_path / "pretrained", write, {"step": 1})
+    broken = changed(folder, tmp_path / "broken", "{% for %}")
+    for name, why in ((str(without), "its tokenizer has no chat template"), (broken, "chat template cannot be read"),
+                      (str(tmp_path / "pretrained"), "it was pretrained only, and has seen no chats")):
+        model = open_model(name)
+        assert model.chat_format is None and why in model.why_no_chat
+        with pytest.raises(DataError, match=f"continues texts: .*{why}"):
+            model.chat_prompt(MESSAGES)
+        assert model.text_prompt("Hi").ids

@@ -1,0 +1,67 @@
+"""Files of prompts: what each line means, and which line is wrong."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from common.errors import DataError
+from inference.prompt_file import read_prompts
+
+CHAT = [{"role": "user", "content": "Who are you?"}]
+
+
+def write(path, *lines) -> str:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def contents(*arguments) -> list:
+    return [prompt.content for prompt in read_prompts(*arguments)]
+
+
+def test_a_line_of_text_is_a_prompt(tmp_path):
+    name = write(tmp_path / "p.txt", "\ufeffOnce upon", "", "  two  ", '{"prompt": "text"}', "")
+    assert contents(name) == ["Once upon", "  two  ", '{"prompt": "text"}']
+    assert [prompt.line for prompt in read_prompts(name)] == [1, 3, 4]
+    (tmp_path / "dos.txt").write_bytes(b"one\r\ntwo\r\n")
+    assert contents(str(tmp_path / "dos.txt")) == ["one", "two"]
+
+
+def test_a_line_of_json_is_a_prompt_or_a_chat(tmp_path):
+    name = write(tmp_path / "p.jsonl", {"prompt": "Once\nupon"}, {"messages": CHAT})
+    assert contents(name) == ["Once\nupon", CHAT]
+    system = [{"role": "system", "content": "Be kind."}]
+    assert contents(name, True, "Be kind.") == [[*system, {"role": "user", "content": "Once\nupon"}], [*system, *CHAT]]
+
+
+@pytest.mark.parametrize("text, expected", [("a\nb\n", ["a", "b"]), ('\n{"prompt": "a"}\n', ["a"])])
+def test_stdin_has_lines_of_either_kind(monkeypatch, text, expected):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert contents("-") == expected
+
+
+@pytest.mark.parametrize("line, reason", [
+    ("{", "is not JSON"), ("[1]", 'an object with "prompt" or "messages"'), ("{}", 'with "prompt" or "messages"'),
+    ({"prompt": "a", "messages": CHAT}, 'with "prompt" or "messages"'), ({"prompt": 3}, "prompt is int, expected text"),
+    ({"messages": "hello"}, "messages is str, expected a list"), ({"messages": []}, "has no messages"),
+    ({"messages": [{"role": "user"}]}, "has no 'content'"),
+    ({"messages": [*CHAT, {"role": "assistant", "content": "Me."}]}, "expected a user's"),
+    ("[" * 100_000, "is not JSON"),
+])
+def test_a_wrong_line_is_named(tmp_path, line, reason):
+    name = write(tmp_path / "p.jsonl", {"prompt": "good"}, "", line)
+    with pytest.raises(DataError) as caught:
+        read_prompts(name)
+    assert str(caught.value).startswith(f"{name}:3: ") and reason in str(caught.value)
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9\n")
+    with pytest.raises(DataError, match=r"latin\.txt:2: is not UTF-8"):
+        read_prompts(str(tmp_path / "latin.txt"))
+    for name, reason in ((tmp_path, "is no plain file"), (tmp_path / "gone", "No such file"),
+                         (write(tmp_path / "empty.txt", "", " "), "has no prompts")):
+        with pytest.raises(DataError, match=reason):
+            read_prompts(str(name))

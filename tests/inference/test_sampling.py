@@ -1,0 +1,90 @@
+"""The distributions from which tokens are drawn, against transformers' logits processors in the order of its generate()."""
+
+import pytest
+import torch
+
+from inference import sampling as module
+from inference.sampling import Sampling, choose, penalize
+
+WAYS = [
+    {"temperature": 0.7},
+    {"top_k": 7},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"min_p": 0.08},
+    {"top_k": 12, "top_p": 0.75, "temperature": 0.9},
+    {"top_p": 0.9, "min_p": 0.15, "temperature": 1.5},
+    {"top_k": 9, "top_p": 0.95, "min_p": 0.02, "temperature": 2.0, "repetition_penalty": 1.4},
+    {"repetition_penalty": 0.6, "top_p": 0.7},
+    {"top_k": 1000},  # more than there are
+]
+SEEN = [34, 47, 47, 22, 39, 6]  # likely ones and unlikely ones, one of them twice
+
+
+def logits_of(vocabulary: int, spread: float = 2.0) -> torch.Tensor:
+    return torch.randn(vocabulary, generator=torch.Generator().manual_seed(4)) * spread
+
+
+def by_transformers(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The probabilities that transformers' generate() draws from."""
+    process = pytest.importorskip("transformers.generation.logits_process")
+    scores, ids = logits_V[None].clone(), torch.tensor([SEEN])
+    processors = [process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+                  process.TemperatureLogitsWarper(sampling.temperature),
+                  *([process.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
+                  *([process.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []),
+                  *([process.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else [])]
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores.softmax(-1)[0]
+
+
+def drawn_shares(logits_V: torch.Tensor, sampling: Sampling, draws: int = 20_000) -> torch.Tensor:
+    """How often each id comes, over draws that are spread evenly."""
+    if sampling.repetition_penalty != 1:
+        logits_V = penalize(logits_V, SEEN, sampling.repetition_penalty)
+    draws_B = (torch.arange(draws) + 0.5) / draws
+    ids_B = choose(logits_V.expand(draws, -1), draws_B, [sampling] * draws)
+    return torch.bincount(ids_B, minlength=len(logits_V)) / draws
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("looked_at_first", [4, 512])
+def test_distributions_are_those_of_transformers(way, looked_at_first, monkeypatch):
+    """Also where the most likely tokens, which are looked at first, do not suffice."""
+    monkeypatch.setattr(module, "MOST_LIKELY", looked_at_first)
+    sampling = Sampling(**{"temperature": 1.0, **way})
+    logits_V = logits_of(61)
+    torch.testing.assert_close(drawn_shares(logits_V, sampling), by_transformers(logits_V, sampling), atol=1.5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("way", [{}, {"top_p": 0.9}, {"top_k": 900, "top_p": 0.9}, {"min_p": 0.001}], ids=str)
+def test_a_large_vocabulary_is_ordered_as_far_as_needed(way):
+    """In 5,000 ids of even probability, what is drawn does not depend on how many are looked at first."""
+    logits_BV = (logits_of(5000, 0.5).expand(300, -1)).clone()
+    draws_B, samplings = torch.rand(300, generator=torch.Generator().manual_seed(0)), [Sampling(1.0, **way)] * 300
+    found = choose(logits_BV, draws_B, samplings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MOST_LIKELY", 5000)
+        whole = choose(logits_BV, draws_B, samplings)
+    assert (found == whole).float().mean() > 0.98, "but for sums that are rounded otherwise"
+    assert len({*found.tolist()}) > 200
+
+
+def test_each_row_is_sampled_in_its_own_way():
+    logits_V = logits_of(61)
+    samplings = [Sampling(), Sampling(1.0), Sampling(), Sampling(0.5, top_k=3), Sampling(2.0, top_p=0.5, min_p=0.1)]
+    draws_B = torch.tensor([0.1, 0.99, 0.5, 0.8, 0.9])
+    together = choose(logits_V.expand(5, -1), draws_B, samplings)
+    alone = [choose(logits_V[None], draws_B[[row]], [sampling]) for row, sampling in enumerate(samplings)]
+    assert torch.equal(together, torch.cat(alone))
+    assert together[0] == together[2] == logits_V.argmax() and len({*together.tolist()}) > 2
+
+
+def test_greedy_rows_are_not_sorted(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "sample", lambda logits_RV, draws_R, samplings: seen.append(len(samplings))
+                        or torch.zeros(len(samplings), dtype=torch.int64))
+    choose(torch.randn(3, 9), torch.rand(3), [Sampling()] * 3)
+    assert seen == []
+    choose(torch.randn(3, 9), torch.rand(3), [Sampling(), Sampling(1.0), Sampling()])
+    assert seen == [1]
