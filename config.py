@@ -229,6 +229,8 @@ class CheckpointConfig(Section):
     save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
     keep_last: int = safe(3, "newest checkpoints kept; 0 = all", ge=0)
     keep_best: int = safe(1, "checkpoints of lowest validation loss kept in addition", ge=0)
+    model_license: str = safe("", "license in the model card, such as apache-2.0; empty = that of the base")
+    model_language: str = safe("", "languages in the model card, with commas, such as en,de")
 
 
 class LogConfig(Section):

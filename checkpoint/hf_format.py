@@ -341,7 +341,7 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor
 
 def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
                  max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write tensors as model.safetensors, or as several files with an index if one would be too large."""
+    """Write tensors as model.safetensors, or several files if one would be too large, with an index."""
     # Not by huggingface_hub, which is optional here and writes a file in one call without a heartbeat.
     shards: list[dict[str, LazyTensor]] = [{}]
     room = max_shard_bytes
@@ -351,15 +351,15 @@ def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
             room = max_shard_bytes
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    if len(shards) == 1:
-        write_tensors(folder / WEIGHTS_FILE, shards[0], {"format": "pt"})
-        return
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            file_name = WEIGHTS_FILE
         write_tensors(folder / file_name, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file_name)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    # Also of a single file: without an index, vLLM takes the optimizer's file for weights too.
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 

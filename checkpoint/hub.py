@@ -9,7 +9,7 @@ from checkpoint.hf_format import INDEX_FILE, WEIGHTS_FILE, read_json
 from common.errors import CheckpointError
 from common.remote import HUB_NAME, hub_folder, why_not
 
-FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja"], "ignore_patterns": ["*/*"]}
+FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"], "ignore_patterns": ["*/*"]}
 
 
 def is_model_name(name: str) -> bool:

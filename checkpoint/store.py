@@ -1,11 +1,11 @@
 """Checkpoints on disk: a crash at any instant leaves a good one, and nothing is parsed before it is verified.
 
 A checkpoint is a folder `step-00000200`. It is written as `tmp-...`, gets a MANIFEST.json with the size and
-SHA-256 of every file, and only then its name. Deleting begins with renaming to `trash-...`. No pickles.
+SHA-256 of every file except README.md, which the user may edit, and only then its name. Deleting begins with
+renaming to `trash-...`. No pickles.
 """
 
 import errno
-import hashlib
 import json
 import math
 import os
@@ -22,16 +22,16 @@ from typing import Any, NamedTuple, Optional
 from torch import Tensor
 
 from checkpoint.hub import hub_model, is_model_name
-from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse, read_state_file
+from checkpoint.manifest import CARD, MANIFEST, read_manifest, sealed, verify
+from checkpoint.schema import FORMAT, GONE, read_state_file
 from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
 from common.errors import CheckpointError
-from common.files import leads_outside, plain, read_plain, sha256, sync, sync_folder
+from common.files import sha256, sync, sync_folder
 from common.text import print_safely, printable
 from parallel.collectives import Ranks
 from parallel.sharding import RowServer
 
 PADDOCK_VERSION = "0.1"
-MANIFEST = "MANIFEST.json"
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
 
@@ -120,9 +120,10 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
         names = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
         files = {name: {"size": (temporary / name).stat().st_size, "sha256": _sync_and_hash(temporary / name)}
                  for name in names}
+        files.pop(CARD, None)
         written = 1 + max((manifest["written"] for _, manifest in _newest_first(folder.parent)[0]), default=0)
         manifest = {"format": FORMAT, "paddock": PADDOCK_VERSION, **facts, "written": written, "files": files}
-        (temporary / MANIFEST).write_bytes(_sealed(manifest))
+        (temporary / MANIFEST).write_bytes(sealed(manifest))
         _sync_and_hash(temporary / MANIFEST)
         for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             sync_folder(inner)
@@ -198,71 +199,6 @@ def _sync_and_hash(path: Path) -> str:
     sync(path)
     with open(path, "rb") as file:
         return sha256(file)
-
-
-def _sealed(manifest: Mapping[str, Any]) -> bytes:
-    """The only valid bytes of this manifest, its own hash included: any other byte is damage."""
-    content = json.dumps(manifest, indent=1, sort_keys=True)
-    seal = hashlib.sha256(content.encode()).hexdigest()
-    return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest, verified by its own hash; the files that it lists are not.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another format, or does not match the schema.
-    """
-    path = Path(folder) / MANIFEST
-    try:
-        content = read_plain(path)
-    except FileNotFoundError as error:
-        problem = GONE if not os.path.isdir(folder) else (
-            f"has no {MANIFEST}: it is no checkpoint of Paddock's, or an incomplete one; import a model from "
-            "elsewhere with scripts/import_checkpoint.py")
-        raise CheckpointError(f"{folder} {problem}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    try:
-        manifest = json.loads(content)
-        intact = _sealed({key: value for key, value in manifest.items() if key != "sha256"}) == content
-    except (ValueError, AttributeError, RecursionError):
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path} is damaged; use another checkpoint")
-    if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
-    return parse(content, Manifest, path)
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
-
-    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
-    Raises:
-        CheckpointError: names the file that is missing, damaged, no regular file, or outside the folder.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if leads_outside(name, folder):
-            raise CheckpointError(f"{folder / MANIFEST} lists a file outside its folder: {name!r}; put a "
-                                  "copy of it there, or use another checkpoint")
-        try:
-            with open(path, "rb", opener=plain) as file:
-                size = os.fstat(file.fileno()).st_size
-                digest = sha256(file) if size == expected["size"] else None
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is missing; use another checkpoint") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        if digest is None:
-            raise CheckpointError(f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were "
-                                  "written; use another checkpoint")
-        if digest != expected["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its SHA-256 has changed; use another checkpoint")
-    return manifest
 
 
 def newest_verified(checkpoints_dir: Path,
@@ -356,6 +292,8 @@ def _newest_in(folder: Path, warn: Warn) -> Path:
             for message in messages:
                 warn(message)
             return newest
+    if (folder / "log").is_dir() and (folder / "metrics.jsonl").exists():
+        raise CheckpointError(f"the run {folder} has saved no checkpoint yet")
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     if not (is_model and not (folder / STATE).exists() or (folder / MANIFEST).exists()):
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}; and no Hugging Face model: "

@@ -29,9 +29,10 @@ from checkpoint.hf_format import (
     read_json,
     save_model_folder,
     vocabulary_rows,
+    weights_sha256,
 )
 from checkpoint.peft_format import refuse_adapters
-from checkpoint.store import MANIFEST, publish, verify
+from checkpoint.store import MANIFEST, publish, verify, warn_on_console
 from checkpoint.tensor_files import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
@@ -39,6 +40,7 @@ from common.text import show
 from config import ModelConfig
 from model_utils import find_model
 from tokenizer import load_tokenizer
+from training.model_card import imported_card, write_card
 
 
 def read_huggingface(source: Path) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
@@ -87,7 +89,7 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         state, config, max_seq_len = read_meta(meta_file, rope_scaling_factor)
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:
-        folder = find_model(str(source))
+        source = folder = find_model(str(source))
         if os.path.exists(folder / MANIFEST):
             verify(folder)
         refuse_adapters(folder)
@@ -101,8 +103,13 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         show(f"The model's last {rows - tokenizer.vocab_size:,} rows of the vocabulary have no token and are "
              "left out.")
     size = sum(tensor.nbytes for tensor in state.values())
-    publish(output, lambda folder: save_model_folder(folder, state, config, tokenizer, max_seq_len),
-            {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
+
+    def write(folder: Path) -> None:
+        save_model_folder(folder, state, config, tokenizer, max_seq_len)
+        digest = weights_sha256(load_model_weights(folder))
+        write_card(folder, lambda: imported_card(output.name, source, digest, max_seq_len), warn_on_console)
+
+    publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
 
 
 def main() -> None:

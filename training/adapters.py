@@ -16,6 +16,7 @@ from lora import add_adapters, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from model_utils import device_and_dtype, load_model, model_from_tensors
 from tokenizer import load_tokenizer
+from training.model_card import merged_card, write_card
 from training.start import find_by_hash
 
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one, for sums in another order
@@ -118,7 +119,8 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
 
-    model, tokenizer, content = load_adapted(adapter_folder, base_of_adapters(adapter_folder, base))
+    base_folder = base_of_adapters(adapter_folder, base)
+    model, tokenizer, content = load_adapted(adapter_folder, base_folder)
     config = model.config
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -137,6 +139,8 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
         if dtype == torch.float32 and not differences[0] <= allowed:
             raise CheckpointError(f"the merged model's logits differ by {differences[0]:.2g} from those of "
                                   "base and adapters; nothing is written: are the adapters finite?")
+        write_card(folder, lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
+                   store.warn_on_console)
 
     size = sum(tensor.nbytes for tensor in state.values())
     store.publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size,

@@ -21,12 +21,12 @@ from common.files import NotAFileError, plain
 from common.text import duration, print_safely, printable
 from config import Config
 from parallel.gpus import number_of
+from training.run_history import EVALUATED, RunHistory
 from training.trackers import TensorBoard, Tracker, Trackio, Wandb
 
 LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
-EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 REPORT = "report.html"
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
@@ -34,13 +34,15 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
-                     stays: Callable[[Line], bool] = lambda line: False) -> Optional[Line]:
+                     stays: Callable[[Line], bool] = lambda line: False,
+                     see: Callable[[bytes, Line], object] = lambda line, entry: None) -> Optional[Line]:
     """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
 
     Args:
         stays: tells of a line of a later step whether it is kept too.
+        see: called with each line that is kept, raw and parsed.
     Returns:
         The newest line that the file had.
     Raises:
@@ -59,6 +61,8 @@ def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
             if entry is None or entry.step <= step or stays(entry):
                 (bad if entry is None else kept).write(line + b"\n")
+                if entry is not None:
+                    see(line + b"\n", entry)
     os.replace(beside, path)
     if bad_lines:
         warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
@@ -144,6 +148,7 @@ class RunLog:
         self.run_dir = Path()
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.trackers: list[Tracker] = []
+        self.history = RunHistory(config.total_batch_size)  # rank 0's is whole
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "",
              measured: Collection[str] = ()) -> None:
@@ -165,10 +170,13 @@ class RunLog:
         # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
         stays = {"ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
                  "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
-        for name in LOGS:
+        see = {"metrics": lambda _, entry: self.history.add_metrics(entry.step, entry.model_extra),
+               "ledger": lambda line, entry: self.history.add_ledger(entry.step, line)}
+        for name in sorted(LOGS):  # the ledger before the metrics, as `RunHistory` needs it
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                newest[name] = keep_lines_up_to(path, step, self.warn, stays.get(name, lambda line: False))
+                newest[name] = keep_lines_up_to(path, step, self.warn, stays.get(name, lambda line: False),
+                                                see.get(name, lambda line, entry: None))
             self.lines[name] = LineFile(path, self.warn)
         before = newest["metrics"].model_dump() if newest["metrics"] else {}
         self.previous = {"previous_step": before.get("step"), "previous_time": before.get("time")}
@@ -212,12 +220,16 @@ class RunLog:
 
     def _write_json(self, name: str, entry: dict[str, Any]) -> None:
         if name in self.lines:
-            self.lines[name].write(json.dumps(entry, ensure_ascii=name != "samples"))
+            line = json.dumps(entry, ensure_ascii=name != "samples")
+            self.lines[name].write(line)
+            if name == "ledger":
+                self.history.add_ledger(entry["step"], f"{line}\n".encode())
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
         step, metrics = metrics["step"], finite(metrics)
         self._write_json("metrics", {"step": step, "time": time.time(), **metrics})
+        self.history.add_metrics(step, metrics)
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
         self._send("log", values, step)

@@ -6,6 +6,7 @@ import shutil
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -35,6 +36,7 @@ from objectives.base import Objective
 from parallel.collectives import Ranks, RunContext, classify_exception
 from parallel.sharding import RowServer, is_sharded, named_parameters, own
 from training import diagnostics, run_folder
+from training.model_card import CardFacts, commit, run_card, write_card
 from training.optim import Optimizer
 from training.report_in_background import BackgroundReport
 from training.run_folder import SEGMENTS, RunFolder
@@ -242,6 +244,7 @@ def begin(run: Run) -> None:
     steps = (run.progress.last_complete_step, run.progress.step) if resumes else (-1, 0)
     run.progress.wandb_run_id = run.progress.wandb_run_id or uuid.uuid4().hex[:8]
     run.ranks.on_rank0(clear)
+    run.ranks.on_rank0(commit)  # of this code, which may be another one when the first card is written
     measured = run.progress.pending_metrics or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
@@ -356,6 +359,7 @@ def write_checkpoint(run: Run) -> None:
             peft_format.save_adapter_folder(folder, adapter, config, tokenizer)
         else:
             hf_format.save_model_folder(folder, weights, run.model.config, tokenizer, config.max_seq_len)
+        write_card(folder, lambda: run_card(card_facts(run, weights)), run.log.warn)
 
     checkpoints_dir = run.folder / "checkpoints"
     of_optimizer = trim_padding({name: streamed[name] for name in optimizer_state}, run.model)
@@ -368,6 +372,18 @@ def write_checkpoint(run: Run) -> None:
     seconds = time.perf_counter() - started
     run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
     run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
+
+
+def card_facts(run: Run, trained: Mapping[str, LazyTensor]) -> CardFacts:
+    """What the model card of the current state tells of."""
+    config, vocab_size, ranks = run.config, run.inputs.tokenizer.vocab_size, run.ranks.world_size
+    sizes = [tensor.first_rows(vocab_size).shape if name in hf_format.VOCABULARY else tensor.shape
+             for name, tensor in trained.items()]
+    hardware = f"{diagnostics.device_name(run.ranks.device)}, {ranks} rank{'s' if ranks > 1 else ''}"
+    titles = {choices.name: choices.title for choices in run.inputs.choice_sets}
+    return CardFacts(run.folder.name, run.folder, config, run.progress, run.inputs.identity(config),
+                     run.log.history, run.inputs.rows, titles, vocab_size, sum(map(math.prod, sizes)),
+                     hardware)
 
 
 def trained_bytes(model: Transformer) -> int:

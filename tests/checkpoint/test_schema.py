@@ -50,7 +50,7 @@ def resealed(folder: Path, manifest: dict, state: dict) -> None:
     (folder / store.STATE).write_bytes(text)
     if isinstance(manifest.get("files"), dict) and isinstance(manifest["files"].get(store.STATE), dict):
         manifest["files"][store.STATE] |= {"size": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-    (folder / store.MANIFEST).write_bytes(store._sealed(manifest))
+    (folder / store.MANIFEST).write_bytes(store.sealed(manifest))
 
 
 def both_files(folder: Path) -> tuple[dict, dict]:

@@ -202,7 +202,7 @@ def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_ha
 def reseal(folder: Path, files: dict) -> None:
     """Write a valid manifest that lists these files."""
     manifest = {name: value for name, value in store.read_manifest(folder).items() if name != "sha256"}
-    (folder / store.MANIFEST).write_bytes(store._sealed({**manifest, "files": files}))
+    (folder / store.MANIFEST).write_bytes(store.sealed({**manifest, "files": files}))
 
 
 # ------------------------------------------------------------------------------------------------------------------- crashes

@@ -46,7 +46,7 @@ def forget(checkpoint: Path, *names: str) -> None:
     content = (checkpoint / store.STATE).read_bytes()
     manifest = {name: value for name, value in store.read_manifest(checkpoint).items() if name != "sha256"}
     manifest["files"][store.STATE] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (checkpoint / store.MANIFEST).write_bytes(store._sealed(manifest))
+    (checkpoint / store.MANIFEST).write_bytes(store.sealed(manifest))
 
 
 # -------------------------------------------------------------------------------- what is counted

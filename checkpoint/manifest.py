@@ -1,0 +1,88 @@
+"""The manifest of a checkpoint: the size and SHA-256 of each file. Needs no torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Optional
+
+from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse
+from common.errors import CheckpointError
+from common.files import leads_outside, plain, read_plain, sha256
+
+MANIFEST = "MANIFEST.json"
+CARD = "README.md"  # which the user may edit, so it is not listed
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """Return the only valid bytes of this manifest, its own hash included: any other byte is damage."""
+    content = json.dumps(manifest, indent=1, sort_keys=True)
+    seal = hashlib.sha256(content.encode()).hexdigest()
+    return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the checkpoint's manifest, verified by its own hash; the files that it lists are not.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of another format, or does not match the schema.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        content = read_plain(path)
+    except FileNotFoundError as error:
+        problem = GONE if not os.path.isdir(folder) else (
+            f"has no {MANIFEST}: it is no checkpoint of Paddock's, or an incomplete one; import a model from "
+            "elsewhere with scripts/import_checkpoint.py")
+        raise CheckpointError(f"{folder} {problem}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        manifest = json.loads(content)
+        intact = sealed({key: value for key, value in manifest.items() if key != "sha256"}) == content
+    except (ValueError, AttributeError, RecursionError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path} is damaged; use another checkpoint")
+    if isinstance(number := manifest.get("format"), int) and number > FORMAT:
+        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
+    return parse(content, Manifest, path)
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
+
+    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
+    Raises:
+        CheckpointError: names the file that is missing, damaged, no regular file, or outside the folder.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        if fault := fault_of(folder, name, expected):
+            raise CheckpointError(f"{fault}; use another checkpoint")
+    return manifest
+
+
+def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
+             advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
+    """Return what is wrong with a file that a manifest lists, in words; None if it is intact.
+
+    Args:
+        advance: called with the number of bytes of each block that was hashed.
+    """
+    path = folder / name
+    if leads_outside(name, folder):
+        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)"
+    try:
+        with open(path, "rb", opener=plain) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = sha256(file, advance) if size == expected["size"] else None
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    if digest is None:
+        return f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were written"
+    return None if digest == expected["sha256"] else f"{path} is damaged: its SHA-256 has changed"

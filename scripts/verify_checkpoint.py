@@ -1,0 +1,135 @@
+"""Verify copies of checkpoints: does every file have the size and SHA-256 that MANIFEST.json lists?
+
+    python scripts/verify_checkpoint.py runs/first
+    python scripts/verify_checkpoint.py copies/step-00000200 --model-only
+
+Of a run, all of its checkpoints are verified. A copy needs nothing but the folder: no run, no torch, no GPU.
+Where the run is beside it, its ledger is compared with the digest in the model card, too.
+Exit codes: 0 intact, 5 damaged, incomplete, or nothing to compare with.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Optional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm
+
+from checkpoint.card import facts_of, read_card
+from checkpoint.manifest import MANIFEST, fault_of, read_manifest
+from checkpoint.schema import read_lines
+from common.command_line import CommandParser
+from common.errors import CheckpointError, local_path, run_script
+from common.text import printable, show
+
+# What only resuming needs.
+OF_TRAINING = ("optimizer.safetensors", "trainer_state.json")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints that a path means: itself, or those of a run, oldest first.
+
+    Raises:
+        CheckpointError: it is no folder, or has nothing to compare with.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; give the path of a checkpoint, or of a run")
+    if (folder / MANIFEST).exists():
+        return [folder]
+    found = sorted(place for inner in (folder, folder / "checkpoints") for place in inner.glob("step-*"))
+    if not found:
+        kind = "is a model that Paddock did not write" if (folder / "config.json").exists() else "holds none"
+        raise CheckpointError(f"{folder} has no {MANIFEST}, so there is nothing to compare with: it {kind}. "
+                              "Copy the checkpoint again with all of its files")
+    return found
+
+
+def verify(folder: Path, model_only: bool) -> bool:
+    """Print a line for each file of a checkpoint, and one for the whole; return whether it is intact.
+
+    Raises:
+        CheckpointError: its manifest is missing or damaged.
+    """
+    manifest = read_manifest(folder)
+    files = {name: entry for name, entry in manifest["files"].items()
+             if not (model_only and name in OF_TRAINING)}
+    show(f"{folder}:")
+    faults = {}
+    for name, expected in sorted(files.items()):
+        with tqdm(total=expected["size"], desc=printable(name), unit="B", unit_scale=True, delay=1,
+                  leave=False) as bar:
+            fault = faults[name] = fault_of(folder, name, expected, bar.update)
+        show(f"  {'ok' if fault is None else 'BAD':4} {name}  {expected['size']:,} bytes"
+             + (f": {fault.removeprefix(f'{folder / name} ')}" if fault else ""))
+    bad = [name for name, fault in faults.items() if fault]
+    of_model = [name for name in bad if name not in OF_TRAINING]
+    if bad and not of_model:
+        show("The model's files are intact; what resuming needs is not (--model-only leaves that out).")
+    show(described(manifest, folder))
+    same = ledger_is_same(folder)
+    if same is not None:
+        show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, "
+             f"{'as' if same else 'not as'} the model card says")
+    show(f"{folder} {'is intact' if not bad and same is not False else 'is NOT as it was written'}.")
+    return not bad and same is not False
+
+
+def described(manifest: dict[str, Any], folder: Path) -> str:
+    """Return what manifest and card tell of a checkpoint, on one line."""
+    card, loss = facts_of(read_card(folder)), manifest["val_loss"]
+    facts = {"step": f"{manifest['step']:,}", "tokens": card.get("tokens"), "license": card.get("license"),
+             "base": card.get("base_model"), "validation loss": None if loss is None else f"{loss:.4f}",
+             "Paddock": card.get("version")}
+    return "  " + ", ".join(f"{name} {value}" for name, value in facts.items() if value)
+
+
+def ledger_is_same(folder: Path) -> Optional[bool]:
+    """Return whether the run's ledger has the digest in the card; None if one of them is not here."""
+    wanted = facts_of(read_card(folder)).get("ledger_sha256")
+    checkpoints = folder.absolute().parent
+    ledger = checkpoints.parent / "ledger.jsonl"
+    if not wanted or checkpoints.name != "checkpoints" or not ledger.is_file():
+        return None
+    step, digest = read_manifest(folder)["step"], hashlib.sha256()
+    for line in lines_up_to(ledger, step):
+        digest.update(line)
+    return digest.hexdigest() == wanted
+
+
+def lines_up_to(ledger: Path, step: int) -> Iterator[bytes]:
+    """Yield the lines of a ledger up to a step. Raises CheckpointError if it cannot be read."""
+    try:
+        for line, entry in read_lines(ledger):
+            if entry is not None and entry.step <= step:
+                yield line + b"\n"
+    except OSError as error:
+        raise CheckpointError(f"{ledger} cannot be read: {error}; check what is at this path") from error
+
+
+def main() -> None:
+    parser = CommandParser(__doc__)
+    parser.add_argument("folders", nargs="+", type=local_path, metavar="FOLDER",
+                        help="a checkpoint, adapters, a merged or imported model, or a run")
+    parser.add_argument("--model-only", action="store_true",
+                        help="leave out what only resuming needs: optimizer.safetensors, trainer_state.json")
+    args = parser.parse_args()
+    damaged, count = [], 0
+    for folder in args.folders:
+        for checkpoint in checkpoints_in(folder.expanduser()):
+            count += 1
+            try:
+                if not verify(checkpoint, args.model_only):
+                    damaged.append(str(checkpoint))
+            except CheckpointError as error:
+                show(f"{checkpoint}: {error}")
+                damaged.append(str(checkpoint))
+    if damaged:
+        raise CheckpointError(f"{len(damaged)} of {count} not as written: {', '.join(damaged)}; copy what is "
+                              "BAD again from where it is intact")
+
+
+if __name__ == "__main__":
+    run_script(main)

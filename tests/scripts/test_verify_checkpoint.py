@@ -1,0 +1,81 @@
+"""A copy of a checkpoint is verified anywhere: each kind of damage is named, and what is intact passes."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from factories import flip_bit
+
+SCRIPT = ROOT / "scripts" / "verify_checkpoint.py"
+
+
+@pytest.fixture
+def copy(whole, tmp_path) -> Path:
+    """A checkpoint alone, as on another machine."""
+    return Path(shutil.copytree(whole.checkpoint(6), tmp_path / "copy"))
+
+
+def verify(*arguments, code: int = 0) -> str:
+    done = subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_run_is_verified_with_all_of_its_checkpoints_and_its_ledger(whole, tmp_path):
+    run = whole.copy(tmp_path / "runs")
+    text = verify(run.folder)
+    assert text.count("is intact.") == 3 == text.count("ledger.jsonl of the run, as the model card says")
+    assert f"step 6, tokens 1536, license unknown, validation loss {run.metrics()[-1]['val_loss']:.4f}" in text
+    ledger = run.folder / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join([*lines[:4], lines[4].replace("true", "false"), *lines[5:]]))
+    text = verify(run.folder, code=5)
+    assert text.count("is intact.") == 2 and text.count("ledger.jsonl of the run, not as the model card says") == 1
+    ledger.write_text("".join(lines[:2]))  # a copy of the run's beginning
+    assert "ledger.jsonl of the run, not as" in verify(run.checkpoint(6), code=5)
+
+
+def test_a_copy_needs_no_run_and_no_torch(copy, tmp_path):
+    (copy / "README.md").write_text("edited")
+    (copy / ".gitattributes").write_text("of the hub")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(torch=None, numpy=None, transformers=None)\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    done = subprocess.run([sys.executable, SCRIPT, copy], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{copy} is intact." in done.stdout and "ledger" not in done.stdout, done
+
+
+@pytest.mark.parametrize(("name", "damage", "told"), [
+    ("model.safetensors", flip_bit, "is damaged: its SHA-256 has changed"), ("config.json", Path.unlink, "is missing"),
+    ("tokenizer.json", lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, and")])
+def test_damage_is_named(copy, name, damage, told):
+    damage(copy / name)
+    text = verify(copy, "--model-only", code=5)
+    assert [line for line in text.splitlines() if "BAD  " in line and name in line and told in line]
+    assert text.count("BAD  ") == 1 and "The model's files are intact" not in text
+
+
+def test_what_only_resuming_needs_may_be_left_out(copy):
+    (copy / "optimizer.safetensors").unlink()
+    assert "The model's files are intact; what resuming needs is not" in verify(copy, code=5)
+    text = verify(copy, "--model-only")
+    assert "optimizer" not in text and f"{copy} is intact." in text
+
+
+def test_without_a_manifest_there_is_nothing_to_compare_with(copy, whole, tmp_path):
+    (copy / "MANIFEST.json").unlink()
+    assert "a model that Paddock did not write" in verify(copy, code=5)
+    (tmp_path / "empty").mkdir()
+    assert "nothing to compare with" in verify(tmp_path / "empty", code=5)
+    assert "is no folder" in verify(tmp_path / "missing", code=5)
+    # One of several: the others are verified all the same.
+    assert "1 of 2" in verify(whole.checkpoint(4), flipped(whole, tmp_path), code=5)
+
+
+def flipped(whole, tmp_path) -> Path:
+    folder = Path(shutil.copytree(whole.checkpoint(4), tmp_path / "flipped"))
+    flip_bit(folder / "MANIFEST.json")
+    return folder
