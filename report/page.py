@@ -23,26 +23,33 @@ def render(data: dict, live: bool = False) -> str:
     Args:
         live: the page also listens to server-sent events at `events`, and redraws at each event `data`.
     """
-    style = _asset("uPlot.min.css") + _asset("page.css")
-    library, script = _asset("uPlot.iife.min.js"), _asset("chart.js") + _asset("page.js")
-    policy = (f"default-src 'none'; script-src {_hash(library)} {_hash(script)}; style-src {_hash(style)}; "
-              f"img-src data:; connect-src {_quoted('self' if live else 'none')}; base-uri 'none'; "
-              "form-action 'none'")
+    style, library = join_assets("uPlot.min.css", "base.css", "page.css"), join_assets("uPlot.iife.min.js")
+    script = join_assets("elements.js", "chart.js", "page.js")
+    policy = (f"default-src 'none'; script-src {csp_hash(library)} {csp_hash(script)}; "
+              f"style-src {csp_hash(style)}; img-src data:; "
+              f"connect-src {_quoted('self' if live else 'none')}; base-uri 'none'; form-action 'none'")
     parts = {"policy": policy, "title": html.escape(data["title"]), "style": style, "library": library,
              "script": script, "live": str(live).lower(), "table": _table(data), "data": _json(data)}
-    page = re.sub(r"\{(\w+)\}", lambda name: parts[name[1]], _asset("page.html"))
+    page = fill_template(join_assets("page.html"), parts)
     return page.encode("utf-8", "replace").decode()  # a folder's name may be no Unicode
 
 
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
+def join_assets(*paths: str | Path) -> str:
+    """Return the texts of these files one after another; a relative path lies in `assets/`."""
+    return "".join((ASSETS / path).read_text(encoding="utf-8") for path in paths)
+
+
+def fill_template(template: str, parts: dict[str, str]) -> str:
+    """Return the template with each `{name}` replaced by its part."""
+    return re.sub(r"\{(\w+)\}", lambda name: parts[name[1]], template)
 
 
 def _quoted(word: str) -> str:
     return f"'{word}'"
 
 
-def _hash(text: str) -> str:
+def csp_hash(text: str) -> str:
+    """Return what a Content-Security-Policy says to allow this inline script or style."""
     return _quoted(f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}")
 
 

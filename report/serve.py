@@ -1,12 +1,11 @@
 """The live page of a run: on loopback only, read only, brought up to date by server-sent events."""
 
 import asyncio
-import errno
-import socket
 import threading
 from collections.abc import AsyncIterator
 
-from common.errors import CheckpointError, SettingsError, requires_package
+from common.errors import CheckpointError, requires_package
+from common.http_server import HEADERS, listen
 from common.text import show
 from report.build import Report, as_text
 from report.page import render
@@ -15,8 +14,6 @@ HOST = "127.0.0.1"
 HOSTS = [HOST, "localhost"]  # any other name may be a site's that leads here (DNS rebinding)
 POLL_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
-HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
-           "Cross-Origin-Resource-Policy": "same-origin"}
 
 
 class Live:
@@ -88,12 +85,7 @@ def serve(report: Report, port: int) -> None:
     app = make_app(Live(report))
     with requires_package("uvicorn", "--serve"):
         import uvicorn
-    try:
-        listening = socket.create_server((HOST, port))
-    except OSError as error:
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
-        raise SettingsError(f"--port {port} {why}; --port 0 takes a free one") from error
-    with listening:
+    with listen(HOST, port) as listening:
         # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.
         server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0))
         show(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C ends it)")

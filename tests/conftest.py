@@ -1,6 +1,7 @@
 """The environment of every test (import path, one thread), and the fixtures that several test files share."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -54,6 +55,19 @@ def nvml(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     return install
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium. Not for the whole session: while it is open, no other test could call asyncio.run."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-dev.txt)")
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as driver:
+        if not (found or Path(driver.chromium.executable_path).exists()):
+            pytest.skip("there is no Chromium: playwright install chromium")
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -5,8 +5,6 @@ import hashlib
 import html
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -122,7 +120,7 @@ def test_the_library_is_the_one_that_was_published():
     assert "(v1.6.32)" in (ASSETS / "uPlot.iife.min.js").read_text()[:100] and "MIT License" in (ASSETS / "uPlot.LICENSE").read_text()
 
 
-@pytest.mark.parametrize("name", ["page.html", "page.css", "chart.js", "page.js"])
+@pytest.mark.parametrize("name", ["page.html", "base.css", "page.css", "elements.js", "chart.js", "page.js"])
 def test_lines_of_our_own_assets_fit_a_window(name):
     lines = (ASSETS / name).read_text(encoding="utf-8").splitlines()
     assert [number for number, line in enumerate(lines, 1) if len(line) > 110] == []
@@ -138,7 +136,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_text_can_be_read_on_its_ground(scheme):
     """A contrast of 4.5:1, as WCAG 2.2 wants it of small text."""
-    css = (ASSETS / "page.css").read_text()
+    css = (ASSETS / "base.css").read_text()
     colors = {name: pair[scheme] for name, *pair in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)}
     inks = {"text", "muted", "strong", "bad", *(f"color-{i}" for i in range(8))}
     assert inks < colors.keys()
@@ -157,18 +155,6 @@ window.EventSource = class extends EventTarget {
   emit(name, data) { this.dispatchEvent(new MessageEvent(name, {data: JSON.stringify(data)})); }
 };
 """
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-dev.txt)")
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with playwright.sync_playwright() as driver:
-        if not (found or Path(driver.chromium.executable_path).exists()):
-            pytest.skip("there is no Chromium: playwright install chromium")
-        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

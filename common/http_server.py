@@ -1,0 +1,44 @@
+"""What the web servers of this project share: addresses, a socket that listens, and headers."""
+
+import errno
+import ipaddress
+import socket
+
+from common.errors import SettingsError
+
+KEY_VARIABLE = "PADDOCK_API_KEY"  # the environment variable with a server's key
+# No page may embed, read or store what is served.
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+           "Cross-Origin-Resource-Policy": "same-origin"}
+
+
+def is_ip(name: str) -> bool:
+    """Whether a name is an IP address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    return host == "localhost" or is_ip(host) and ipaddress.ip_address(host).is_loopback
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address.
+
+    Args:
+        port: 0 for a free one.
+    Raises:
+        SettingsError: the address or the port cannot be used.
+    """
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL or error.errno < 0:  # the resolver's errors
+            raise SettingsError(f"--host {host} is no address of this machine; 0.0.0.0 takes all that it "
+                                "has") from error
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise SettingsError(f"--port {port} {why}; --port 0 takes a free one") from error

@@ -1,0 +1,1 @@
+"""A model behind a page and an OpenAI-compatible API."""

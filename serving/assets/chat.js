@@ -1,0 +1,407 @@
+/* The chat page. What was said is in `chat`; the page is drawn from it, and a change redraws what differs.
+   What people, models and the server write is set as text, never as HTML. */
+
+const STORE = "paddock-chat-1", KEY_STORE = "paddock-key";  // of this tab alone, kept over a reload
+const DEFAULTS = {system: "", temperature: "0.8", top_p: "0.95", top_k: "0", min_p: "0",
+  repetition_penalty: "1", max_tokens: "512", seed: "", stop: ""};
+const SILENCE = 3000;  // milliseconds without a token before the page says so
+const MEASURABLE = 10;  // milliseconds from the first to the last token, for a speed
+const UNREACHABLE = "The server cannot be reached. Is it still running?";
+const UNCLEAR = "The server sent something that this page does not understand.";
+const LOST = "The connection was lost before the answer was complete.";
+const RELOADED = "The page was reloaded before the answer was complete.";
+
+// A turn is {text, answers: [answer, answer]}, with one answer of each column that was asked:
+// {model, text, state: "running" | "done" | "stopped" | "failed", error, finish, tokens, speed, seed,
+// from: the first turn that the model was told, total: tokens with the prompt, isEnd: of a continued text}.
+const chat = {models: ["", null], panel: innerWidth > 1100, fields: {}, turns: [], draft: "",
+  ...JSON.parse(sessionStorage.getItem(STORE))};
+const running = new Map();  // answer -> {stopper, since: when it last wrote}
+let served = [], key = sessionStorage.getItem(KEY_STORE), wantsKey = false;
+let editing = null, copied = null, notice = null, follows = true;
+
+const modelOf = (column) => served.find(({id}) => id === chat.models[column]);
+const columns = () => [0, 1].filter(modelOf);
+const isRunning = () => running.size > 0;
+const newSeed = () => Number(chat.fields.seed || Math.floor(Math.random() * 1e6));
+const say = (words, label, act) => { notice = words && {words, label, act}; };
+
+// ------------------------------------------------------------------------------------------------ the server
+
+/** An error that the server tells, as a sentence. */
+class ApiError extends Error {
+  constructor(said, otherwise) {
+    const words = String(said?.error?.message ?? otherwise);
+    super(words.charAt(0).toUpperCase() + words.slice(1).replace(/\.?$/, "."));
+    this.code = said?.error?.code;
+  }
+}
+
+/** Ask the server; returns the response, or throws an ApiError with the server's own words. */
+async function ask(path, body, signal) {
+  const headers = {};
+  if (body) headers["Content-Type"] = "application/json";
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const wellFormed = (_, value) => (typeof value === "string" ? value.toWellFormed() : value);
+  const response = await fetch(path, {method: body ? "POST" : "GET", headers, signal, cache: "no-store",
+    credentials: "omit", redirect: "error", body: body && JSON.stringify(body, wellFormed)});
+  if (response.ok) return response;
+  wantsKey ||= response.status === 401;
+  throw new ApiError(await response.json().catch(() => null), `The server answered ${response.status}.`);
+}
+
+/** The events of a stream as objects, until it is complete or the connection ends. */
+async function* events(body) {
+  // A TextDecoderStream may lose the last piece before the connection breaks.
+  const reader = body.getReader(), decoder = new TextDecoder();
+  for (let rest = "";;) {
+    const {done, value} = await reader.read();
+    if (done) return;
+    const parts = (rest + decoder.decode(value, {stream: true})).split(/\r?\n\r?\n/);
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.match(/^data:(.*)$/m)?.[1].trim();
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
+    }
+  }
+}
+
+/** Path and body of the request for an answer; a column knows only what itself was asked and said. */
+function requestOf(turn, column, {seed, from}) {
+  const {system, stop, ...numbers} = chat.fields, {id, chat: hasTemplate} = modelOf(column);
+  const sampling = Object.entries(numbers).filter(([, value]) => value !== "");
+  const body = {model: id, stream: true, stream_options: {include_usage: true},
+    ...Object.fromEntries(sampling.map(([name, value]) => [name, Number(value)])), seed};
+  if (stopStrings().length) body.stop = stopStrings();
+  const told = chat.turns.slice(from, chat.turns.indexOf(turn))
+    .map(({text, answers}) => [text, answers[column]]).filter(([, said]) => said?.text || said?.finish);
+  if (!hasTemplate) return ["v1/completions", {...body, prompt: joined(told, turn.text)}];
+  const past = told.flatMap(([text, said]) => [["user", text], ["assistant", said.text]]);
+  const messages = [["system", system], ...past, ["user", turn.text]].slice(system.trim() ? 0 : 1);
+  return ["v1/chat/completions", {...body, messages: messages.map(([role, content]) => ({role, content}))}];
+}
+
+/** One text of what was written in turns. Where the model has ended it, the next turn begins a new one. */
+function joined(told, last) {
+  let whole = "";
+  const add = (text) => { whole += (/\S$/.test(whole) && /^\S/.test(text) ? " " : "") + text; };
+  for (const [text, said] of told) {
+    add(text);
+    whole = said.isEnd ? "" : whole + said.text;
+  }
+  add(last);
+  return whole;
+}
+
+function stopStrings() {
+  const unescape = (line) => line.replace(/\\([nt\\])/g, (_, sign) => ({n: "\n", t: "\t", "\\": "\\"})[sign]);
+  return chat.fields.stop.split("\n").filter(Boolean).map(unescape);
+}
+
+/** Ask for an answer. While the context is too small, the older half of what is told is left out. */
+async function askToAnswer(turn, column, reply, signal) {
+  const index = chat.turns.indexOf(turn), before = chat.turns[index - 1]?.answers[column];
+  const halve = () => { reply.from += Math.ceil((index - reply.from) / 2); };
+  reply.from = before?.from ?? 0;
+  if (!before?.isEnd && before?.total > 0.75 * modelOf(column).context_length) halve();
+  for (;;) {
+    try {
+      return await ask(...requestOf(turn, column, reply), signal);
+    } catch (error) {
+      if (error.code !== "context_length_exceeded" || reply.from === index) throw error;
+      halve();
+    }
+  }
+}
+
+/** Have a column answer a turn. Until something is written, an earlier answer is not given up. */
+async function answer(turn, column, seed) {
+  const reply = {model: chat.models[column], text: "", state: "running", seed}, before = turn.answers[column];
+  const stopper = new AbortController(), work = {stopper, since: Date.now()};
+  const isChat = modelOf(column).chat;
+  let first = null, last = null, reason = UNREACHABLE;
+  turn.answers[column] = reply;
+  running.set(reply, work);
+  follows = true;
+  redraw();
+  try {
+    const response = await askToAnswer(turn, column, reply, stopper.signal);
+    reason = LOST;
+    for await (const event of events(response.body)) {
+      const {error, choices = [], usage} = event;
+      if (error) throw new ApiError(event);
+      const written = choices[0]?.delta?.content ?? choices[0]?.text;
+      if (written) {
+        reply.text += written;
+        last = work.since = Date.now();
+        first ??= last;
+      }
+      reply.finish = choices[0]?.finish_reason ?? reply.finish;
+      if (usage) [reply.tokens, reply.total] = [usage.completion_tokens, usage.total_tokens];
+      redraw();
+    }
+    if (!reply.finish) throw new ApiError(null, LOST);
+    if (last - first >= MEASURABLE) reply.speed = 1000 * (reply.tokens - 1) / (last - first);
+    reply.isEnd = !isChat && reply.finish === "stop" && !stopStrings().length;
+    reply.state = "done";
+  } catch (error) {
+    reply.state = stopper.signal.aborted ? "stopped" : "failed";
+    if (reply.state === "failed") reply.error = reasonOf(error, reason);
+    if (!reply.text && before?.text) Object.assign(reply, before, {state: reply.state, error: reply.error});
+  }
+  running.delete(reply);
+  byId("announced").textContent = `${reply.model}: ${reply.text} ${statusOf(reply)}`;
+  save();
+  draw();
+  if (wantsKey) byId("key-text").focus();
+}
+
+/** One sentence for what ended a request; `otherwise` where the browser does not tell what it was. */
+function reasonOf(error, otherwise) {
+  if (error instanceof ApiError) return error.message;
+  return error instanceof SyntaxError ? UNCLEAR : otherwise;
+}
+
+async function loadModels() {
+  try {
+    served = (await (await ask("v1/models")).json()).data;
+    wantsKey = false;
+    say(null);
+    if (!modelOf(0)) chat.models[0] = served[0].id;
+    // Two models are served for being compared; "" says that the reader wants one column.
+    if (chat.models[1] === null && served.length === 2) chat.models[1] = served[1].id;
+  } catch (error) {
+    say(wantsKey ? null : reasonOf(error, UNREACHABLE), "Try again", loadModels);
+  }
+  byId("key-text").value = "";
+  draw();
+  byId(wantsKey ? "key-text" : "text").focus();
+}
+
+// -------------------------------------------------------------------------------------------------- the page
+
+function button(action, label, place = {}) {
+  const waits = isRunning() && ["answer", "edit"].includes(action);
+  return h("button", {type: "button", "data-do": action, "data-turn": place.turn, "data-column": place.column,
+    "aria-disabled": waits && "true"}, label);
+}
+
+/** What stands below an answer: how far it is, how it ended, what it took. */
+function statusOf(reply) {
+  const silence = Date.now() - (running.get(reply)?.since ?? 0), seconds = Math.floor(silence / 1000);
+  if (reply.state === "running") {
+    if (!reply.text) return `Waiting for the first token … ${seconds ? `${seconds} s` : ""}`;
+    return silence > SILENCE ? `Writing … no token for ${seconds} s` : "Writing …";
+  }
+  if (reply.state !== "done") return reply.error ?? "Stopped";
+  const {text, finish, isEnd, from, tokens, speed, seed} = reply;
+  return [!text && "Empty answer", finish === "length" && "Cut off: the limit of tokens is reached",
+    isEnd && "The model ended the text; a new one begins",
+    from && `Without the first ${from > 1 ? `${from} messages` : "message"}: the context is full`,
+    tokens !== undefined && `${tokens} token${tokens === 1 ? "" : "s"}`,
+    speed && `${speed.toLocaleString("en", {maximumSignificantDigits: 3})} tokens/s`,
+    `seed ${seed}`].filter(Boolean).join(" · ");
+}
+
+/** The name of a model without the folders that all models lie in. */
+function shortName(id) {
+  const isShared = (start) => served.length > 1 && served.every((model) => model.id.startsWith(start));
+  const folders = id.split("/").slice(0, -1).map((_, i, all) => `${all.slice(0, i + 1).join("/")}/`);
+  return id.slice(folders.findLast(isShared)?.length);
+}
+
+function answerElement(turn, index, column) {
+  const reply = turn.answers[column], place = {turn: index, column};
+  const name = reply ? reply.model : chat.models[column];
+  const isBroken = reply?.state === "failed" || reply?.state === "stopped" && !reply.text;
+  const again = isBroken ? "Try again" : reply ? "Regenerate" : "Ask";
+  return h("article", {class: `answer column-${column}`, "aria-label": `Answer of ${name}`},
+    h("h2", {title: name}, shortName(name)),
+    h("p", {class: "text"}, reply?.text),
+    h("div", {class: "actions"},
+      h("p", {class: `status ${reply?.state}`}, reply ? statusOf(reply) : "Was not asked"),
+      index === chat.turns.length - 1 && button("answer", again, place),
+      reply?.text && button("copy", copied === reply ? "Copied" : "Copy", place)));
+}
+
+function turnElement(turn, index) {
+  const place = {turn: index}, message = editing !== index
+    ? h("article", {class: "said", "aria-label": "You"}, h("p", {class: "text"}, turn.text),
+      h("div", {class: "actions"}, button("edit", "Edit", place),
+        button("copy", copied === turn ? "Copied" : "Copy", place)))
+    : h("article", {class: "said edited", "aria-label": "You"},
+      h("textarea", {id: "editor", rows: 2, "aria-label": "Message"}, turn.text),
+      h("div", {class: "actions"}, button("cancel", "Cancel"), button("resend", "Send")));
+  const answers = columns().map((column) => answerElement(turn, index, column));
+  return h("li", {}, message, h("div", {class: "answers"}, answers));
+}
+
+/** What stands where no conversation is yet. */
+function greeting(model) {
+  const short = {notation: "compact", maximumSignificantDigits: 3};
+  return h("p", {}, h("strong", {}, model.id),
+    `${model.parameters.toLocaleString("en", short)} parameters, `,
+    `a context of ${model.context_length.toLocaleString("en")} tokens`);
+}
+
+function draw() {
+  cancelAnimationFrame(redraw.frame);
+  redraw.frame = null;
+  const main = byId("main"), chosen = columns().map(modelOf);
+  document.title = [...chosen.map(({id}) => shortName(id)), "Chat"].join(" · ");
+  byId("models").hidden = byId("composer").hidden = !served.length;
+  byId("second").hidden = served.length < 2;
+  for (const column of [0, 1]) {
+    const select = byId(`model-${column}`), value = modelOf(column)?.id ?? "";
+    fill(select, column === 1 && h("option", {value: ""}, "none"),
+      served.map(({id}) => h("option", {value: id}, shortName(id))));
+    if (select.value !== value) select.value = value;
+  }
+  byId("key").hidden = !wantsKey;
+  fill(byId("key-note"), key ? "The server refused this key." : "The server wants its key.");
+  fill(byId("empty"), !chat.turns.length && chosen.map(greeting));
+  byId("turns").classList.toggle("wide", chosen.length > 1);
+  fill(byId("turns"), chat.turns.map(turnElement));
+  fill(byId("mode"), [...new Set(chosen)].filter((model) => !model.chat).map(({id}) => h("span", {},
+    h("bdi", {}, id), " answers no chats: it continues your text, without a system prompt. ")));
+  fill(byId("notice"), notice && [notice.words, " ", notice.label && button("notice", notice.label)]);
+  byId("panel").hidden = !chat.panel;
+  document.querySelector("[data-do=toggle]").setAttribute("aria-expanded", chat.panel);
+  // Not `disabled`, which would take away the focus.
+  document.querySelector("[data-do=stop]").setAttribute("aria-disabled", !isRunning());
+  byId("send").setAttribute("aria-disabled", isRunning());
+  if (follows) main.scrollTop = main.scrollHeight;
+}
+
+function redraw() {
+  redraw.frame ??= requestAnimationFrame(draw);
+}
+
+function save() {
+  try {
+    sessionStorage.setItem(STORE, JSON.stringify(chat));
+  } catch {
+    say("This conversation is too long to be kept over a reload.");
+  }
+}
+
+// ------------------------------------------------------------------------------------------- what people do
+
+/** Go on from these turns; what they replace can be brought back. */
+function replaceTurns(turns, words) {
+  const before = chat.turns;
+  running.forEach(({stopper}) => stopper.abort());
+  [chat.turns, editing] = [turns, null];
+  say(before.length > 0 && words, "Undo", () => replaceTurns(before));
+  save();
+}
+
+/** Send a message that follows `earlier` turns; returns whether it was sent. */
+function send(text, earlier = chat.turns) {
+  if (isRunning() || !text.trim() || !columns().length) return false;
+  if (!byId("panel").checkValidity()) {
+    chat.panel = true;
+    draw();
+    byId("panel").reportValidity();
+    return false;
+  }
+  if (matchMedia("(max-width: 760px)").matches) chat.panel = false;  // it hides the conversation
+  const turn = {text, answers: []}, seed = newSeed();
+  if (earlier === chat.turns) say(null);
+  else replaceTurns(earlier, "The conversation goes on from the edited message.");
+  chat.turns = [...earlier, turn];
+  columns().forEach((column) => answer(turn, column, seed));
+  save();
+  return true;
+}
+
+async function copy(what, element) {
+  try {
+    await navigator.clipboard.writeText(what.text);
+  } catch {  // only pages of this machine or over HTTPS have a clipboard
+    getSelection().selectAllChildren(element);
+    document.execCommand("copy");
+  }
+  copied = what;
+  redraw();
+  setTimeout(() => { copied = null; redraw(); }, 2000);
+}
+
+function edit(index) {
+  const before = editing;
+  editing = index;
+  draw();
+  (byId("editor") ?? document.querySelector(`[data-do=edit][data-turn="${before}"]`)).focus();
+}
+
+function setFields(fields) {
+  chat.fields = {...fields};
+  for (const [name, value] of Object.entries(fields)) byId("panel").elements[name].value = value;
+}
+
+const ACTIONS = {
+  reset() { replaceTurns([], "The conversation was cleared."); byId("text").focus(); },
+  toggle() { chat.panel = !chat.panel; },
+  defaults() { setFields(DEFAULTS); },
+  stop() { running.forEach(({stopper}) => stopper.abort()); },
+  notice() { notice.act(); byId("text").focus(); },
+  edit({turn}) { edit(Number(turn)); },
+  cancel() { edit(null); },
+  resend() { if (send(byId("editor").value, chat.turns.slice(0, editing))) byId("text").focus(); },
+  answer({turn, column}) { answer(chat.turns[turn], Number(column), newSeed()); },
+  copy({turn, column}, element) {
+    const shown = element.closest("article").querySelector(".text");
+    copy(column ? chat.turns[turn].answers[column] : chat.turns[turn], shown);
+  },
+};
+
+document.addEventListener("click", ({target}) => {
+  const element = target.closest("[data-do]");
+  if (!element || element.getAttribute("aria-disabled") === "true") return;
+  ACTIONS[element.dataset.do](element.dataset, element);
+  save();
+  redraw();
+});
+document.addEventListener("keydown", (event) => {
+  const {key: pressed, target} = event;
+  if (pressed === "Escape" && editing !== null) edit(null);
+  else if (pressed === "Escape") ACTIONS.stop();
+  // Where signs are composed (Japanese, for one), Enter chooses among them; Safari tells by 229 alone.
+  if (pressed !== "Enter" || event.shiftKey || event.isComposing || event.keyCode === 229) return;
+  if (target.id === "editor" || target.id === "text") event.preventDefault();
+  if (target.id === "editor") ACTIONS.resend();
+  if (target.id === "text") byId("composer").requestSubmit();
+});
+document.addEventListener("submit", (event) => event.preventDefault());
+byId("composer").addEventListener("submit", () => {
+  if (send(byId("text").value)) byId("text").value = chat.draft = "";
+});
+byId("key").addEventListener("submit", () => {
+  key = byId("key-text").value;
+  sessionStorage.setItem(KEY_STORE, key);
+  loadModels();
+});
+byId("text").addEventListener("input", ({target}) => { chat.draft = target.value; });
+byId("panel").addEventListener("input", () => {
+  chat.fields = Object.fromEntries(new FormData(byId("panel")));
+});
+byId("models").addEventListener("change", ({target}) => {
+  chat.models[target.id.at(-1)] = target.value;
+  redraw();
+});
+byId("main").addEventListener("scroll", ({target}) => {
+  const below = target.scrollHeight - target.scrollTop - target.clientHeight;
+  follows = below < 2 || (below < 40 && target.scrollTop > (target.before ?? 0));
+  target.before = target.scrollTop;
+});
+addEventListener("resize", redraw);
+addEventListener("pagehide", save);
+setInterval(() => isRunning() && redraw(), 1000);  // the seconds of waiting
+
+for (const reply of chat.turns.flatMap(({answers}) => answers)) {
+  if (reply?.state === "running") Object.assign(reply, {state: "failed", error: RELOADED});
+}
+setFields({...DEFAULTS, ...chat.fields});
+byId("text").value = chat.draft;
+loadModels();

@@ -1,0 +1,28 @@
+"""Opens what is named on the command line."""
+
+from typing import Optional
+
+from checkpoint import peft_format, store
+from checkpoint.hf_format import read_json
+from inference.language_model import LanguageModel
+from model_utils import find_model
+from training.adapters import base_of_adapters, load_for_use
+
+DEFAULT_CONTEXT = 2048  # where a config.json names none
+
+
+def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
+    """Return the model of a run, checkpoint, Hugging Face folder or name, with its adapters if it has any.
+
+    Raises:
+        CheckpointError: there is no such model, or its base was not found.
+        DataError: its tokenizer cannot be used.
+    """
+    of_shape = folder = find_model(name)
+    if (folder / peft_format.CONFIG_FILE).exists():
+        of_shape = base_of_adapters(folder, base)
+        base = str(of_shape)
+    model, tokenizer = load_for_use(folder, base)
+    longest = read_json(of_shape / "config.json").get("max_position_embeddings") or DEFAULT_CONTEXT
+    stage = store.read_state(folder).get("settings", {}).get("TRAINING_STAGE")
+    return LanguageModel(name, model, tokenizer, longest, stage == "pretrain")

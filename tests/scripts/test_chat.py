@@ -1,0 +1,264 @@
+"""A conversation in a terminal, which is a real one here, and between stdin and stdout."""
+
+import importlib.util
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ROOT
+from factories import PATIENCE, prepare
+
+from checkpoint import hf_format
+from common.text import printable
+from config import ModelConfig
+from data_preparation_utils import PreparationOptions, prepare_examples
+from model import Transformer
+from tokenizer import load_tokenizer
+
+SCRIPT = ROOT / "scripts" / "chat.py"
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("chat_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(prepared):
+    return load_tokenizer(str(prepared.tokenizer))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer) -> Path:
+    """A model folder with random weights at a scale that makes greedy choices clear.
+
+    It writes no control token but the end of the turn: transformers would read their names in answers as control tokens.
+    """
+    config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
+    model = Transformer(config, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        others = [token for token in tokenizer.special_ids.values() if token != tokenizer.eot_id]
+        model.tok_embeddings.weight[others] = 0
+    path = tmp_path_factory.mktemp("folder")
+    hf_format.save_model_folder(path, model.state_dict(), config, tokenizer, 4096)
+    return path
+
+
+@pytest.fixture
+def chat(script, monkeypatch, capsys):
+    """A function that gives main some stdin; returns its exit code, stdout and stderr."""
+    def chat(stdin: str, *argv) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, argv)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+        code = 0
+        try:
+            script.run_script(script.main)
+        except SystemExit as ended:
+            code = ended.code
+        return code, *capsys.readouterr()
+
+    return chat
+
+
+def by_transformers(folder: Path, turns: list[str], system: str, max_new_tokens: int) -> list[str]:
+    """The greedy answers, each stopped where the folder's own generation_config says."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "system", "content": system}] if system else []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        written = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1]:].tolist()
+        ended = written[-1] in model.generation_config.eos_token_id
+        messages.append({"role": "assistant", "content": tokenizer.decode(written[:-1] if ended else written)})
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+def shown(answers: list[str]) -> str:
+    return "".join("\n".join(map(printable, answer.split("\n"))) + "\n" * (not answer.endswith("\n")) for answer in answers)
+
+
+def test_two_greedy_turns_are_those_of_transformers(chat, folder):
+    turns = ["The cat saw", "  What did the\ndog find? "]
+    expected = by_transformers(folder, turns, "Be kind.", 24)
+    assert len({*expected}) == 2
+    code, out, err = chat("The cat saw\n\n  What did the\\\ndog find? \n", folder, "--temperature", 0, "--max-new-tokens", 24,
+                          "--system", "Be kind.")
+    assert (code, out) == (0, shown(expected)), err
+
+
+def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
+    """What a seed gives it gives again; a saved chat can be trained on, and is never written over."""
+    file = tmp_path / "chat.jsonl"
+    code, out, err = chat(f"/temperature 1\n/seed 7\nHi\n/retry\n/reset\n/seed 7\nHi\n/undo\n/seed 8\nHi\n/save {file}\n/quit\nHi\n",
+                          folder, "--max-new-tokens", 5, "--stop", "\n", "--repetition-penalty", 1.1)
+    first, second, again, undone = out.splitlines()
+    assert code == 0 and first == again != second == undone
+    assert "The next answer has seed 7." in err and f"Saved to {file}" in err and "\x1b" not in err
+    assert chat(f"Hi\n/save {file.with_suffix('')}\n", folder, "--max-new-tokens", 5)[::2] == (
+        2, f"error: {file} exists, and is left as it is; name another file\n")
+    record = json.loads(file.read_text())
+    assert [message["content"] for message in record["messages"]][0] == "Hi"
+    file.write_text(file.read_text() * 30)
+    prepare_examples("chats", str(file), tmp_path / "chats", PreparationOptions(str(prepared.tokenizer), "auto", 10_000, 0, workers=1))
+
+
+@pytest.mark.parametrize("line, words", [
+    ("/rest", "there is no /rest; the commands are /retry /undo /reset"), ("/temperature -1", "/temperature: expected a number from 0 on, not '-1'"),
+    ("/temperature nan", "not 'nan'"), ("/seed x", "expected a number from 0 to 4,294,967,295, not 'x'"), ("/save", "/save needs the name"),
+    ("/save x", "no answer to save"), ("/retry", "no message to answer"), ("/undo", "no message to take back"),
+    ("word " * 4096, "that is too long: ")])
+def test_a_wrong_line_of_a_pipe_ends_it_with_a_word(chat, folder, line, words):
+    code, out, err = chat(f"{line}\nHi\n", folder)
+    assert (code, out) == (3 if "word" in line else 2, "") and words in err and "Traceback" not in err
+
+
+def test_a_model_without_a_template_continues_text_and_says_so_once(chat, folder, tmp_path, tokenizer):
+    base = Path(shutil.copytree(folder, tmp_path / "base"))
+    (base / "chat_template.jinja").unlink()
+    code, out, err = chat("The cat\nand the\n", base, "--temperature", 0, "--max-new-tokens", 8)
+    assert code == 0 and err.count("continues what you write: its tokenizer has no chat template") == 1
+    model = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("The cat")]])
+    assert out.startswith(shown([tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist())]))
+    assert "takes no system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
+
+
+def test_a_full_context_is_said_once(chat, folder):
+    code, out, err = chat("The cat saw\n" * 6, folder, "--temperature", 0, "--context-length", 64)
+    assert code == 0 and err.count("The context of 64 tokens is full") == 1
+
+
+@pytest.mark.parametrize("argv, code, words", [
+    (["nowhere"], 5, "no checkpoint 'nowhere'"), (["MODEL", "OTHER"], 2, "goes with --serve"), (["MODEL", "--port", "1"], 2, "--port goes with --serve"),
+    (["MODEL", "MODEL", "--serve"], 2, "two different models"), (["MODEL", "--serve", "--seed", "1"], 2, "--seed is for the terminal"),
+    (["MODEL", "--serve", "--api-key"], 2, "PADDOCK_API_KEY"), (["MODEL", "--top-p", "0"], 2, "--top-p: expected a number above 0"),
+    (["MODEL", "--min-p", "2"], 2, "--min-p: expected a number from 0 to 1, not '2'"), (["MODEL", "--stop", ""], 2, "empty --stop")])
+def test_wrong_arguments_are_explained(chat, folder, tmp_path, monkeypatch, argv, code, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PADDOCK_API_KEY", raising=False)
+    result = chat("", *[str(folder) if word == "MODEL" else word for word in argv])
+    assert result[:2] == (code, "") and words in result[2] and "Traceback" not in result[2]
+
+
+class Person(io.TextIOWrapper):
+    """Stdin with somebody at it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_is_told_of_a_mistake_and_goes_on(chat, folder, monkeypatch):
+    """Also with a Python that has no readline."""
+    monkeypatch.setitem(sys.modules, "readline", None)
+    monkeypatch.setattr(io, "TextIOWrapper", Person)
+    code, out, err = chat("/rest\n/undo\nThe cat\n", folder, "--temperature", 0, "--max-new-tokens", 4)
+    assert code == 0 and out.endswith("\n") and len(out) > 1
+    assert "there is no /rest" in err and "no message to take back" in err and "error" not in err
+
+
+@pytest.mark.parametrize("env, dim", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)])
+def test_notes_are_dim_where_a_terminal_can_show_that(script, monkeypatch, env, dim):
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.setenv(name, env.get(name, ""))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert script.styled("a\x1b[2Jb\nc") == ("\x1b[2ma\\x1b[2Jb\nc\x1b[0m" if dim else "a\\x1b[2Jb\nc")
+
+
+class Terminal:
+    """The script in a terminal of its own."""
+
+    def __init__(self, *argv, **env: str):
+        self.ours, self.theirs = pty.openpty()
+        # The first terminal that a new session opens is its own, and Ctrl-C reaches it.
+        command = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(self.theirs), sys.executable, str(SCRIPT), *map(str, argv)]
+        # What a shell starts in the background ignores SIGINT, and so would all that the tests start.
+        self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, "TERM": "xterm", **env},
+                                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        self.pieces: list[str] = []
+
+    def read(self, until: str, nudge: bytes = b"") -> str:
+        """What was written since the last call, up to a pattern; without escapes.
+
+        Args:
+            nudge: written again in each second without an answer: Python does not see a Ctrl-C that comes
+                between a prompt and its wait for a key.
+        """
+        self.pieces = []
+        deadline = time.monotonic() + PATIENCE
+        while not re.search(until, text := ESCAPES.sub("", "".join(self.pieces)), re.DOTALL):
+            assert time.monotonic() < deadline and self.process.poll() is None, text
+            if nudge and not select.select([self.ours], [], [], 1)[0]:
+                os.write(self.ours, nudge)
+            if select.select([self.ours], [], [], 0.1)[0]:
+                self.pieces.append(os.read(self.ours, 1 << 16).decode(errors="replace"))
+        return text
+
+    def send(self, keys: str, until: str = "\n> $", nudge: bytes = b"") -> str:
+        os.write(self.ours, keys.encode())
+        return self.read(until, nudge)
+
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.ours)
+        os.close(self.theirs)
+
+
+def test_a_conversation_in_a_terminal(folder, tmp_path):
+    with Terminal(folder, "--temperature", 0, "--max-new-tokens", 4000) as terminal:
+        start = terminal.read("\n> $")
+        assert start.startswith(f"Loading {folder} ...\n") and "/help lists the commands, Ctrl-D leaves." in start
+        assert "\x1b[2m" in "".join(terminal.pieces)
+
+        # The answer is still being written when its beginning is there.
+        begun = terminal.send("The cat saw\r", "saw\n.{40}")
+        stopped = terminal.send("\x03")
+        count = int(re.search(r"\n\(([\d,]+) tokens, [\d.,]+ tokens/s\)\n> $", stopped)[1].replace(",", ""))
+        assert 0 < count < 4000 and "tokens" not in begun
+        # What was written stays.
+        saved = terminal.send(f"/save {tmp_path / 'chat'}\r")
+        assert f"Saved to {tmp_path / 'chat.jsonl'}" in saved
+        words = [message["content"] for message in json.loads((tmp_path / "chat.jsonl").read_text())["messages"]]
+        assert words[0] == "The cat saw" and len(words) == 2 and words[1]
+
+        assert "Temperature 1." in terminal.send("/temperature 1\r")
+        assert "The next answer has seed 5." in terminal.send("/seed 5\r")
+        terminal.send("\x1b[200~two\nlines\x1b[201~\r", "two\nlines\n.{40}")
+        assert "tokens/s, seed 5)" in terminal.send("\x03")
+        assert "Taken back: two lines\n" in terminal.send("/undo\r")
+        assert "A new conversation." in terminal.send("/reset\r")
+        assert "there is no /rest; the commands are /retry" in terminal.send("/rest\r")
+        assert "/save FILE" in terminal.send("/help\r")
+        assert "Ctrl-D or /quit leaves." in terminal.send("\x03", nudge=b"\x03")
+        assert "Ctrl-D or /quit leaves." in terminal.send("\x03\x03\x03", nudge=b"\x03")
+        assert "Ctrl-D or /quit leaves." in terminal.send("half a line\x03", nudge=b"\x03")
+        os.write(terminal.ours, b"\x04")
+        assert terminal.process.wait(PATIENCE) == 0

@@ -1,0 +1,123 @@
+"""A server of the API that writes what a test tells it to, in a thread: for the page and nothing else."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from typing import Optional
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from serving.page import CONTENT_SECURITY_POLICY, page_html
+
+
+def model(name: str, chat: bool = True) -> dict:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "paddock", "chat": chat, "context_length": 2048,
+            "parameters": 134_515_008}
+
+
+class StubServer:
+    """What it answers is set by its attributes, at any time; `reset` sets them back."""
+
+    def __init__(self):
+        self.port, self.server, self.thread = 0, None, None
+        self.reset()
+
+    def reset(self) -> None:
+        self.models = [model("sft")]
+        self.key: Optional[str] = None
+        self.pieces: list[str] = ["Hello", ", ", "world"]
+        self.pause_seconds = 0.0  # after each piece
+        self.hold_at: Optional[int] = None  # wait before this piece until it is None
+        self.drops = self.ends = self.breaks = False  # after the pieces: the connection or the stream ends, or there is an error event
+        self.refuses: Optional[int] = None  # the status of an error instead of an answer
+        self.most_messages = 1000  # more are too long for the context
+        self.used_tokens = 9  # of the prompt
+        self.finish = "stop"
+        self.requests: list[dict] = []
+        self.cancelled = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    def app(self) -> Starlette:
+        return Starlette(routes=[
+            Route("/", lambda request: HTMLResponse(page_html(), headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})),
+            Route("/v1/models", self.list_models), Route("/v1/completions", self.answer, methods=["POST"]),
+            Route("/v1/chat/completions", self.answer, methods=["POST"])])
+
+    def error(self, status: int, message: str, code: Optional[str] = None) -> JSONResponse:
+        return JSONResponse({"error": {"message": message, "type": "error", "param": None, "code": code}}, status)
+
+    def refusal(self, request: Request) -> Optional[JSONResponse]:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return self.error(401, "a key is needed")
+        return None
+
+    async def list_models(self, request: Request):
+        return self.refusal(request) or JSONResponse({"object": "list", "data": self.models})
+
+    async def answer(self, request: Request):
+        body = await request.json()
+        self.requests.append({"path": request.url.path, **body})
+        if self.refuses:
+            return self.error(self.refuses, f"refused with {self.refuses}")
+        if len(body.get("messages", [])) > self.most_messages:
+            return self.error(400, "too long", "context_length_exceeded")
+        return self.refusal(request) or StreamingResponse(self.stream(request, body), media_type="text/event-stream")
+
+    async def held(self, index: int) -> None:
+        while self.hold_at is not None and self.hold_at <= index:
+            await asyncio.sleep(0.01)
+
+    async def stream(self, request: Request, body: dict):
+        def event(**parts) -> str:
+            return f"data: {json.dumps(parts)}\n\n"
+
+        is_chat = "messages" in body
+        yield event(choices=[{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}] if is_chat else [])
+        try:
+            for index, piece in enumerate(self.pieces):
+                await self.held(index)
+                said = {"delta": {"content": piece}} if is_chat else {"text": piece}
+                yield event(choices=[{"index": 0, **said, "finish_reason": None}])
+                await asyncio.sleep(self.pause_seconds)
+            await self.held(len(self.pieces))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if self.drops:
+            raise ConnectionAbortedError
+        if self.ends:
+            return
+        if self.breaks:
+            yield event(error={"message": "the server is stopping", "type": "server_error"})
+            return
+        yield event(choices=[{"index": 0, "delta": {}, "finish_reason": self.finish}])
+        count = len(self.pieces)
+        yield event(choices=[], usage={"prompt_tokens": self.used_tokens, "completion_tokens": count, "total_tokens": self.used_tokens + count})
+        yield "data: [DONE]\n\n"
+
+    def start(self) -> None:
+        """Serve; after the first time, at the same port as before."""
+        config = uvicorn.Config(self.app(), port=self.port, log_level="critical", lifespan="off")
+        self.server = uvicorn.Server(config)
+        listening = socket.create_server(("127.0.0.1", self.port))
+        self.port = listening.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listening]}, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def crash(self) -> None:
+        """End as a killed process does: every connection is closed at once."""
+        self.server.force_exit = self.server.should_exit = True
+        for connection in list(self.server.server_state.connections):
+            connection.loop.call_soon_threadsafe(connection.transport.abort)
+        self.thread.join()

@@ -1,0 +1,225 @@
+"""The API as OpenAI's own client uses it: chats, completions, streams, usage, errors, and what is cancelled."""
+
+import json
+import threading
+
+import pytest
+from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
+
+from inference.text_stream import TextStream
+from serving import batcher
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def models(prepared):
+    return [tiny_model(prepared.tokenizer), tiny_model(prepared.tokenizer, "other", seed=2)]
+
+
+@pytest.fixture(scope="module")
+def server(models):
+    with serving(models, concurrency=4, queue=4) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server[0]}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def chat(client, **changes):
+    return client.chat.completions.create(**{"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 0, **changes})
+
+
+def complete(client, prompt="The cat", **changes):
+    return client.completions.create(**{"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, **changes})
+
+
+def test_models_are_listed_and_described(client):
+    first, second = client.models.list().data
+    assert (first.id, second.id) == ("tiny", "other") == (client.models.retrieve("tiny").id, client.models.retrieve("other").id)
+    assert first.chat and first.context_length == CONTEXT and first.parameters > 10_000
+
+
+def test_a_chat_is_answered_whole_and_as_a_stream_the_same(client, models):
+    whole = chat(client)
+    answer = whole.choices[0]
+    assert answer.finish_reason == "length" and answer.message.role == "assistant" and answer.message.content
+    assert whole.usage.prompt_tokens == len(models[0].chat_prompt(HELLO).ids) and whole.usage.completion_tokens == 12
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + 12
+    *chunks, last = chat(client, stream=True, stream_options={"include_usage": True})
+    assert chunks[0].choices[0].delta.role == "assistant" and len({chunk.id for chunk in chunks}) == 1
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer.message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert last.choices == [] and last.usage == whole.usage
+
+
+def test_texts_are_continued_each_as_if_it_were_alone(client):
+    prompts = ["The cat", "A dog saw", "", "The cat", "\U0001f642"]
+    together = complete(client, prompts)
+    alone = [complete(client, prompt) for prompt in prompts]
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3, 4]
+    assert [choice.text for choice in together.choices] == [each.choices[0].text for each in alone]
+    assert together.usage.total_tokens == sum(each.usage.total_tokens for each in alone)
+    texts = [""] * 5
+    for chunk in complete(client, prompts, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in together.choices]
+
+
+def test_a_seed_decides_the_text_also_beside_other_requests(client):
+    sampled = {"temperature": 1.0, "top_p": 0.9, "extra_body": {"top_k": 50}, "max_tokens": 24}
+    alone = chat(client, seed=5, **sampled).choices[0].message.content
+    assert chat(client, seed=6, **sampled).choices[0].message.content != alone
+    assert chat(client, **sampled).choices[0].message.content != chat(client, **sampled).choices[0].message.content
+    texts = {}
+
+    def ask(seed: int) -> None:
+        texts[seed] = chat(client, seed=seed, **sampled).choices[0].message.content
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts[5] == alone and len({*texts.values()}) == 8
+
+
+def test_a_stop_string_ends_the_text_before_it_and_frees_the_row(client, server, monkeypatch):
+    engine, cancelled = server[1][0]._engine, []
+    cancel = engine.cancel
+    monkeypatch.setattr(engine, "cancel", lambda request: (cancel(request), cancelled.append(request.finish_reason)))
+    sampled = {"temperature": 1.0, "seed": 3, "max_tokens": 40}
+    text = complete(client, **sampled).choices[0].text
+    stop = text[len(text) // 2:][:3]
+    ended = complete(client, stop=stop, **{**sampled, "max_tokens": CONTEXT}).choices[0]
+    assert ended.finish_reason == "stop" and ended.text == text[:text.index(stop)]
+    streamed = [*complete(client, stop=["never", stop], stream=True, **sampled)]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == ended.text
+    assert streamed[-1].choices[0].finish_reason == "stop"
+    wait_until(lambda: is_free(server[1][0]))
+    assert cancelled.count("cancelled") == 2
+
+
+def test_content_in_parts_and_neutral_fields_are_accepted(client):
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    together = [{"role": "user", "content": "Hel\nlo"}]
+    assert chat(client, messages=parts).choices[0].message.content == chat(client, messages=together).choices[0].message.content
+    neutral = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "me", "tools": [], "seed": None}
+    assert chat(client, **neutral).choices[0].message.content == chat(client).choices[0].message.content
+    assert len(chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=2).choices) == 1
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client):
+    first = chat(client).choices[0].message
+    again = [*HELLO, {"role": "assistant", "content": first.content}, *HELLO]
+    assert chat(client, messages=[*HELLO, first, *HELLO]).choices[0].message == chat(client, messages=again).choices[0].message
+    with pytest.raises(openai.BadRequestError, match="messages.0.name is not supported here"):
+        chat(client, messages=[{**HELLO[0], "name": "me"}])
+
+
+def test_without_a_length_the_context_is_filled(client, models):
+    filled = complete(client, "The cat " * 240, max_tokens=None)
+    assert filled.usage.total_tokens == CONTEXT and filled.choices[0].finish_reason == "length"
+
+
+def test_a_prompt_must_leave_one_token_of_the_context(client, models):
+    text = "x" * (CONTEXT - 2)
+    assert len(models[0].text_prompt(text).ids) == CONTEXT - 1
+    assert complete(client, text).usage.completion_tokens == 1
+    with pytest.raises(openai.BadRequestError, match=f"prompt: the prompt has {CONTEXT} tokens, but the context holds {CONTEXT}"):
+        complete(client, text + "x")
+
+
+def test_a_continued_text_is_read_after_its_prompt_and_an_answer_alone(client, models, monkeypatch):
+    """Some tokenizers take the space off the first word of a text."""
+    after = []
+    monkeypatch.setattr(batcher, "TextStream", lambda *those: (after.append(those[2]), TextStream(*those))[1])
+    complete(client, "The cat")
+    chat(client)
+    assert after == [models[0].text_prompt("The cat").ids, ()]
+
+
+REFUSED = [
+    ({"model": "none"}, 404, "model", "there is no model 'none' here, but 'tiny', 'other'"),
+    ({"messages": []}, 400, "messages", "at least 1 item"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role", "'system', 'user' or 'assistant'"),
+    ({"messages": [{"role": "user"}]}, 400, "messages.0.content", "required"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400,
+     "messages.0.content", 'only parts {"type": "text"'),
+    ({"temperature": -1}, 400, "temperature", "greater than or equal to 0"),
+    ({"temperature": "0.5"}, 400, "temperature", "valid number"), ({"max_tokens": True}, 400, "max_tokens", "valid integer"),
+    ({"top_p": 1e-300}, 400, "top_p", "greater than or equal"), ({"max_tokens": 0}, 400, "max_tokens", "greater than or equal to 1"),
+    ({"n": 2}, 400, "n", "not supported"), ({"logprobs": True}, 400, "logprobs", "not supported"),
+    ({"frequency_penalty": 0.5}, 400, "frequency_penalty", "not supported"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "not supported"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+    ({"stop": list("abcde")}, 400, "stop", "at most 4"), ({"stop": ""}, 400, "stop.0", "at least 1 character"),
+    ({"seed": 2**64}, 400, "seed", "less than"), ({"extra_body": {"top_k": -1}}, 400, "top_k", "greater than"),
+    ({"extra_body": {"tempratur": 1}}, 400, "tempratur", "not supported"),
+    ({"extra_body": {"stream_options": {}}}, 400, "stream_options", "goes with stream"),
+    ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, 400, "messages",
+     rf"messages: the prompt has 20\d\d tokens, but the context holds {CONTEXT}, at least one of them for the answer")]
+
+
+@pytest.mark.parametrize("changes, status, param, message", REFUSED, ids=[f"{row[2]}-{number}" for number, row in enumerate(REFUSED)])
+def test_what_cannot_be_done_is_refused_by_name(client, changes, status, param, message):
+    kind = {400: openai.BadRequestError, 404: openai.NotFoundError}[status]
+    with pytest.raises(kind, match=message) as refused:
+        chat(client, **changes)
+    assert refused.value.param == param and str(refused.value.message).count("\n") == 0
+
+
+@pytest.mark.parametrize("body, message", [
+    (b"", "not valid JSON"), (b"{", "not valid JSON"), (b"[]", "must be a JSON object"), (b"null", "must be a JSON object"),
+    (b'{"model": "tiny", "messages": "\xff"}', "not valid JSON"), (b'{"model": "tiny", "messages": "\\ud800"}', "not valid JSON"),
+    (b"[" * 100_000, "not valid JSON"), (b'{"model": "tiny", "temperature": NaN}', "temperature"),
+    (b'{"model": "tiny", "temperature": 1e999}', "temperature"), (b'{"model": "tiny", "max_tokens": 1' + b"0" * 5000 + b"}", "")])
+def test_what_is_no_request_is_refused(server, body, message):
+    response = httpx.post(f"{server[0]}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+
+
+EXTREMES = [{"temperature": value} for value in (0, 1e-320, 1e-30, 1e-7, 1e-5, 100)] + [
+    {"temperature": temperature, "extra_body": {name: value}} for temperature in (0, 1) for name, value in (
+        ("top_p", 1e-6), ("top_k", 1), ("top_k", 2**31 - 1), ("min_p", 0), ("min_p", 1), ("repetition_penalty", 0.01),
+        ("repetition_penalty", 100), ("seed", -2**63), ("seed", 2**63 - 1))]
+
+
+@pytest.mark.parametrize("changes", EXTREMES, ids=json.dumps)
+def test_no_parameter_that_is_accepted_makes_the_model_fail(client, changes):
+    assert chat(client, **changes).usage.completion_tokens == 12
+
+
+def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
+    model = tiny_model(prepared.tokenizer)
+    model.tokenizer.special_ids = {}
+    with serving([model]) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+        assert not client.models.list().data[0].chat
+        with pytest.raises(openai.BadRequestError, match="tiny answers no chats: .*; use /v1/completions"):
+            chat(client)
+        assert complete(client).choices[0].text
+
+
+def test_both_models_answer_at_once_and_differently(client):
+    first, second = (chat(client, model=name, stream=True, max_tokens=100) for name in ("tiny", "other"))
+    pairs = [*zip(first, second)]
+    assert len(pairs) > 10, "neither waits for the other"
+    assert chat(client).choices[0].message.content != chat(client, model="other").choices[0].message.content
+
+
+def test_a_stream_that_is_closed_frees_its_row_at_once(client, server):
+    ours = server[1][0]
+    streams = [chat(client, stream=True, max_tokens=CONTEXT - 100) for _ in range(6)]
+    for stream in streams:
+        next(stream)
+    wait_until(lambda: len(ours._writing) == 6)
+    requests = [*ours._writing]
+    for stream in streams:
+        stream.close()
+    wait_until(lambda: is_free(ours))
+    assert {request.finish_reason for request in requests} == {"cancelled"}

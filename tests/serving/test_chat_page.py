@@ -1,0 +1,555 @@
+"""The chat page: what it may do, and, in a browser, what a person can do with it, whatever the server does."""
+
+import base64
+import hashlib
+import re
+import time
+from contextlib import contextmanager
+
+import pytest
+from stub_server import StubServer, model
+
+from serving.page import ASSETS, CONTENT_SECURITY_POLICY, page_html
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
+ERRORS = "Failed to load resource"  # what Chromium writes to the console for a refused or broken request
+
+
+# ---------------------------------------------------------------------------------------------------- the text
+
+
+def test_the_policy_allows_this_script_and_style_and_nothing_else():
+    rules = dict(rule.strip().split(" ", 1) for rule in CONTENT_SECURITY_POLICY.split(";"))
+    for rule, tag in (("script-src", "script"), ("style-src", "style")):
+        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page_html(), re.DOTALL)
+        assert [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inline] == [rules.pop(rule)]
+    assert rules == {"default-src": "'none'", "img-src": "data:", "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
+                     "frame-ancestors": "'none'", "require-trusted-types-for": "'script'", "trusted-types": "'none'"}
+
+
+def test_the_page_names_no_other_place():
+    elements = re.sub(r"<script.*?</script>", "", page_html(), flags=re.DOTALL)
+    assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#text"'}
+    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|localStorage|cookie", page_html())
+
+
+@pytest.mark.parametrize("name", ["chat.html", "chat.css", "chat.js"])
+def test_lines_of_the_assets_fit_a_window(name):
+    lines = (ASSETS / name).read_text(encoding="utf-8").splitlines()
+    assert [number for number, line in enumerate(lines, 1) if len(line) > 110] == []
+
+
+# ------------------------------------------------------------------------------------------------- in a browser
+
+
+class Chat:
+    """A tab with the page, and what a person does in it."""
+
+    def __init__(self, page, url: str):
+        self.page, self.own, self.heard = page, url, []
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: self.heard.append(message.text))
+        page.on("pageerror", lambda error: self.heard.append(str(error)))
+        page.on("request", lambda request: self.heard.append(request.url))
+        page.goto(url)
+
+    def __getattr__(self, name: str):
+        return getattr(self.page, name)
+
+    def say(self, text: str) -> None:
+        self.page.fill("#text", text)
+        self.page.press("#text", "Enter")
+
+    def do(self, action: str, nth: int = 0) -> None:
+        self.page.locator(f"[data-do={action}]").nth(nth).click()
+
+    def sees(self, *texts: str, where: str = ".answer .text") -> None:
+        """Wait until the elements say exactly this."""
+        deadline, found = time.monotonic() + 10, None
+        while time.monotonic() < deadline:
+            found = self.page.locator(where).all_text_contents()
+            if found == [*texts]:
+                return
+            time.sleep(0.01)
+        assert found == [*texts]
+
+    def reads(self, pattern: str, nth: int = -1) -> str:
+        """Wait until the line below an answer, counted from 1, matches; returns it."""
+        deadline, found = time.monotonic() + 10, ""
+        while time.monotonic() < deadline:
+            found = ([""] + self.page.locator(".status").all_text_contents())[nth]
+            if re.search(pattern, found):
+                return found
+            time.sleep(0.01)
+        raise AssertionError(f"{found!r} does not match {pattern!r}")
+
+    def finishes(self) -> None:
+        """Wait until nothing is being written."""
+        wait_until(lambda: self.page.evaluate("running.size") == 0)
+
+    def focus(self) -> str:
+        return self.page.evaluate("document.activeElement.id || document.activeElement.dataset.do || document.activeElement.nodeName")
+
+
+@pytest.fixture(scope="module")
+def server():
+    stub = StubServer()
+    stub.start()
+    yield stub
+    stub.crash()
+
+
+@pytest.fixture
+def stub(server):
+    server.reset()
+    yield server
+    server.hold_at = None
+
+
+@pytest.fixture
+def chat(browser, stub):
+    """Open the page in a window of its own; it fails at the end if the page asked elsewhere or complained."""
+    contexts, tabs = [], []
+
+    def open_page(width: int = 1440, scheme: str = "light", beside=None, url: str = "") -> Chat:
+        if beside is None:
+            contexts.append(browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme, reduced_motion="reduce"))
+        tabs.append(Chat((beside.page.context if beside else contexts[-1]).new_page(), url or stub.url))
+        return tabs[-1]
+
+    yield open_page
+    heard = [each for tab in tabs for each in tab.heard]
+    for context in contexts:
+        context.close()
+    assert [each for each in heard if not each.startswith((*(tab.own for tab in tabs), "data:", ERRORS))] == []
+
+
+def wait_until(reached) -> None:
+    deadline = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def held(stub, at: int):
+    """Within it, answers stop before this piece."""
+    stub.hold_at = at
+    yield
+    stub.hold_at = None
+
+
+def messages(*texts: str) -> list[dict]:
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def real_server(prepared):
+    from tiny_server import serving, tiny_model
+
+    models = [tiny_model(prepared.tokenizer, context=8192), tiny_model(prepared.tokenizer, "other", seed=2, context=80)]
+    with serving(models, concurrency=2) as (url, batchers):
+        yield f"{url}/", batchers
+
+
+def test_the_page_of_the_real_server(chat, real_server):
+    url, batchers = real_server
+    page = chat(url=url)
+    page.fill("[name=temperature]", "0")
+    page.fill("[name=max_tokens]", "8")
+    page.say("Hello")
+    for nth in (1, 2):
+        page.reads("^Cut off: the limit of tokens is reached · 8 tokens", nth)
+    first, second = page.locator(".answer .text").all_text_contents()
+    assert first != second and all(first + second)
+    page.do("answer")
+    page.finishes()
+    page.sees(first, second)
+    page.fill("[name=max_tokens]", "")
+    page.say("More")
+    wait_until(lambda: page.locator(".answer .text").nth(2).text_content())
+    page.do("stop")  # 4,096 tokens would be written
+    page.reads("^Stopped$", 3)
+    page.reads("^Stopped$|^Cut off", 4)  # of 80 at most
+    wait_until(lambda: not any(batcher._open for batcher in batchers))
+
+
+def test_an_answer_is_shown_as_it_is_written(chat, stub):
+    page = chat()
+    stub.pause_seconds = 0.03
+    with held(stub, 2):
+        page.say("Hi")
+        page.sees("Hello, ")
+        page.reads("^Writing …$")
+        assert page.inner_text("#announced") == "" and page.focus() == "text"
+    page.sees("Hello, world")
+    seed = int(re.fullmatch(r"3 tokens · [\d,.]+ tokens/s · seed (\d+)", page.reads("tokens/s"))[1])
+    assert page.text_content("#announced").startswith("sft: Hello, world 3 tokens")
+    assert stub.requests == [{
+        "path": "/v1/chat/completions", "model": "sft", "messages": messages("Hi"), "stream": True, "stream_options": {"include_usage": True},
+        "temperature": 0.8, "top_p": 0.95, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "max_tokens": 512, "seed": seed}]
+
+
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop_keeps_what_was_written_and_cancels_the_request(chat, stub, how):
+    page = chat()
+    with held(stub, 1):
+        page.say("Hi")
+        page.sees("Hello")
+        page.do("stop") if how == "button" else page.press("#text", "Escape")
+        page.reads("^Stopped$")
+        wait_until(lambda: stub.cancelled == 1)
+    page.say("More")
+    page.sees("Hello", "Hello, world")
+    assert stub.requests[1]["messages"] == messages("Hi", "Hello", "More")
+
+
+def test_the_last_answer_is_written_again(chat, stub):
+    page = chat()
+    page.fill("[name=seed]", "7")
+    page.say("Hi")
+    page.reads("seed 7")
+    page.say("More")
+    page.sees("Hello, world", "Hello, world")
+    page.reads("seed 7")
+    stub.pieces = ["Another"]
+    assert page.locator("[data-do=answer]").all_inner_texts() == ["Regenerate"]
+    page.do("answer")
+    page.sees("Hello, world", "Another")
+    assert page.focus() == "answer" and stub.requests[2] == stub.requests[1]
+
+
+def test_an_earlier_message_is_edited_and_the_edit_undone(chat, stub):
+    page = chat()
+    for count, text in enumerate(["One", "Two"], 1):
+        page.say(text)
+        page.sees(*["Hello, world"] * count)
+        page.reads("seed")
+    page.do("edit")
+    assert page.focus() == "editor"
+    page.keyboard.press("Escape")
+    assert page.focus() == "edit"
+    page.do("edit")
+    page.fill("#editor", "Three")
+    page.press("#editor", "Enter")
+    page.sees("Three", where=".said .text")
+    page.reads("seed")
+    assert stub.requests[2]["messages"] == messages("Three") and page.focus() == "text"
+    page.do("notice")
+    page.sees("One", "Two", where=".said .text")
+
+
+def test_two_models_answer_side_by_side_each_with_its_own_history(chat, stub):
+    stub.models = [model("sft"), model("dpo"), model("other")]
+    page = chat()
+    page.say("One")
+    page.sees("Hello, world")
+    page.reads("seed")
+    page.locator("#model-1").select_option("dpo")
+    page.sees("Hello, world", "")
+    assert page.reads("Was not asked", 2) and page.locator("[data-do=answer]").all_inner_texts() == ["Regenerate", "Ask"]
+    page.say("Two")
+    page.sees("Hello, world", "", "Hello, world", "Hello, world")
+    page.reads("seed", 3)
+    page.reads("seed", 4)
+    first, second = sorted(stub.requests[1:], key=lambda body: body["model"], reverse=True)
+    assert first["messages"] == messages("One", "Hello, world", "Two") and second["messages"] == messages("Two")
+    assert second["model"] == "dpo" and first["seed"] == second["seed"]
+    left, right = (page.locator(f".column-{column}").last.bounding_box() for column in (0, 1))
+    assert left["y"] == right["y"] and left["x"] + left["width"] < right["x"]
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.do("toggle")
+    above, below = (page.locator(f".column-{column}").last.bounding_box() for column in (0, 1))
+    assert above["x"] == below["x"] and above["y"] + above["height"] < below["y"]
+    page.locator("#model-1").select_option("")
+    page.sees("Hello, world", "Hello, world")
+
+
+def test_of_two_models_both_are_asked(chat, stub):
+    stub.models = [model("sft"), model("dpo")]
+    page = chat()
+    page.say("Hi")
+    page.sees("sft", "dpo", where=".answer h2")
+    page.sees("Hello, world", "Hello, world")
+
+
+def test_a_reload_keeps_the_conversation(chat, stub):
+    page = chat()
+    page.fill("[name=temperature]", "0.3")
+    page.say("Hi")
+    status = page.reads("seed")
+    with held(stub, 1):
+        page.say("More")
+        page.sees("Hello, world", "Hello")
+        page.fill("#text", "a draft")
+        page.reload()
+        page.sees("Hello, world", "Hello")
+    assert page.reads("seed", 1) == status and page.reads("before the answer was complete.$")
+    page.add_init_script("""const kept = JSON.parse(sessionStorage.getItem("paddock-chat-1"));
+        kept.turns[1].answers[0] = {model: "sft", text: "Hello", state: "running"};  // as after a crash of the tab
+        sessionStorage.setItem("paddock-chat-1", JSON.stringify(kept));""")
+    page.reload()
+    assert page.reads("before the answer was complete.$") == "The page was reloaded before the answer was complete."
+    assert page.input_value("#text") == "a draft" and page.input_value("[name=temperature]") == "0.3"
+    page.do("answer")
+    page.sees("Hello, world", "Hello, world")
+
+
+def test_two_tabs_are_apart(chat, stub):
+    first = chat()
+    first.say("Hi")
+    first.sees("Hello, world")
+    first.reads("seed")
+    second = chat(beside=first)
+    second.wait_for_selector("#composer:visible")
+    second.sees(where=".said .text")
+    second.say("Other")
+    second.sees("Hello, world")
+    first.reload()
+    first.sees("Hi", where=".said .text")
+    assert second.evaluate("localStorage.length") == 0
+
+
+@pytest.mark.parametrize("fault, text, sentence", [
+    ({"drops": True}, "Hello, world", "The connection was lost before the answer was complete."),
+    ({"ends": True}, "Hello, world", "The connection was lost before the answer was complete."),
+    ({"breaks": True}, "Hello, world", "The server is stopping."),
+    ({"refuses": 429}, "", "Refused with 429."),
+], ids=["dropped", "ended early", "error event", "refused"])
+def test_a_failure_is_said_once_and_can_be_tried_again(chat, stub, fault, text, sentence):
+    page = chat()
+    vars(stub).update(fault)
+    with held(stub, 3):
+        page.say("Hi")
+        page.sees(text)
+    assert page.reads("lost|stopping|Refused") == sentence
+    page.sees(text)
+    vars(stub).update(drops=False, ends=False, breaks=False, refuses=None)
+    assert page.inner_text("[data-do=answer]") == "Try again"
+    page.do("answer")
+    page.reads("3 tokens")
+    page.sees("Hello, world")
+
+
+def test_a_server_that_crashes_and_comes_back(chat, stub):
+    page = chat()
+    with held(stub, 2):
+        page.say("Hi")
+        page.sees("Hello, ")
+        stub.crash()
+    assert page.reads("lost") == "The connection was lost before the answer was complete."
+    page.do("answer")
+    assert page.reads("reached") == "The server cannot be reached. Is it still running?"
+    page.sees("Hello, ")
+    stub.start()
+    page.do("answer")
+    page.reads("3 tokens")
+    page.sees("Hello, world")
+
+
+def test_a_wanted_key_is_asked_for_and_kept_in_the_tab(chat, stub):
+    stub.key = "right"
+    page = chat()
+    for word in ("wrong", "right"):
+        page.wait_for_selector("#key:visible")
+        assert page.focus() == "key-text" and page.get_attribute("#key-text", "type") == "password"
+        page.fill("#key-text", word)
+        page.press("#key-text", "Enter")
+        if word == "wrong":
+            page.sees("The server refused this key.", where="#key-note")
+    page.wait_for_selector("#composer:visible")
+    page.reload()
+    page.say("Hi")
+    page.sees("Hello, world")
+    assert page.url == stub.url and page.locator("#key").is_hidden()
+    stub.key = "changed-meanwhile"
+    page.do("answer")
+    page.reads("^A key is needed.$")
+    page.sees("Hello, world")
+    page.fill("#key-text", stub.key)
+    page.press("#key-text", "Enter")
+    page.wait_for_selector("#key", state="hidden")
+    page.do("answer")
+    page.reads("3 tokens")
+
+
+def test_texts_are_text(chat, stub):
+    stub.models = [model("<b>sft</b>")]
+    stub.pieces = [HOSTILE, "\ud83d", "\u0000\u001b[2J"]
+    page = chat()
+    page.fill("#text", HOSTILE)
+    page.evaluate("document.getElementById('text').value += String.fromCharCode(0xd800)")
+    page.press("#text", "Enter")
+    page.sees(HOSTILE + "\ud83d\u0000\u001b[2J")
+    assert page.locator(".said .text").evaluate("element => element.innerText.toWellFormed()") == HOSTILE + "\ufffd"  # with its lines and spaces
+    assert page.evaluate("document.images.length + document.scripts.length") == 1
+    assert stub.requests[0]["messages"] == messages(HOSTILE + "\ufffd")
+    page.sees("<b>sft</b>", where=".answer h2")
+    assert page.evaluate("getComputedStyle(document.querySelector('.text')).unicodeBidi") == "plaintext"
+
+
+def test_a_model_without_a_template_is_continued(chat, stub):
+    stub.models = [model("base", chat=False)]
+    page = chat()
+    assert "base answers no chats" in page.inner_text("#mode")
+    page.fill("[name=system]", "Be kind.")
+    page.fill("[name=stop]", "\\n\\n\nEnd")
+    for count, text in enumerate(["Once", "and then"], 1):
+        page.say(text)
+        page.sees(*["Hello, world"] * count)
+        page.reads("3 tokens")
+    assert stub.requests[1]["path"] == "/v1/completions" and "messages" not in stub.requests[1]
+    assert stub.requests[1]["prompt"] == "OnceHello, world and then" and stub.requests[1]["stop"] == ["\n\n", "End"]
+    page.fill("[name=stop]", "")
+    page.do("answer")
+    page.reads("^The model ended the text; a new one begins · 3 tokens")
+    page.say("Anew")
+    page.sees(*["Hello, world"] * 3)
+    assert stub.requests[3]["prompt"] == "Anew"
+
+
+def test_the_settings_are_sent_and_their_ranges_held(chat, stub):
+    page = chat(390)
+    page.do("toggle")
+    page.fill("[name=system]", "Be kind.")
+    page.fill("[name=max_tokens]", "")
+    page.fill("[name=top_p]", "1.5")
+    page.do("toggle")
+    page.say("Hi")
+    assert page.focus() == "INPUT" and page.evaluate("document.activeElement.name") == "top_p" and not stub.requests
+    page.fill("[name=top_p]", "0.5")
+    page.press("#text", "Enter")
+    page.sees("Hello, world")
+    request = stub.requests[0]
+    assert request["messages"] == [{"role": "system", "content": "Be kind."}, *messages("Hi")]
+    assert request["top_p"] == 0.5 and "max_tokens" not in request and "stop" not in request
+    page.do("toggle")
+    page.do("defaults")
+    assert page.input_value("[name=system]") == "" and page.input_value("[name=max_tokens]") == "512"
+
+
+def test_a_long_conversation_loses_its_beginning_and_says_so(chat, stub):
+    page = chat()
+    stub.most_messages = 3
+    for count, text in enumerate(["One", "Two", "Three"], 1):
+        page.say(text)
+        page.sees(*["Hello, world"] * count)
+        page.reads("3 tokens")
+    assert page.reads("").startswith("Without the first message: the context is full · ")
+    assert [len(body["messages"]) for body in stub.requests] == [1, 3, 5, 3] and stub.requests[3]["messages"][0]["content"] == "Two"
+    stub.used_tokens = 1900  # of 2048
+    page.do("answer")
+    page.finishes()
+    page.say("Four")
+    page.reads("first 2 messages: the context is full · 3 tokens")
+    assert stub.requests[-1]["messages"] == messages("Three", "Hello, world", "Four")
+    stub.most_messages = 0
+    page.do("answer")
+    page.reads("^Too long.$")
+
+
+def test_the_limit_of_tokens_and_an_empty_answer_are_said(chat, stub):
+    page = chat()
+    stub.finish = "length"
+    page.say("Hi")
+    page.reads("^Cut off: the limit of tokens is reached · 3 tokens")
+    stub.pieces, stub.finish = [], "stop"
+    page.do("answer")
+    assert page.reads("^Empty").startswith("Empty answer · 0 tokens · seed ")
+
+
+def test_waiting_shows_and_can_be_stopped(chat, stub):
+    page = chat()
+    page.wait_for_selector("#composer:visible")
+    page.clock.install()
+    with held(stub, 0):
+        page.say("Hi")
+        page.clock.run_for(100)
+        page.reads("^Waiting for the first token … $")
+        page.clock.run_for(7000)
+        page.reads(r"^Waiting for the first token … (7|8|9|\d\d) s$")
+        page.do("stop")
+        page.clock.run_for(100)
+        page.reads("^Stopped$")
+    assert page.inner_text("[data-do=answer]") == "Try again"
+
+
+def test_the_keyboard_is_enough(chat, stub):
+    page = chat()
+    page.wait_for_selector("#composer:visible")
+    page.keyboard.type("a")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("b")
+    page.keyboard.press("Enter")
+    page.sees("Hello, world")
+    assert stub.requests[0]["messages"] == messages("a\nb") and page.input_value("#text") == ""
+    page.reads("seed")
+    page.keyboard.press("Enter")  # nothing to send
+    for action in ("edit", "copy", "answer"):
+        page.locator(f"[data-do={action}]").first.focus()
+        page.keyboard.press("Tab")
+        page.keyboard.press("Shift+Tab")
+        assert page.focus() == action
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineWidth") == "3px"
+    assert len(stub.requests) == 1
+
+
+def test_new_conversation_stops_and_can_be_undone(chat, stub):
+    page = chat()
+    with held(stub, 1):
+        page.say("Hi")
+        page.sees("Hello")
+        page.do("reset")
+        page.sees()
+        wait_until(lambda: stub.cancelled == 1)
+    page.do("notice")
+    page.sees("Hello")
+    page.reads("^Stopped$")
+
+
+def test_text_is_copied(chat, stub):
+    page = chat()
+    page.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    stub.pieces = ["two\n", "  lines"]
+    page.say("Hi")
+    page.reads("seed")
+    page.locator(".answer [data-do=copy]").click()
+    page.sees("Copied", where=".answer [data-do=copy]")
+    assert page.evaluate("navigator.clipboard.readText()") == "two\n  lines"
+
+
+def test_the_page_follows_a_reader_at_the_end_only(chat, stub):
+    page = chat()
+    stub.pieces = [f"line {i}\n" for i in range(300)]
+    below = "(main => main.scrollHeight - main.scrollTop - main.clientHeight)(document.getElementById('main'))"
+    with held(stub, 200):
+        page.say("Hi")
+        page.sees("".join(stub.pieces[:200]))
+        assert page.evaluate(below) < 2
+        page.mouse.move(400, 300)
+        page.mouse.wheel(0, -50)
+        wait_until(lambda: page.evaluate(below) > 40)
+        before = page.evaluate("document.getElementById('main').scrollTop")
+    page.sees("".join(stub.pieces))
+    assert page.evaluate("document.getElementById('main').scrollTop") == before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_fits_a_phone_and_a_desktop(chat, stub, width, scheme):
+    stub.models = [model("a" * 90), model("b/" * 50)]
+    stub.pieces = ["w" * 500, " ", "مرحبا", " x" * 500]
+    page = chat(width, scheme)
+    page.say("u" * 300)
+    page.sees(*["".join(stub.pieces)] * 2)
+    for _ in range(2):
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate("document.documentElement.scrollHeight") == 800  # what scrolls is the conversation
+        for each in ("#send", "#text", "[data-do=toggle]"):
+            box = page.locator(each).bounding_box()
+            assert 0 <= box["x"] and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 800
+        overflowing = "[...document.querySelectorAll('main, main *, #panel')].filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth)"
+        assert page.evaluate(f"{overflowing}.map(e => e.className || e.id)") == []
+        page.do("toggle")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0] < 100")
+    assert dark == (scheme == "dark")

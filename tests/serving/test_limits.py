@@ -1,0 +1,319 @@
+"""What a request may not do, tried as an attacker would: other sites, no key, too much, too slow, too many."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+
+import pytest
+from factories import PATIENCE
+from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
+
+from serving import guard
+from serving.api import Api
+
+httpx = pytest.importorskip("httpx")
+connections = pytest.importorskip("serving.connections")
+KEY = "key-of-this-test"
+CHAT = "/v1/chat/completions"
+JSON = {"Content-Type": "application/json"}
+
+
+def asked(**changes) -> dict:
+    return {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2, **changes}
+
+
+@pytest.fixture(scope="module")
+def server(prepared):
+    """A server without a key."""
+    with serving([tiny_model(prepared.tokenizer)], concurrency=2, queue=2) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def public(prepared):
+    """A server with a key, as if it listened at an address of the network."""
+    with serving([tiny_model(prepared.tokenizer)], host="192.0.2.7", api_key=KEY) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server[0], timeout=PATIENCE) as client:
+        yield client
+
+
+def connect(url: str) -> socket.socket:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while block := connection.recv(1 << 16):
+            received += block
+    return received
+
+
+def exchange(url: str, request: bytes) -> bytes:
+    """What comes back for these bytes until the connection is closed."""
+    with connect(url) as connection:
+        connection.sendall(request)
+        return read_all(connection)
+
+
+def post(content: dict, *headers: str) -> bytes:
+    """A request as bytes."""
+    body = json.dumps(content)
+    return "\r\n".join([f"POST {CHAT} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers,
+                        f"Content-Length: {len(body)}", "", body]).encode()
+
+
+# ------------------------------------------------------------------------------- where it comes from
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example",
+                                  "localhost@evil.example", "0.0.0.0", "192.0.2.7", "", "127.0.0.1:{port}:80", "[::1].evil", "[::2]"])
+def test_a_name_that_a_site_may_have_made_lead_here_is_refused(client, host):
+    host = host.format(port=client.base_url.port)
+    for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", CHAT)):
+        response = client.request(method, path, headers={"Host": host}, json=asked() if method == "POST" else None)
+        assert response.status_code == 403 and "is not this server" in response.json()["error"]["message"]
+
+
+def test_the_names_of_this_machine_are_accepted(client, public):
+    for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:{port}", "[::1]"):
+        assert client.get("/", headers={"Host": host.format(port=client.base_url.port)}).status_code == 200, host
+    name = socket.gethostname()
+    for host, status in (("192.0.2.7:8000", 200), ("10.0.0.1", 200), (name, 200), (f"{name}.local:80", 200), ("[2001:db8::1]:80", 200),
+                         ("evil.example", 403), ("192.0.2.7.evil.example", 403), (f"{name}.evil.example", 403)):
+        assert httpx.get(public[0] + "/", headers={"Host": host}).status_code == status, host
+
+
+@pytest.mark.parametrize("origin", ["https|evil.example", "null", "", "http|localhost", "http|localhost:1", "https|127.0.0.1:{port}",
+                                    "http|127.0.0.1:{port}.evil.example", "http|127.0.0.1:{port}/", "file|"])
+def test_pages_of_other_origins_are_refused(client, server, origin):
+    origin = origin.format(port=client.base_url.port).replace("|", "://")
+    for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("OPTIONS", CHAT)):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        response = client.request(method, path, headers=headers, json=asked())
+        assert response.status_code == 403, origin
+        assert not [name for name in response.headers if name.startswith("access-control")]
+    assert is_free(server[1][0])
+
+
+def test_the_page_of_this_server_is_accepted(client):
+    origin = f"http://127.0.0.1:{client.base_url.port}"
+    response = client.post(CHAT, json=asked(), headers={"Origin": origin})
+    assert response.status_code == 200 and "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", None,
+                                  "text/plain; application/json", "application/jsonp"])
+def test_what_a_form_of_another_site_can_send_is_refused(client, kind):
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = client.post(CHAT, content=json.dumps(asked()), headers=headers)
+    assert response.status_code == 415 and "set Content-Type: application/json" in response.json()["error"]["message"]
+    assert client.post(CHAT, content=json.dumps(asked()), headers={"Content-Type": "Application/JSON; charset=utf-8"}).status_code == 200
+
+
+def test_every_response_may_neither_be_stored_nor_embedded(client):
+    for response in (client.get("/"), client.get("/v1/models"), client.get("/none"), client.post(CHAT, json=asked()),
+                     client.post(CHAT, json=asked(stream=True)), client.post(CHAT, json={}), client.get("/", headers={"Host": "x"})):
+        assert response.headers["Cache-Control"] == "no-store" and response.headers["X-Content-Type-Options"] == "nosniff"
+        assert response.headers["X-Frame-Options"] == "DENY" and "server" not in response.headers
+    assert "default-src 'none'" in client.get("/").headers["Content-Security-Policy"]
+
+
+# --------------------------------------------------------------------------------------------- the key
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.upper()}", KEY,
+                                   f"Basic {KEY}", f"Bearer {KEY} {KEY}", "Bearer \xff", f"Bearer {KEY}, Bearer {KEY}"])
+def test_without_its_key_a_server_answers_nothing(public, given):
+    headers = {} if given is None else {"Authorization": given.encode("latin-1")}
+    with httpx.Client(base_url=public[0], headers=headers) as client:
+        for response in (client.get("/v1/models"), client.get("/v1/models/tiny"), client.post(CHAT, json=asked()), client.get("/none"),
+                         client.post("/v1/completions", json={"model": "tiny", "prompt": "x"})):
+            assert response.status_code == 401 and response.headers["WWW-Authenticate"] == "Bearer"
+            assert response.json()["error"]["type"] == "authentication_error" and KEY not in response.text
+        assert client.get("/").status_code == client.get("/health").status_code == 200
+
+
+def test_with_its_key_it_answers(public):
+    with httpx.Client(base_url=public[0], headers={"Authorization": f"Bearer {KEY}"}) as client:
+        assert client.get("/v1/models").status_code == client.post(CHAT, json=asked()).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------- too much
+
+
+@pytest.mark.parametrize("path, status", [
+    ("/none", 404), ("/v1", 404), ("/v1/models/", 404), ("/v1/models/none", 404), (f"{CHAT}/", 404), ("//", 404), ("/../config.py", 404),
+    ("/%2e%2e/config.py", 404), ("/v1/models/../../config.py", 404), ("/v1/models/%2e%2e%2fconfig.py", 404), ("/assets/chat.js", 404),
+    ("http:" "//evil.example/v1/models", 404), (CHAT, 405), ("/v1/completions", 405), ("*", 404), ("/%00", 404), ("/v1/models/%ff", 404)])
+def test_there_is_nothing_but_the_endpoints(server, path, status):
+    answer = exchange(server[0], f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+    assert int(answer.split()[1]) == status
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_other_methods_are_refused(client):
+    for method in ("PUT", "DELETE", "PATCH", "TRACE", "OPTIONS"):
+        response = client.request(method, "/v1/models")
+        assert response.status_code == 405 and "GET" in response.headers["Allow"]
+
+
+def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client, server):
+    large = json.dumps(asked(messages=[{"role": "user", "content": "x" * guard.BODY_BYTES}])).encode()
+    assert client.post(CHAT, content=large, headers=JSON).status_code == 413
+    blocks = (large[at:at + 10_000] for at in range(0, len(large), 10_000))
+    assert client.post(CHAT, content=blocks, headers=JSON).status_code == 413, "chunked: its length is not told"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with connect(server[0]) as connection:
+        connection.sendall(f"{head}Content-Length: 99999999999999999\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 "), "before a byte of it has come"
+    for lengths in ("Content-Length: 5\r\nContent-Length: 6\r\n", "Content-Length: -1\r\n", "Content-Length: 1e3\r\n",
+                    "Transfer-Encoding: gzip\r\n", "Transfer-Encoding: chunked, chunked\r\n"):
+        assert re.match(rb"HTTP/1.1 (400|501) ", exchange(server[0], f"{head}{lengths}\r\nhello".encode())), lengths
+
+
+@pytest.mark.parametrize("head", ["GET / HTTP/1.1\r\nHost: localhost\r\nX: " + "x" * 100_000, "GET /" + "x" * 100_000,
+                                  "GET / HTTP/1.1\r\nHost: localhost\r\n" + "X: x\r\n" * 30_000,
+                                  "GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", "\x16\x03\x01\x02\x00\x01", "GET / HTTP/1.1\r\n\r\n"])
+def test_headers_that_are_too_large_or_broken_end_the_connection(server, head):
+    assert exchange(server[0], head.encode()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_queue_that_is_full_is_told_and_empties(client, server):
+    with contextlib.ExitStack() as stack:
+        streams = [stack.enter_context(client.stream("POST", CHAT, json=asked(max_tokens=CONTEXT, stream=True))) for _ in range(4)]
+        assert all(stream.status_code == 200 for stream in streams)
+        refused = client.post(CHAT, json=asked())
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) > 0
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert client.post("/v1/completions", json={"model": "tiny", "prompt": ["x"] * 5}).status_code == 400, "it never fits"
+        assert client.get("/health").status_code == 200
+    wait_until(lambda: is_free(server[1][0]))
+    assert client.post(CHAT, json=asked()).status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------- too slow
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_error(prepared):
+    with serving([tiny_model(prepared.tokenizer, context=100_000)], timeout_seconds=0.3, max_tokens=100_000) as (url, (batcher,)):
+        late = httpx.post(url + CHAT, json=asked(max_tokens=90_000), timeout=PATIENCE)
+        assert late.status_code == 504 and late.headers["x-should-retry"] == "false"
+        assert late.json()["error"]["message"] == "the answer took longer than 0.3 s"
+        with httpx.stream("POST", url + CHAT, json=asked(max_tokens=90_000, stream=True), timeout=PATIENCE) as stream:
+            *chunks, error = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line]
+        assert chunks[1]["choices"] and error["error"]["message"] == "the answer took longer than 0.3 s"
+        wait_until(lambda: is_free(batcher))
+
+
+def test_connections_without_a_request_are_cut_and_stop_nobody(server, client, monkeypatch):
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    half_open = [connect(server[0]) for _ in range(30)]
+    for number, connection in enumerate(half_open):
+        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"[:number * 3])
+    assert client.post(CHAT, json=asked()).status_code == 200
+    for connection in half_open:
+        with contextlib.suppress(OSError):
+            connection.sendall(b"X")  # also if something comes now and then
+        assert read_all(connection) == b""
+        connection.close()
+
+
+def test_a_body_that_does_not_come_is_told(server, monkeypatch):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
+    with connect(server[0]) as connection:
+        connection.sendall(post(asked())[:-5])
+        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_reads_nothing_holds_little_and_is_cut(prepared, monkeypatch):
+    lost, end = [], connections.Connection.connection_lost
+    monkeypatch.setattr(connections.Connection, "connection_lost", lambda *those: (lost.append(those), end(*those)))
+    monkeypatch.setattr(guard, "SENDING_SECONDS", 0.5)
+    with serving([tiny_model(prepared.tokenizer)], send_buffer=4096, timeout_seconds=1.5) as (url, (batcher,)):
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(PATIENCE)
+            connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+            connection.sendall(post(asked(max_tokens=CONTEXT, stream=True)))
+            wait_until(lambda: batcher._open)
+            answer, = batcher._open
+            wait_until(lambda: not batcher._open)
+            assert len(answer._pending) <= 1, "what it did not read is one piece, not one for each token"
+            wait_until(lambda: lost)
+            assert b"[DONE]" not in read_all(connection)
+        wait_until(lambda: is_free(batcher))
+
+
+def test_several_requests_in_one_go_are_answered_in_turn(server):
+    both = post(asked()) + post(asked(), "Connection: close")
+    assert exchange(server[0], both).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_a_request_after_another_has_all_its_time(server, monkeypatch):
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
+    second = post(asked(max_tokens=600), "Connection: close")
+    answer = exchange(server[0], post(asked()) + second)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"completion_tokens":600' in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(server, stream):
+    batcher = server[1][0]
+    with connect(server[0]) as connection:
+        connection.sendall(post(asked(max_tokens=CONTEXT, stream=stream)) + (post(asked()) if stream else b""))
+        wait_until(lambda: batcher._writing)
+        request, = batcher._writing
+    wait_until(lambda: is_free(batcher))
+    assert request.finish_reason == "cancelled"
+
+
+# ----------------------------------------------------------------------------------- what fails inside
+
+
+@pytest.mark.parametrize("error, code, message", [
+    (MemoryError(), "out_of_memory", "the server is out of memory; a shorter prompt may pass"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "out of memory"),
+    (ValueError("planted"), None, r"the model failed \(ValueError\); the server's output says more")])
+def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, server, capfd, error, code, message):
+    batcher, said = server[1][0], []
+    wait_until(lambda: is_free(batcher))
+    engine, step = batcher._engine, batcher._engine.step
+
+    def fail():
+        if len(batcher._writing) == 2:
+            raise error
+        return step()
+
+    engine.step = fail
+
+    def whole() -> None:
+        said.append(client.post(CHAT, json=asked(max_tokens=CONTEXT)).json())
+
+    thread = threading.Thread(target=whole)
+    thread.start()
+    with client.stream("POST", CHAT, json=asked(max_tokens=CONTEXT, stream=True)) as stream:
+        said.append(json.loads([line for line in stream.iter_lines() if line][-1].removeprefix("data: ")))
+    thread.join()
+    for each in said:
+        assert re.search(message, each["error"]["message"]) and each["error"]["code"] == code, each
+    assert client.get("/health").status_code == 503
+    assert client.post(CHAT, json=asked()).status_code == 200 == client.get("/health").status_code
+    assert "tiny failed; its requests are ended with an error:" in capfd.readouterr().err
+
+
+def test_a_fault_of_the_server_is_told_without_its_details(client, monkeypatch, capfd):
+    monkeypatch.setattr(Api, "describe", lambda *_: 1 / 0)
+    response = client.get("/v1/models")
+    assert response.status_code == 500 and response.headers["X-Content-Type-Options"] == "nosniff"
+    assert response.json()["error"]["message"] == "the server failed (ZeroDivisionError); its output says more"
+    assert "ZeroDivisionError: division by zero" in capfd.readouterr().err

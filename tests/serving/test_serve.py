@@ -1,0 +1,138 @@
+"""A server as a process: what it prints, what it refuses to do, and how it ends."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+
+import pytest
+import torch
+from commands import listening
+from factories import PATIENCE, start
+from tiny_server import CONTEXT, tiny_model, wait_until
+
+from common.errors import SettingsError, run_script
+from inference.engine import Engine
+from serving import batcher
+from serving.app import ServeOptions, serve
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": CONTEXT, "stream": True}
+
+
+def serve_tiny(tokenizer_path, stuck: bool = False) -> None:
+    """Serve a tiny model at a free port.
+
+    Args:
+        stuck: a step after the first ones does not end.
+    """
+    def main() -> None:
+        model = tiny_model(tokenizer_path)
+        step, calls = Engine.step, iter(range(10**9))
+
+        def stuck_step(engine):
+            if next(calls) > 20:
+                time.sleep(10 * PATIENCE)
+            return step(engine)
+
+        if stuck:
+            Engine.step = stuck_step
+        serve([model], ServeOptions(port=0))
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process may not have
+    run_script(main)
+
+
+@pytest.fixture
+def job(request, prepared, tmp_path):
+    """A server in a process of its own."""
+    job = start(serve_tiny, prepared.tokenizer, getattr(request, "param", False), folder=tmp_path)
+    wait_until(lambda: "(Ctrl-C ends it)" in job.text())
+    yield job
+    job.processes[0].kill()
+    job.processes[0].join()
+
+
+def url_of(job) -> str:
+    return job.text().split("  (Ctrl-C ends it)")[0].rstrip("/")
+
+
+@contextlib.contextmanager
+def streaming(job):
+    """The lines of an answer that has begun."""
+    with httpx.stream("POST", url_of(job) + "/v1/chat/completions", json=ASKED, timeout=PATIENCE) as stream:
+        lines = (line for line in stream.iter_lines() if line)
+        assert "choices" in next(lines) and "choices" in next(lines)
+        yield lines
+
+
+def test_it_listens_on_loopback_only_and_says_where(job):
+    assert httpx.get(url_of(job) + "/health").json() == {"status": "ok"}
+    (address, port), = listening(job.processes[0].pid)
+    assert str(address) == "127.0.0.1" and url_of(job) == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_ends_streams_with_an_error_and_the_process(job, number, code):
+    with streaming(job) as lines, socket.create_connection(("127.0.0.1", int(url_of(job).rpartition(":")[2]))):
+        os.kill(job.processes[0].pid, number)
+        *_, last = lines
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+    job.processes[0].join(PATIENCE)
+    assert job.processes[0].exitcode == code
+    assert job.text().partition("(Ctrl-C ends it)")[2].strip() == ("Stopped." if code == 130 else "")
+
+
+@pytest.mark.parametrize("job", [True], indirect=True)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_ends_it_also_in_a_step_that_does_not_end(job, number, code):
+    with streaming(job) as lines:
+        wait_until(lambda: next(lines) and True)
+        os.kill(job.processes[0].pid, number)
+        *_, last = lines
+    assert "the server is stopping" in last
+    job.processes[0].join(PATIENCE)
+    assert job.processes[0].exitcode == code
+
+
+def test_a_crash_ends_streams(job):
+    with pytest.raises(httpx.RemoteProtocolError), streaming(job) as lines:
+        os.kill(job.processes[0].pid, signal.SIGKILL)
+        assert "[DONE]" not in [*lines][-1]
+
+
+def test_what_cannot_be_served_is_one_sentence(prepared):
+    model = tiny_model(prepared.tokenizer)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        cases = [(ServeOptions(port=port), f"--port {port} is in use; --port 0 takes a free one"),
+                 (ServeOptions(host="0.0.0.0"), "--host 0.0.0.0 lets other machines in, so it needs a key; set the environment variable "
+                                                "PADDOCK_API_KEY"),
+                 (ServeOptions(host="192.0.2.7", api_key="x", port=0), "--host 192.0.2.7 is no address of this machine; 0.0.0.0"),
+                 (ServeOptions(host="no.invalid", api_key="x", port=0), "--host no.invalid is no address of this machine"),
+                 (ServeOptions(api_key="a key"), "PADDOCK_API_KEY cannot be sent in a header")]
+        for options, message in cases:
+            with pytest.raises(SettingsError, match=message):
+                serve([model], options)
+    with pytest.raises(SettingsError, match="tiny is named twice"):
+        serve([model, model], ServeOptions(port=0))
+
+
+def test_too_little_memory_is_told_with_what_to_lower(prepared, monkeypatch):
+    def allocate(*_):
+        raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(batcher, "Engine", allocate)
+    with pytest.raises(SettingsError, match="too little memory for 8 answers of 2000 tokens at once by tiny; lower --concurrency or --cont"):
+        serve([tiny_model(prepared.tokenizer)], ServeOptions(port=0))
+
+
+@pytest.mark.parametrize("package, module", [("starlette", "starlette.applications"), ("uvicorn", "serving.connections")])
+def test_missing_packages_are_told(prepared, monkeypatch, package, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(SettingsError, match=f"--serve needs the package {package}: pip install {package}"):
+        serve([tiny_model(prepared.tokenizer)], ServeOptions(port=0))
