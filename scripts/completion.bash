@@ -35,8 +35,9 @@ _paddock() {
         *:--*) words=$(_paddock_values) ;;
     esac
     case "$words$script" in
-        scripts/generate.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/plot_run.py \
-            | scripts/report.py | scripts/evaluate.py) words=$(_paddock_checkpoints) ;;
+        scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/plot_run.py \
+            | scripts/report.py | scripts/evaluate.py | scripts/verify_checkpoint.py | scripts/convert_to_gguf.py)
+            words=$(_paddock_checkpoints) ;;
     esac
     for word in $words; do
         case "$word" in "$current"*) COMPREPLY+=("$before$word") ;; esac
@@ -45,8 +46,9 @@ _paddock() {
 
 _paddock_flags() {
     local file
-    for file in "$script" "$root/data_preparation_utils.py"; do
-        case "$file:$script" in "$script":* | *:*load_*) grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
+    for file in "$script" "$root/data_preparation_utils.py" "$root/common/command_line.py"; do
+        case "$file:$script" in "$script":* | *utils.py:*load_* | *line.py:*/generate.py | *line.py:*/chat.py)
+            grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
     done
     case "$script" in *train.py | *run.sh) echo --check ;; esac
     case "$script" in

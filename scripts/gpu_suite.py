@@ -82,6 +82,7 @@ PARTS = (
     Part("hellaswag", "speed", 90, "500 items, cold and warm", alone=True),
     Part("speed-1b", "speed", 230, "Llama 3.2 1B beside its peers", alone=True),
     Part("speed-174m", "speed", 230, "174M parameters beside their peers", alone=True),
+    Part("generate", "speed", 120, "generation beside transformers', and many requests at once", alone=True),
 )
 
 

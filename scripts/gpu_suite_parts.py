@@ -388,6 +388,20 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
     task.check("exit code", code == 0, code)
 
 
+def generate(task: Task) -> None:
+    """Run scripts/benchmark_generate.py."""
+    size = ("--shape", "1b", "--dtype", "bf16", "--pairs", 2, "--caches", "dynamic", "static")
+    if task.tiny:
+        size = ("--shape", "tiny", "--pairs", 1, "--prompt-tokens", 16, "--new-tokens", 8, "--threads", 1)
+    results = task.folder / "generate.jsonl"
+    code, _ = task.run("scripts/benchmark_generate.py", *size, "--device", task.device, "--json", results)
+    task.check("exit code", code == 0, code)
+    for line in map(json.loads, results.read_text().splitlines()):
+        size = f"batch {line['batch']}" if "batch" in line else "8 requests"
+        rates = {part: line[f"{part}_wall"] for part in ("prefill", "decode") if f"{part}_wall" in line}
+        task.figure(f"{size}: {', '.join(line['names'])}", rates | {"same_tokens": line["same_tokens"]})
+
+
 def from_probe(task: Task, name: str) -> None:
     """A part of gpu_probe.py, which imports torch at once."""
     import gpu_probe
@@ -416,7 +430,8 @@ PARTS: dict[str, Callable[[Task], None]] = {
     "resume": partial(verify_resume, deterministic=False),
     "resume-deterministic": partial(verify_resume, deterministic=True),
     "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger,litgpt"),
-    "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile")}
+    "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile"),
+    "generate": generate}
 
 
 def main() -> None:

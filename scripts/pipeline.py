@@ -47,9 +47,9 @@ from checkpoint.tensor_files import open_tensors  # noqa: E402
 from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
+from inference.generate import generate  # noqa: E402
 from model_utils import load_model  # noqa: E402
 from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
-from training.generate import generate  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
@@ -258,8 +258,7 @@ def report(summary: dict, pipeline: Pipeline) -> None:
     # On the screen, with the next command to try.
     print(f"\n{table(summary)}\n\n{minutes} of work. The figures: {RUNS / 'summary.json'}; "
           f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\nChat with it: "
-          f"python scripts/generate.py {last_checkpoint('dpo')} --chat --prompt "
-          "\"A story ... What colour is the kite?\"")
+          f"python scripts/chat.py {last_checkpoint('dpo')}    (\"A story ... What colour is the kite?\")")
 
 
 def main() -> None:

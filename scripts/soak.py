@@ -126,7 +126,7 @@ class Setup:
         list_calls = partial(faults.list_calls_of_save, 1, folder / "calls.txt")
         self.finish(self.copied(folder / "counted"), 1, list_calls)
         self.calls = (folder / "calls.txt").read_text().split()
-        self.files = sorted(path.name for path in self.template.checkpoint(2).iterdir())
+        self.files = sorted({path.name for path in self.template.checkpoint(2).iterdir()} - {store.CARD})
         self.shards = sorted(path.name for path in self.prepared.shards.glob("*.bin"))
         self.long = {world_size: self.reference(LONG, world_size) for world_size in (1, 2)} if kills else {}
         self.whole_runs: dict[str, TinyRun] = {}

@@ -245,7 +245,7 @@ manifests = st.fixed_dictionaries(
 @given(manifests)
 def test_any_manifest_reads_back_and_tells_every_other_byte(folder, manifest):
     path = folder / store.MANIFEST
-    content = store._sealed(manifest)
+    content = store.sealed(manifest)
     path.write_bytes(content)
     found = store.read_manifest(folder)
     assert found == {"world_size": 1, "val_loss": None} | manifest | {"sha256": found["sha256"]}

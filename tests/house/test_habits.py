@@ -49,7 +49,7 @@ def test_every_setting_value_and_preset_is_completed():
 def test_runs_checkpoints_and_a_scripts_own_flags_are_completed(tmp_path):
     (tmp_path / "runs" / "first" / "checkpoints" / "step-00000002").mkdir(parents=True)
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
-    for name in ("train.py", ".env.example", "settings", "data_preparation_utils.py"):
+    for name in ("train.py", ".env.example", "settings", "common", "data_preparation_utils.py"):
         (tmp_path / name).symlink_to(ROOT / name)
     both = {"runs/first", "runs/first/checkpoints/step-00000002"}
     assert completed(tmp_path, "python train.py --run-name ", "python train.py --resume ", "python train.py --teacher-model=r",

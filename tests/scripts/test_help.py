@@ -104,6 +104,6 @@ def test_the_help_needs_no_torch():
            "\n    except SystemExit:\n        assert 'torch' not in sys.modules, script"
     fast = [str(path) for path in (TRAIN, *PYTHON) if path.name in ("train.py", "run.py", "launch.py", "make_sample.py", "pipeline.py")
             or path.name.startswith(("load_", "train_tok", "verify", "replay", "plot", "evaluate", "write", "gpu_suite", "benchmark.py"))]
-    assert len(fast) == 18
+    assert len(fast) == 19
     done = subprocess.run([sys.executable, "-c", code.format(fast)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -405,7 +405,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     ("layers_huge", json_of(CONFIG, lambda d: d.update(num_hidden_layers=60_000)), "lack|N_LAYERS is 60000"),
     ("kv_4", json_of(CONFIG, lambda d: d.update(num_key_value_heads=4)), "k_proj.weight is|N_KV_HEADS is 4"),
     ("head", json_of(CONFIG, lambda d: d.update(tie_word_embeddings=False)), "no separate head|TIE_EMBEDDINGS"),
-    ("weights_missing", gone(WEIGHTS), "holds no model.safetensors"),
+    ("weights_missing", gone(WEIGHTS), "model.safetensors cannot be read"),
     ("weights_cut", cut(WEIGHTS, -10), "model.safetensors cannot be read"),
     ("weights_junk", put(WEIGHTS, b"\xfe\xed" * 999), "cannot be read"),
     ("weights_huge_header", put(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), "cannot be read"),
@@ -457,9 +457,9 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     "ask", 5, nowhere=("scripts/generate.py nowhere", "no checkpoint 'nowhere'"),
     adapter=("scripts/generate.py adapter --base gone", "name the base of adapter with --base"),
     data=("scripts/generate.py set", "set is no checkpoint"), file=("scripts/generate.py x.jsonl", "no checkpoint")) + commands(
-    "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature must"),
-    tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most"), top_p=(f"{ASK} --top-p nan", "--top-p above 0"),
-    seed=(f"{ASK} --seed 99999999999999999999", "--seed must"), chat=(f"{ASK} --chat", "needs a --prompt")) + commands(
+    "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature: expected a number from 0"),
+    tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most"), top_p=(f"{ASK} --top-p nan", "--top-p: expected a number above 0"),
+    seed=(f"{ASK} --seed 99999999999999999999", "--seed: expected a number from 0"), chat=(f"{ASK} --chat", "needs a --prompt")) + commands(
     "checkpoint", 5, resume=("train.py --resume nope", "there is no checkpoint 'nope'"),
     step=("train.py --resume step-00000009", "no checkpoint 'step"),
     start=("train.py --pretrain-checkpoint step-00000009", "no checkpoint 'step"),

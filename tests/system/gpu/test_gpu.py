@@ -24,12 +24,13 @@ from config import Config
 from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
-from model import SHARED_PREFIX, KVCache
+from inference.generate import generate
+from inference.row_cache import RowCache
+from model import SHARED_PREFIX
 from model_utils import build_model, compile_model, wrap_model
 from parallel import collectives
 from parallel.collectives import Ranks
 from training import setup
-from training.generate import generate
 
 GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
 CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -207,12 +208,13 @@ def test_attention_of_every_backend_in_every_use(device, backend, recomputed, co
 
 
 def cached_logits(model, device: torch.device) -> torch.Tensor:
-    """The logits of the last token, with most of the earlier ones in the cache."""
+    """The logits of the last token of two rows of a cache of three, with the earlier ones in the cache."""
     ids = tokens(2, 11).to(device)
-    cache = KVCache(model.config, 2, 16, device, model.compute_dtype)
+    cache = RowCache(model.config, 3, 16, device, model.compute_dtype)
     with torch.no_grad():
-        model.logits(ids[:, :8], cache=cache)
-        return model.logits(ids[:, 8:], cache=cache, last_only=True).cpu()
+        model.logits(ids[:, :8], cache=cache.at([0, 2], [0, 0]))
+        last_B = torch.tensor([3, 3], device=device)
+        return model.logits(ids[:, 8:], cache=cache.at([0, 2], [8, 8]), only_B=last_B).cpu()
 
 
 # --------------------------------------------------------------------------------------- compiled

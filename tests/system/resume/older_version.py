@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS, MIDDLE = 6, 3
-LATER = ("evaluations.jsonl", "events.jsonl", "report.html")  # what older versions did not write
+# What older versions did not write
+LATER = ("evaluations.jsonl", "events.jsonl", "report.html", "README.md", "model.safetensors.index.json")
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 
@@ -197,7 +198,7 @@ def facts_of(run: Path, code: int, text: str) -> dict[str, Any]:
     return {"exit code": code, "optimizer": tensors.pop("optimizer.safetensors", None), "weights": tensors,
             "ledger": lines("ledger.jsonl"), "metrics": lines("metrics.jsonl"),
             "samples": lines("samples.jsonl"), "state": [progress, state.get("identity")],
-            "names of files": [name for name in files_of(run) if name not in LATER],
+            "names of files": [name for name in files_of(run) if Path(name).name not in LATER],
             "console": re.findall(r"Step \[\d+/\d+\].*?(?= \| Tok/s)", text)}
 
 

@@ -1,0 +1,85 @@
+"""Convert a model to GGUF, for llama.cpp and Ollama, with the converter of a clone of llama.cpp.
+
+    git clone --depth 1 https://github.com/ggml-org/llama.cpp
+    pip install transformers sentencepiece
+    python scripts/convert_to_gguf.py runs/first --llama-cpp llama.cpp \\
+        --output first.gguf
+
+llama.cpp's converter knows a tokenizer by a hash of the ids that it gives for a text, so it refuses one of
+your own. This script tells it that a tokenizer which splits text as Llama 3's does is of that kind.
+"""
+
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpoint.hf_format import read_json
+from checkpoint.manifest import MANIFEST, verify
+from checkpoint.peft_format import refuse_adapters
+from common.command_line import CommandParser
+from common.errors import CheckpointError, local_path, requires_package, run_script
+from common.text import show
+from model_utils import find_model
+from tokenizer import PATTERN
+
+CONVERTER = "convert_hf_to_gguf.py"
+LLAMA_3 = "llama-bpe"  # llama.cpp's name of Llama 3's way to split text
+
+
+def splits_as_llama_3(tokenizer: dict[str, Any]) -> bool:
+    """Return whether a tokenizer.json cuts text as Llama 3's does, and keeps pieces that are tokens."""
+    before, model = tokenizer.get("pre_tokenizer") or {}, tokenizer.get("model") or {}
+    patterns = [step.get("pattern", {}).get("Regex") for step in before.get("pretokenizers", [before])
+                if step.get("type") == "Split"]
+    return patterns == [PATTERN] and model.get("ignore_merges") is True
+
+
+def convert(folder: Path, llama_cpp: Path, output: Path, dtype: str) -> None:
+    """Write the model in a folder as a GGUF file.
+
+    Raises:
+        CheckpointError: it cannot be converted, or the output exists.
+    """
+    if not (llama_cpp / CONVERTER).is_file():
+        raise CheckpointError(f"{llama_cpp} holds no {CONVERTER}; clone "
+                              "https://github.com/ggml-org/llama.cpp and name its folder with --llama-cpp")
+    if output.exists():
+        raise CheckpointError(f"{output} exists; name a new file")
+    if (folder / MANIFEST).exists():
+        verify(folder)
+    refuse_adapters(folder)
+    tokenizer = read_json(folder / "tokenizer.json")
+    if not (tokenizer.get("model") or {}).get("merges"):
+        raise CheckpointError(f"{folder / 'tokenizer.json'} has no merges, without which llama.cpp opens no "
+                              "model; train a larger vocabulary")
+    sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
+    for package in ("transformers", "sentencepiece"):
+        with requires_package(package, CONVERTER):
+            import_module(package)
+    text_model = import_module("conversion.base").TextModel
+    if splits_as_llama_3(tokenizer):
+        text_model.get_vocab_base_pre = lambda *_: LLAMA_3
+    sys.argv = [CONVERTER, str(folder), "--outfile", str(output), "--outtype", dtype]
+    runpy.run_path(str(llama_cpp / CONVERTER), run_name="__main__")
+
+
+def main() -> None:
+    parser = CommandParser(__doc__)
+    parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
+    parser.add_argument("--llama-cpp", type=local_path, required=True, metavar="FOLDER",
+                        help="a clone of llama.cpp")
+    parser.add_argument("--output", type=local_path, required=True, metavar="FILE", help="the .gguf to write")
+    parser.add_argument("--dtype", choices=("f32", "f16", "bf16", "q8_0"), default="f16",
+                        help="of the matrices (default: %(default)s)")
+    args = parser.parse_args()
+    convert(find_model(args.model), args.llama_cpp.expanduser(), args.output.expanduser(), args.dtype)
+    show(f"{args.output} is ready. In llama.cpp: llama-cli -m {args.output}",
+         f"In Ollama's Modelfile: FROM ./{args.output.name}")
+
+
+if __name__ == "__main__":
+    run_script(main)
