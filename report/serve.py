@@ -87,6 +87,7 @@ def serve(report: Report, port: int) -> None:
         import uvicorn
     with listen(HOST, port) as listening:
         # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.
-        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=0))
+        server = uvicorn.Server(uvicorn.Config(
+            app, log_config=None, log_level="critical", timeout_graceful_shutdown=0))
         show(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C ends it)")
         server.run(sockets=[listening])

@@ -44,9 +44,11 @@ class Server(uvicorn.Server):
     """A server that tells its application at once when it is to end."""
 
     def __init__(self, app, on_end: Callable[[], None]):
+        # Without log_config=None, uvicorn would close the log handlers of all other packages.
         super().__init__(uvicorn.Config(
-            app, http=Connection, ws="none", lifespan="on", log_level="critical", proxy_headers=False,
-            server_header=False, limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=GRACE_SECONDS))
+            app, http=Connection, ws="none", lifespan="on", log_config=None, log_level="critical",
+            proxy_headers=False, server_header=False, limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_SECONDS))
         self.on_end = on_end
 
     def handle_exit(self, sig, frame) -> None:

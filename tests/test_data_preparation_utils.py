@@ -262,9 +262,7 @@ def test_a_disk_that_refuses_is_named(tmp_path, tokenizer_path):
 def run_script(name, *flags, **options):
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("TOKENIZER", "SHARD", "VALIDATION"))}
     return subprocess.Popen([sys.executable, str(ROOT / "scripts" / name), *flags], env=environment, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                            # A shell's background jobs, such as a test run in one, are born with Ctrl-C ignored.
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options)
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, **options)
 
 
 def test_the_script_ends_with_the_line_for_env(tmp_path, tokenizer_path):

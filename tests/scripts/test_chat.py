@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -195,9 +194,7 @@ class Terminal:
         self.ours, self.theirs = pty.openpty()
         # The first terminal that a new session opens is its own, and Ctrl-C reaches it.
         command = ["sh", "-c", 'exec "$@" <>"$0" >&0 2>&0', os.ttyname(self.theirs), sys.executable, str(SCRIPT), *map(str, argv)]
-        # What a shell starts in the background ignores SIGINT, and so would all that the tests start.
-        self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, "TERM": "xterm", **env},
-                                        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        self.process = subprocess.Popen(command, start_new_session=True, env={**os.environ, "TERM": "xterm", **env})
         self.pieces: list[str] = []
 
     def read(self, until: str, nudge: bytes = b"") -> str:

@@ -175,8 +175,7 @@ def test_the_command_itself_resumes_an_interrupted_preparation(prepared, tmp_pat
     settings = {**prepared.settings(), "PRETRAIN_DATA_PATH": tmp_path / "text.jsonl", "OUTPUT_DIR": tmp_path, "MAX_STEPS": 1,
                 "PREPARATION_WORKERS": 1}
     command = [sys.executable, ROOT / "scripts" / "run.py", "--output", tmp_path / "sets", *argv_of(settings)]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
     while process.poll() is None and not [*tmp_path.glob("sets/tmp-*/train-*.bin")]:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGINT)

@@ -247,10 +247,8 @@ def test_the_cause_is_reported_if_a_run_fails_by_itself(script, prepared, tmp_pa
 
 
 def command(run: TinyRun, *flags: str, env=None) -> subprocess.Popen:
-    # A shell starts its background jobs, such as a test run, with Ctrl-C ignored.
     return subprocess.Popen([sys.executable, str(SCRIPT), *flags, *run.argv()], cwd=ROOT, env={**os.environ, **(env or {})},
-                            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def processes_in(folder: Path) -> list[str]:

@@ -106,7 +106,7 @@ class StubServer:
 
     def start(self) -> None:
         """Serve; after the first time, at the same port as before."""
-        config = uvicorn.Config(self.app(), port=self.port, log_level="critical", lifespan="off")
+        config = uvicorn.Config(self.app(), port=self.port, log_config=None, log_level="critical", lifespan="off")
         self.server = uvicorn.Server(config)
         listening = socket.create_server(("127.0.0.1", self.port))
         self.port = listening.getsockname()[1]

@@ -391,7 +391,7 @@ def test_texts_are_text(chat, stub):
 def test_a_model_without_a_template_is_continued(chat, stub):
     stub.models = [model("base", chat=False)]
     page = chat()
-    assert "base answers no chats" in page.inner_text("#mode")
+    page.sees("base answers no chats: it continues your text, without a system prompt. ", where="#mode")
     page.fill("[name=system]", "Be kind.")
     page.fill("[name=stop]", "\\n\\n\nEnd")
     for count, text in enumerate(["Once", "and then"], 1):

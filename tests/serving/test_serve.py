@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from commands import listening
 from factories import PATIENCE, start
 from tiny_server import CONTEXT, tiny_model, wait_until
 
+import report.serve
 from common.errors import SettingsError, run_script
 from inference.engine import Engine
 from serving import batcher
@@ -43,7 +45,6 @@ def serve_tiny(tokenizer_path, stuck: bool = False) -> None:
             Engine.step = stuck_step
         serve([model], ServeOptions(port=0))
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background process may not have
     run_script(main)
 
 
@@ -55,6 +56,20 @@ def job(request, prepared, tmp_path):
     yield job
     job.processes[0].kill()
     job.processes[0].join()
+
+
+@pytest.mark.parametrize("page", ["chat", "report"])
+def test_the_log_handlers_of_other_packages_stay_open(page, monkeypatch):
+    """absl's, for example, which TensorBoard brings, closes its stream with itself."""
+    import uvicorn
+
+    closed = []
+    monkeypatch.setattr(uvicorn.Server, "run", lambda self, sockets: None)
+    monkeypatch.setattr("report.serve.Live", lambda report: None)
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(handler, "close", lambda: closed.append(page))
+    serve([], ServeOptions(port=0)) if page == "chat" else report.serve.serve(None, 0)
+    assert not closed
 
 
 def url_of(job) -> str:
