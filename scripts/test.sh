@@ -8,7 +8,7 @@
 #
 # --torch VERSION (2.15.0, or 2.12 for its newest) comes first, and makes an
 # environment of its own. All other flags are those of pytest, which runs the
-# files in two processes (-n 0 for one, as --pdb needs).
+# files in three processes, as many wait (-n 0 for one, as --pdb needs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
@@ -17,4 +17,4 @@ if [ "${1:-}" = --torch ]; then
     shift 2
 fi
 set_up requirements.txt requirements-dev.txt
-exec env OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile "$@"
+exec env OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile "$@"

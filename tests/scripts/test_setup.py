@@ -51,7 +51,7 @@ def test_the_tests_run_with_the_torch_that_is_named_and_nothing_replaces_it(vers
         result = run(project, "--torch", version, "tests/test_model.py", "-x", **env)
         assert result.returncode == 0, result.stderr
     asked = (project / "asked").read_text().splitlines()
-    assert asked[-1] == "-m pytest -n 2 --dist loadfile tests/test_model.py -x"
+    assert asked[-1] == "-m pytest -n 3 --dist loadfile tests/test_model.py -x"
     wanted = (project / "wanted").read_text().split()
     assert f"torch=={installed}" in wanted and any(line.startswith("hypothesis") for line in wanted)
     assert sum(line.startswith("torch==") for line in wanted) == 1
