@@ -230,8 +230,12 @@ class HangWatchdog:
 
         # Publish that it is reported. A silent rank that was only suspended can then exit by itself.
         reported_at, self.reported = time.monotonic(), True
+        # The store ends with its process, which therefore waits until the others know, too.
+        hosts_store = self.store_on_rank0 and self.rank == 0
+        must_know = {*range(len(self.statuses))} - {*silent, self.rank} if hosts_store else set()
         self._wait(wait_seconds if connected else 0,
-                   lambda: self.store_answered_at > reported_at + ALARM_SECONDS)
+                   lambda: self.store_answered_at > reported_at + ALARM_SECONDS
+                   and all(self.statuses[rank]["reported"] for rank in must_know))
         for rank in silent:
             if self.statuses[rank]["host"] == self.place["host"] and rank != self.rank:
                 with suppress(ProcessLookupError, PermissionError):

@@ -129,6 +129,19 @@ def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, tol
         assert "in train_loop" in stacks and f"in {place}" in stacks
 
 
+def stall_and_listen_slowly() -> None:
+    """Rank 1 looks at the others' statuses once a second, as on a busy machine."""
+    stall_rank_0_in_a_save()
+    if is_rank(1):
+        poll = StatusStore.poll
+        StatusStore.poll = lambda store, ranks: (time.sleep(1), poll(store, ranks))[1]
+
+
+def test_who_hosts_the_statuses_stays_until_the_others_know_that_it_has_reported(tiny_run):
+    job = tiny_run().start(WORLD, stall_and_listen_slowly, DISTRIBUTED_TIMEOUT=TIMEOUT + 1)
+    assert job.wait(TIMEOUT + 36) == [6, 6] and job.text().count("error: hang: ") == 1, job.text()
+
+
 def test_ranks_that_all_wait_are_a_hang(tiny_run):
     job = tiny_run().start(WORLD, wait_for_each_other, DISTRIBUTED_TIMEOUT=TIMEOUT)
     assert job.wait(TIMEOUT + 35) == [6, 6], job.text()
