@@ -515,7 +515,7 @@ def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wa
 def test_a_crash_does_not_wait_for_wandb(tiny_run, tmp_path):
     """A fake wandb that hangs in finish, and in its atexit handler."""
     (tmp_path / "wandb.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n"
-                                       "def Settings(**_): pass\nclass Run:\n    def log(self, values, step): pass\n"
+                                       "def Settings(**_): pass\ndef Table(**_): pass\nclass Run:\n    def log(self, values, step): pass\n"
                                        "    def finish(self): time.sleep(600)\ndef init(**_): return Run()\n")
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('PLANT'):\n    import factories\n    from training import optim\n"
                                                "    factories.do_in_step(3, lambda: 1 / 0, optim)\n")
