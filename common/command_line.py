@@ -5,7 +5,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import inf
 from pathlib import Path
 
@@ -44,6 +44,13 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**{"prog": f"python scripts/{Path(sys.argv[0]).name}", "description": description,
                             "epilog": epilog, "formatter_class": HelpFormatter, **options})
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """As argparse's, but in no version of Python is `-hf-token` a call for help."""
+        for argument in takewhile(lambda each: each != "--", sys.argv[1:] if args is None else args):
+            if argument.startswith("-h") and argument != "-h":
+                self.error(f"{argument.partition('=')[0]}: the names of flags begin with two dashes")
+        return super().parse_known_args(args, namespace)
 
 
 def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:

@@ -13,7 +13,7 @@ import pytest
 from commands import ROOT
 
 from common import __version__
-from common.command_line import HELP_COLUMNS
+from common.command_line import HELP_COLUMNS, CommandParser
 from parallel.exit_report import STOP_SIGNALS
 
 PYTHON = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "\nif __name__ ==" in path.read_text()]
@@ -107,3 +107,13 @@ def test_the_help_needs_no_torch():
     assert len(fast) == 19
     done = subprocess.run([sys.executable, "-c", code.format(fast)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_dash_is_no_call_for_help(capsys):
+    """Python 3.13 and newer would show it for `-hf-token`, and exit with 0."""
+    for flags in (["-hf-token=canary"], ["-hf-token", "canary"]):
+        with pytest.raises(SystemExit) as ended:
+            CommandParser("").parse_known_args(flags)
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and "-hf-token: the names of flags begin with two dashes" in error and "canary" not in error
+    assert CommandParser("").parse_known_args(["--", "-hot"])[1][-1] == "-hot"
