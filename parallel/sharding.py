@@ -6,6 +6,7 @@ gradient and of its optimizer state. Vectors are small, and whole on every rank.
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Optional, TypeVar
 
 import torch
@@ -67,9 +68,19 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     for block in model.layers:
         fully_shard(block, mp_policy=of_blocks, reshard_after_forward=True, **shared)
     fully_shard(model, mp_policy=of_root, reshard_after_forward=False, **shared)
+    # fully_shard would copy the document ids, which the host reads, to the GPU: so it sees no arguments.
+    model.register_forward_pre_hook(lambda _, *given: ((lambda: given,), {}), prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
     # Called outside of forward; `logprobs` follows one of them, and the root stays gathered in between.
-    for method in ("hidden", "logits"):
-        register_fsdp_forward_method(model, method)
+    model.call = lambda method: method()
+    register_fsdp_forward_method(model, "call")
+    for method in (model.hidden, model.logits):
+        setattr(model, method.__name__, partial(call_without_arguments, model, method))
+
+
+def call_without_arguments(model: nn.Module, method: Callable[..., T], *args, **kwargs) -> T:
+    """Call a method of a sharded model, which gathers what it needs."""
+    return model.call(partial(method, *args, **kwargs))
 
 
 def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> None:
@@ -243,14 +254,18 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
     if mesh is None:
         return nn.utils.get_total_norm(tensors)
-    norms = torch.stack([norm.to(mesh.device_type) for norm in torch._foreach_norm([*map(own, tensors)])])
+    # No tensor is built from a list of the host's, for which the host would wait.
+    norms = [*torch._foreach_norm([*map(own, tensors)])]
+    divided = [index for index, tensor in enumerate(tensors) if is_divided(tensor)]
+    sharded = torch.stack([norms[index] for index in divided]).to(mesh.device_type)
     if mesh[SHARD].size() > 1:
-        divided = torch.tensor([*map(is_divided, tensors)], device=norms.device)
-        squares = torch.where(divided, norms.square(), 0)
+        squares = sharded.square()
         with HEARTBEAT.waiting():
             dist.all_reduce(squares, group=mesh.get_group(SHARD))
-        norms = torch.where(divided, squares.sqrt(), norms)
-    return torch.linalg.vector_norm(norms)
+        sharded = squares.sqrt()
+    for index, norm in zip(divided, sharded.unbind()):  # in the order of the tensors, for the sum's bits
+        norms[index] = norm
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 class FiniteGradients:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from factories import MODES, STAGE, UNMEASURED, Stages, TinyRun, assert_same_run, prepare_stages, run_ranks
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import train
@@ -118,6 +120,40 @@ def test_copies_on_single_ranks_compute_the_bits_of_ddp(precision, stages, tmp_p
         job = runs[-1].start(2, PRECISION=precision, **settings)
         assert job.wait() == [0, 0], job.text()
     assert_same_run(*runs, step=4)
+
+
+# --------------------------------------------------------------------- waiting for the device
+
+
+class NoHostTensors(TorchDispatchMode):
+    """Forbids tensors made of numbers of the host, which a GPU waits for, and numbers read from tensors.
+
+    The document ids, the only int32, stay on the host.
+    """
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_read = func is torch.ops.aten._local_scalar_dense.default and args[0].dtype != torch.int32
+        assert not is_read and func is not torch.ops.aten.lift_fresh.default, func
+        return func(*args, **(kwargs or {}))
+
+
+def forbid_waiting() -> None:
+    """Watch each step; from the second on, fully_shard takes the model to be on a GPU that is not there."""
+    original = train.train_step
+
+    def train_step(run, *arguments):
+        with NoHostTensors():
+            result = original(run, *arguments)
+        fully_shard.state(run.model)._device = torch.device("cuda")
+        return result
+
+    train.train_step = train_step
+
+
+def test_a_sharded_step_does_not_wait_for_the_device_before_its_end(tiny_run):
+    run = tiny_run(OPTIMIZER="muon", DOCUMENT_MASK="true", TIE_EMBEDDINGS="false", SHARDING="full", MAX_STEPS=3)
+    job = run.start(2, forbid_waiting)
+    assert job.wait() == [0, 0], job.text()
 
 
 # --------------------------------------------------------------------------------------- the guards
