@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,23 @@ def test_the_workflow_runs_what_ci_runs():
     command = job["steps"][-1]["run"]
     assert os.access(ROOT / command, os.X_OK)
     assert job["strategy"]["matrix"]["python"][0] == "3.10"
+
+
+def test_under_ci_only_named_skips_are_allowed(tmp_path):
+    """A skipped test file, a skipped fixture, and a skip that MAY_BE_MISSING names; without CI all are skips."""
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests")
+    (tmp_path / "tests" / "test_file.py").write_text("import pytest\npytest.importorskip('no_such_oracle')\ndef test(): pass\n")
+    (tmp_path / "tests" / "test_skips.py").write_text(
+        "import pytest, sys\nsys.modules['playwright'] = None\ndef test_page(browser): pass\ndef test_data(real_data): pass\n"
+        "@pytest.mark.skipif(True, reason='needs root')\ndef test_mount(): pass\n"
+        "@pytest.mark.xfail(reason='known')\ndef test_known(): assert False\n")
+    for ci, codes, summary in (("true", (1, 2), "2 skipped, 1 xfailed"), ("", (0,), "4 skipped, 1 xfailed")):
+        done = subprocess.run([sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider"], cwd=tmp_path,
+                              env={**os.environ, "CI": ci, "PADDOCK_TEST_DATA": "nowhere"}, capture_output=True, text=True)
+        assert done.returncode in codes and summary in done.stdout, done.stdout + done.stderr
+        for reason in ("could not import 'no_such_oracle'", "playwright is not installed"):
+            assert (f"{reason}" in done.stdout and "CI must have it: install it" in done.stdout) == bool(ci), done.stdout
 
 
 def cells() -> list[str]:
