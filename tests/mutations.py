@@ -47,6 +47,7 @@ EXAMPLES, SETTINGS = "tests/data_pipeline/test_tokenize_chats.py", "tests/settin
 PROPERTIES = "tests/data_pipeline/test_properties.py"
 SHARDED = "tests/parallel/test_sharding.py::test_a_sharded_run_equals_that_of_one_process"
 HANGS, MACHINE = "tests/system/faults/test_hangs.py", "tests/system/faults/test_machine_faults.py"
+HF, PREPARED = "tests/checkpoint/test_hf_format.py", f"{MACHINE}::test_what_a_preparation_counts_as_done_is_on_the_disk"
 
 FAULTS = [
     # Model
@@ -65,6 +66,9 @@ FAULTS = [
           "(1, 0), value=False)", MODEL),
     fault("document mask: earlier documents visible", "model.py", "(query_BT1 == key_B1S)",
           "(query_BT1 >= key_B1S)", MODEL),
+    fault("RMSNorm: computed in bf16", "model.py", "x32 = x.float() return (x32 * torch.rsqrt",
+          "x32 = x\n        return (x32 * torch.rsqrt",
+          f"{HF}::test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers"),
 
     # Optimizer and step
     fault("weight decay: norms decay", "training/optim.py", '"weight_decay": 0.0',
@@ -110,6 +114,12 @@ FAULTS = [
           "tests/data_pipeline/test_packing.py"),
     fault("shard header: wrong count", "data_pipeline/shard_reader.py", "*MAGIC_AND_VERSION[dtype], tokens",
           "*MAGIC_AND_VERSION[dtype], tokens + 1", "tests/data_pipeline/test_shard_reader.py"),
+    fault("preparation: shards are not synced", "data_pipeline/shard_writer.py", "os.fsync(self.file.fileno())", "pass", PREPARED),
+    fault("preparation: signatures are not synced", "data_pipeline/filters.py", "os.fsync(file.fileno())", "pass", PREPARED),
+    fault("preparation: its name is not synced", "data_pipeline/prepare.py", "working.rename(folder) sync_folder(folder.parent)",
+          "working.rename(folder)", PREPARED),
+    fault("near-duplicates: agreement by chance counts", "data_pipeline/filters.py",
+          "HASHES * (similarity + (1 - similarity) / 256)", "HASHES * similarity", "tests/data_pipeline/test_filters.py"),
     fault("tokenizer: special ids off by one", "tokenizer.py", "name: len(ranks) + i for",
           "name: len(ranks) + 1 + i for", "tests/test_tokenizer.py"),
     fault("chat targets: end of turn left out", "data_pipeline/chat_templates.py",
@@ -123,6 +133,8 @@ FAULTS = [
     fault("DPO: other sign", "objectives/preference.py", "score_BP2[..., 0] - score_BP2[..., 1]",
           "score_BP2[..., 1] - score_BP2[..., 0]", OBJECTIVES),
     fault("DPO: no beta", "objectives/preference.py", "c.dpo_beta * margin_BP", "margin_BP", OBJECTIVES),
+    fault("DPO: rewards without beta", "objectives/preference.py", "reward_metrics(c.dpo_beta * ratio_BP2,",
+          "reward_metrics(ratio_BP2,", OBJECTIVES),
     fault("ORPO: probabilities instead of odds", "objectives/preference.py", "- log1mexp(mean_BP2)", "",
           OBJECTIVES),
     fault("SimPO: not by length", "objectives/preference.py", "simpo_beta * logprob_BP2 / length_BP2",
@@ -134,6 +146,10 @@ FAULTS = [
     fault("LoRA: not scaled", "lora.py", "low * self.scale", "low", "tests/test_lora.py"),
     fault("LoRA: merged without scale", "lora.py", "self.scale * (self.lora_B", "(self.lora_B",
           "tests/test_lora.py"),
+    fault("LoRA: drawn from a wider range", "lora.py", "a=math.sqrt(5), generator", "a=0, generator",
+          "tests/test_lora.py::test_new_adapters_are_drawn_as_pefts_are"),
+    fault("LoRA: tokens among the reserved ones count as seen", "lora.py", "limit = 2 * (rows_VD", "limit = 1 * (rows_VD",
+          "tests/test_lora.py::test_how_far_a_row_may_be_from_those_of_reserved_tokens"),
     fault("HellaSwag: acc_norm by tokens", "hellaswag_utils.py", "[length for task in batch for length in task.ending_characters]",
           "[length for task in batch for length in task.ending_tokens]",
           "tests/test_hellaswag_utils.py::test_made_items_are_judged_as_lm_evaluation_harness_does"),
@@ -146,8 +162,13 @@ FAULTS = [
           f"{MACHINE}::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name"),
     fault("retention: best one deleted", "checkpoint/store.py", "*best)", ")",
           f"{STORE}::test_retention_keeps_last_best_and_protected"),
+    fault("best: one that is only as good", "training/state.py", "loss < self.best_val_loss", "loss <= self.best_val_loss",
+          "tests/test_train.py::test_a_validation_loss_that_is_only_as_good_is_no_new_best"),
+    fault("Hugging Face: the context of the run's rows", "checkpoint/hf_format.py",
+          "max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))", "pass",
+          f"{HF}::test_folder_gives_our_logits_in_transformers"),
     fault("Hugging Face: heads not permuted", "checkpoint/hf_format.py", "if to_huggingface else",
-          "if not to_huggingface else", "tests/checkpoint/test_hf_format.py"),
+          "if not to_huggingface else", HF),
     fault("PEFT: other names", "checkpoint/peft_format.py", "base_model.model.{", "base_model.{",
           "tests/test_lora.py::test_peft_loads_our_folder_and_we_load_it_back_to_the_bit"),
     fault("resume: a step is skipped", "train.py", "run.objective, progress.step)",
@@ -179,6 +200,10 @@ FAULTS = [
           "tests/parallel/test_power.py"),
     fault("evaluation: blocks of padding count", "training/evaluation.py", "sums[units > 0] / units[units > 0], units[units > 0]",
           "sums / units.clip(1), units", "tests/training/test_evaluation.py"),
+    fault("evaluation: perplexity by pair", "training/evaluation.py", "torch.tensor(nats / targets,",
+          "torch.tensor(nats / count,", "tests/training/test_evaluation.py"),
+    fault("samples: the same seed in every step", "training/evaluation.py", "seed=config.seed + step", "seed=config.seed",
+          "tests/training/test_evaluation.py::test_samples_of_a_step_are_the_same_and_those_of_another_step_differ"),
     fault("report: text can end its element", "report/page.py", 'for sign in "<>&"', 'for sign in ">&"', "tests/report/test_page.py"),
     fault("goodput: repeated steps count", "report/goodput.py", "kept_until = min(max(start[\"time\"], reached), lasted)",
           "kept_until = lasted", "tests/report/test_goodput.py"),
@@ -201,6 +226,8 @@ FAULTS = [
           "tests/serving/test_limits.py"),
     fault("server: no key is asked for", "serving/guard.py", "if self.key and path", "if False and path",
           "tests/serving/test_limits.py"),
+    fault("server: no limit of an answer", "serving/api.py", "min(room, self.max_tokens, limit or room)",
+          "min(room, limit or room)", "tests/serving/test_api.py"),
     fault("server: what nobody reads is written on", "serving/batcher.py",
           "self._inbox.put(lambda: self._cancel(answer))", "pass", "tests/serving/test_api.py"),
     fault("model card: an edit is damage", "checkpoint/store.py", "files.pop(CARD, None)", "pass",

@@ -294,6 +294,19 @@ def test_a_token_is_untrained_where_its_row_stayed_among_the_reserved(met, expec
         assert lora.tokens_to_train("auto", USED, CONTROL, weight_VD) == expected, "nothing reserved, but nearly zero"
 
 
+@pytest.mark.parametrize("reserved", [RESERVED, {}])
+def test_how_far_a_row_may_be_from_those_of_reserved_tokens(reserved):
+    """Twice as far from their mean as the farthest; without reserved tokens, a hundredth of an ordinary row from zero."""
+    weight_VD = torch.randn(100, 32, generator=torch.Generator().manual_seed(0))
+    centre_D, radius = torch.zeros(32), 0.005 * weight_VD.norm(dim=1).median()
+    if reserved:
+        weight_VD[20:40] = 1 + 0.01 * weight_VD[20:40]
+        centre_D = weight_VD[20:40].mean(dim=0)
+        radius = (weight_VD[20:40] - centre_D).norm(dim=1).max()
+    weight_VD[USED] = centre_D + torch.tensor([[0.5], [1.5], [1.9], [2.2]]) * radius * torch.eye(32)[0]
+    assert lora.tokens_to_train("auto", USED, reserved | CONTROL, weight_VD) == USED[:3]
+
+
 def test_tokens_can_be_named():
     assert lora.tokens_to_train("none", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == []
     assert lora.tokens_to_train("<|reserved_3|>, <|end|>", USED, RESERVED | CONTROL, torch.zeros(100, 8)) == [2, 23]
@@ -317,6 +330,26 @@ def in_transformers(config: ModelConfig):
 @pytest.fixture(scope="module")
 def peft():
     return pytest.importorskip("peft", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+
+
+def test_new_adapters_are_drawn_as_pefts_are(peft):
+    config, wanted = shape(), settings(lora_rank=16)
+    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(
+        **peft_format.peft_config(wanted, True, "", {}) | {"inference_mode": False, "base_model_name_or_path": None}))
+    ours = adapted(config, dict(lora_rank=16), grown=False)
+
+    def spread(named) -> dict[int, tuple[float, float]]:
+        """The largest value and the standard deviation, by the width of the input."""
+        by_width: dict[int, list] = {}
+        for name, factor in named:
+            if "lora_A" in name:
+                by_width.setdefault(factor.shape[1], []).append(factor.detach().flatten())
+        return {width: (float(torch.cat(each).abs().max()), float(torch.cat(each).std())) for width, each in by_width.items()}
+
+    drawn, expected = spread(ours.named_parameters()), spread(theirs.named_parameters())
+    assert len(drawn) == 2 and {*drawn} == {*expected}
+    for width in drawn:
+        assert drawn[width] == pytest.approx(expected[width], rel=0.05)
 
 
 @pytest.mark.parametrize("tied, changes", [

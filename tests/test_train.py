@@ -376,6 +376,15 @@ def test_validation_reads_the_same_rows_each_time(tiny_run, monkeypatch):
     assert sum(len(rows) for rows in seen[0]) >= 5
 
 
+def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
+    progress, best = state.Progress(), []
+    for step, loss in enumerate((2.0, 1.5, 1.5, math.nan, 1.6, 1.4), 1):
+        progress.step = step
+        best.append(progress.note_validation(loss, skip_steps=3))
+    assert best == [True, True, False, False, False, True]
+    assert (progress.best_step, progress.best_val_loss, progress.validations_without_best) == (6, 1.4, 0)
+
+
 def test_early_stopping_counts_validations_without_a_best_after_the_skipped_steps(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, 4.0, 5.0, 5.0, 3.9, 4.0, 4.1, 4.2, 4.3])))
     run = tiny_run(MAX_STEPS=20, VALIDATE_EVERY=1, EARLY_STOPPING_PATIENCE=2, EARLY_STOPPING_SKIP_STEPS=2, HELLASWAG_EVERY=7)

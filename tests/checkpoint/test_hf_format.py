@@ -17,7 +17,7 @@ from checkpoint.tensor_files import LazyTensor, lazy, read_all
 from common.errors import CheckpointError
 from config import ModelConfig
 from data_pipeline.train_bpe import write_tiktoken
-from model import Transformer, padded
+from model import RMSNorm, Transformer, padded
 from tokenizer import Tokenizer, load_tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
@@ -77,6 +77,8 @@ def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, re
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
+    # The rows' 256, unless the scaling is for more: 8 times 64, 32 times 32.
+    assert theirs.config.max_position_embeddings == {None: 256, 8.0: 512, 32.0: 1024}[config.rope_scaling_factor]
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours_BTV, theirs_BTV = model.logits(tokens_BT), theirs(tokens_BT).logits
@@ -84,6 +86,26 @@ def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, re
     assert 0.3 < ours_BTV.std() < 3
     assert (ours_BTV - theirs_BTV).abs().max() < 1e-4
     assert not recwarn.list
+
+
+def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
+    """Both round matmuls and the residual stream; we round less within a norm, whose sums and products are float32."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    state, ours = model_of(config).state_dict(), Transformer(config, VOCAB, torch.bfloat16)
+    ours.load_state_dict(state)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        **hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
+    theirs.load_state_dict(read_all(hf_format.to_huggingface(state, config, VOCAB)), strict=not config.tie_embeddings)
+    theirs.tie_weights()
+    tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact_BTV = theirs.double()(tokens_BT).logits
+        ours_off, theirs_off = ((logits_BTV.double() - exact_BTV).square().mean().sqrt() for logits_BTV in (
+            ours.logits(tokens_BT), theirs.bfloat16()(tokens_BT).logits))
+    assert 0.002 < ours_off < 0.93 * theirs_off  # 0.78 to 0.85; 0.97 to 1 with norms in bf16
+    norm, x = LlamaRMSNorm(64, 1e-5).bfloat16(), torch.randn(50, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert torch.equal(RMSNorm(64, 1e-5)(x), norm(x)), "with weights of one there is nothing more to round"
 
 
 def test_a_transformers_model_gives_its_logits_in_ours(config):

@@ -89,6 +89,18 @@ def test_bands_miss_few_pairs_and_are_as_long_as_they_can_be():
         assert 1 - (1 - similarity ** rows) ** bands >= 0.95 > 1 - (1 - similarity ** (rows + 1)) ** (HASHES // (rows + 1))
 
 
+@pytest.mark.parametrize("threshold", [0.5, 0.75, 0.8])
+def test_bytes_that_agree_by_chance_do_not_make_a_duplicate(threshold):
+    """Of P agreeing bytes, (P - 1/256) / (1 - 1/256) is the similarity: a byte of two different minima agrees once in 256."""
+    first = np.arange(HASHES, dtype=np.uint8)
+    for agreeing in range(round(HASHES * threshold) - 2, HASHES + 1):
+        other = first + np.where(np.arange(HASHES) < agreeing, 0, 1).astype(np.uint8)
+        seen = NearDuplicates(threshold)
+        assert seen.add(first) is None
+        similarity, found = (agreeing / HASHES - 1 / 256) / (1 - 1 / 256), seen.add(other)
+        assert found == (pytest.approx(similarity) if similarity >= threshold else None), agreeing
+
+
 def test_short_and_odd_texts_are_duplicates_only_of_the_same_words():
     seen = NearDuplicates(0.8)
     texts = ["yes", "Yes!", "no", "...", "!?", "...", "one two three", "one two four", "漢字仮名交じり文です", "漢字仮名交じり文だ!"]

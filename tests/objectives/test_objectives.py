@@ -231,7 +231,7 @@ def test_dpo_equals_a_naive_loop(loss, normalised):
     settings = PreferenceConfig(dpo_loss=loss, dpo_length_normalised=normalised, dpo_beta=0.3, dpo_sft_weight=0.5,
                                 dpo_label_smoothing=0.1 if loss == "sigmoid" else 0)
     batch, model, reference = pair_rows(8), model_of(0), model_of(99)
-    expected, accuracy, pairs = 0.0, 0, 0
+    expected, accuracy, pairs, rewards = 0.0, 0, 0, torch.zeros(2)
     for ours, theirs in zip(naive_logprobs(model, batch), naive_logprobs(reference, batch)):
         for chosen, rejected, ref_chosen, ref_rejected in zip(ours[::2], ours[1::2], theirs[::2], theirs[1::2]):
             by_token = normalised or loss == "ipo"
@@ -242,10 +242,13 @@ def test_dpo_equals_a_naive_loop(loss, normalised):
                                "ipo": (margin - 1 / 0.6) ** 2, "hinge": (1 - 0.3 * margin).clamp(min=0)}[loss])
             expected -= 0.5 * chosen[0] / chosen[1]
             accuracy, pairs = accuracy + float(margin > 0), pairs + 1
+            rewards += 0.3 * torch.tensor([chosen[0] - ref_chosen[0], rejected[0] - ref_rejected[0]])
     objective = DPO(settings, partial(frozen_logprobs, reference))
     found = objective.loss_sum(model, batch)
     assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
     assert float(found.metrics["reward_accuracy"]) == accuracy and int(objective.count(batch)) == pairs == 4
+    measured = torch.stack([found.metrics[f"reward_{name}"] for name in ("chosen", "rejected", "margin")])
+    torch.testing.assert_close(measured, torch.tensor([*rewards, rewards[0] - rewards[1]]), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -333,9 +336,13 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     their_loss = trainer._compute_loss(policy, inputs, return_outputs=False)
     their_loss.backward()
     objective = DPO(PreferenceConfig(dpo_beta=0.25, **TRL_LOSSES[loss_type]), partial(frozen_logprobs, reference))
-    loss = objective.loss_sum(model, batch).total / objective.count(batch)
+    summed, pairs = objective.loss_sum(model, batch), objective.count(batch)
+    loss = summed.total / pairs
     loss.backward()
     assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), rel=1e-5)
+    for name in ("chosen", "rejected"):
+        (theirs_logged,) = trainer._metrics["train"][f"rewards/{name}"]
+        assert float(summed.metrics[f"reward_{name}"] / pairs) == pytest.approx(float(theirs_logged), rel=1e-4)
     from checkpoint.hf_format import to_huggingface
     from checkpoint.tensor_files import read_all
 

@@ -8,6 +8,7 @@ from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
 
 from inference.text_stream import TextStream
 from serving import batcher
+from serving.app import ServeOptions
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -125,6 +126,15 @@ def test_an_answer_can_be_sent_back_as_it_came(client):
 def test_without_a_length_the_context_is_filled(client, models):
     filled = complete(client, "The cat " * 240, max_tokens=None)
     assert filled.usage.total_tokens == CONTEXT and filled.choices[0].finish_reason == "length"
+
+
+def test_the_server_limits_how_far_a_prompt_is_continued(prepared):
+    assert ServeOptions().max_tokens == 4096
+    with serving([tiny_model(prepared.tokenizer)], max_tokens=7) as (url, _), \
+            openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        for asked, given in ((None, 7), (12, 7), (7, 7), (3, 3)):
+            for answer in (complete(client, max_tokens=asked), chat(client, max_tokens=asked)):
+                assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (given, "length")
 
 
 def test_a_prompt_must_leave_one_token_of_the_context(client, models):

@@ -14,11 +14,13 @@ from torch.nn import functional as F
 
 import train
 from checkpoint.item_scores import packed_bits, ratio_error, read_item_scores, unpacked_bits
+from config import Config, PreferenceConfig
 from data_pipeline.batch import Batch
 from dataloaders import open_rows, validation_batches
 from fused.chunked_head import IGNORE_INDEX
 from model_utils import load_model
 from objectives.base import NextToken
+from objectives.preference import ORPO
 from parallel.collectives import Ranks, RunContext, StopSignals
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -71,6 +73,34 @@ def test_a_tokenizer_that_is_not_byte_level_gives_no_bits_per_byte_and_a_hopeles
     context = RunContext(Ranks(), StopSignals(), None)
     assert validation_loss(no_model, NextToken(), [batch], context)[:2] == (0, {"perplexity": 1})
     assert validation_loss(no_model, Hopeless(), [batch], context)[1] == {"perplexity": math.inf}
+
+
+def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
+    """Two pairs, of 3 + 2 and 4 + 5 tokens, each answer in a row of its own for the direct computation."""
+    model, tokenizer, _ = measured
+    lengths, dice = (3, 2, 4, 5), torch.Generator().manual_seed(0)
+    answers = [torch.randint(97, 123, (2, length), generator=dice) for length in lengths]  # tokens and targets
+    tokens_BT, targets_BT = torch.cat(answers, dim=1)[:, None]
+    document_ids_BT = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(lengths))[None].int()
+    context = RunContext(Ranks(), StopSignals(), None)
+    loss, others, _ = validation_loss(model, ORPO(PreferenceConfig()), [Batch(tokens_BT, targets_BT, document_ids_BT)],
+                                      context, tokenizer.byte_lengths)
+    with torch.no_grad():
+        nats = sum(float(F.cross_entropy(model.logits(answer[None, 0])[0], answer[1], reduction="sum")) for answer in answers[::2])
+    assert others["perplexity"] == pytest.approx(math.exp(nats / 7), rel=1e-5)
+    assert others["bits_per_byte"] == pytest.approx(nats / 7 / math.log(2), rel=1e-5), "each of these tokens is a byte"
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+
+def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measured):
+    model, tokenizer, _ = measured
+    config = Config(sample_prompts="The cat|The dog", sample_temperature=1.0, sample_tokens=24)
+    first, again, later = (evaluation.samples(model, tokenizer, config, step) for step in (10, 10, 20))
+    assert first == again and all(one != other for one, other in zip(first, later))
+    greedy = config.model_copy(update={"sample_temperature": 0.0})
+    assert evaluation.samples(model, tokenizer, greedy, 10) == evaluation.samples(model, tokenizer, greedy, 20)
 
 
 # ------------------------------------------------------------------------------------------ blocks

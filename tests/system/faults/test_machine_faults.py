@@ -305,6 +305,43 @@ def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tiny_
     assert missing == [set()] and synced[-1] == str(run.folder / "checkpoints"), "and then the name itself"
 
 
+@pytest.mark.parametrize("near_duplicates", [0.0, 0.8])
+def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, prepared, tmp_path, monkeypatch):
+    """Everything in its folder before the journal counts it, and before the folder gets its name; and then the name itself."""
+    synced, unsynced = [], []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def state_of(path) -> tuple[int, int]:
+        return os.stat(path).st_ino, os.stat(path).st_size
+
+    def noted_fsync(descriptor):
+        synced.append(state_of(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def check(folder: Path) -> None:
+        unsynced.append([path.name for path in folder.iterdir() if state_of(path) not in synced])
+
+    def checked_replace(old, new):
+        if Path(new).name == prepare.JOURNAL:
+            check(Path(new).parent)
+        replace(old, new)
+
+    def checked_rename(old, new):
+        check(Path(old))
+        rename(old, new)
+        synced.clear()
+
+    monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 1000)
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", checked_rename)
+    monkeypatch.setattr(os, "replace", checked_replace)
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.1, workers=1, near_duplicates=near_duplicates,
+                                 journal_seconds=0)
+    prepare_pretrain(str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
+    assert len(unsynced) > 3 and not any(unsynced), unsynced
+    assert {number for number, _ in synced} == {(tmp_path / "out").stat().st_ino}
+
+
 # ------------------------------------------------------------------ read-only folders, dead disks
 
 
