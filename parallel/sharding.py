@@ -4,7 +4,7 @@ The ranks of a shard group hold one copy of the model together: each has some ro
 gradient and of its optimizer state. Vectors are small, and whole on every rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Optional, TypeVar
@@ -120,8 +120,12 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     rows = tensor.shape[0] if tensor.ndim else 1
     if not is_divided(tensor):
         return 0, rows
-    each = -(-rows // tensor.device_mesh[SHARD].size())
-    start = min(rows, each * tensor.device_mesh.get_local_rank(SHARD))
+    return _rows_of(tensor.device_mesh.get_local_rank(SHARD), rows, tensor.device_mesh[SHARD].size())
+
+
+def _rows_of(rank: int, rows: int, ranks: int) -> tuple[int, int]:
+    each = -(-rows // ranks)
+    start = min(rows, each * rank)
     return start, min(rows, start + each)
 
 
@@ -224,6 +228,72 @@ class RowServer:
         with HEARTBEAT.waiting():
             dist.broadcast(number, src=0)
             return int(number)
+
+
+# ---------------------------------------------------------------------------------- divided work
+
+
+def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
+                     compute: Callable[[Tensor], Tensor], like: Tensor, dtype: torch.dtype,
+                     ranks: Ranks) -> Iterator[Tensor]:
+    """Yield compute(batch) for each batch of matrices; rank r of N computes batches r, r + N, ...
+
+    Ranks with whole matrices broadcast the results. The ranks of a shard group send the rows of a batch to
+    the rank that computes it, and get their rows of the result back. Collective: every rank must call it.
+
+    Args:
+        shapes: (P, R, C) of each batch: P whole matrices.
+        stack: returns the batch of this index, on the ranks' device: (P, rows, C) with the rank's own rows.
+        compute: keeps shape and dtype.
+        like: one of the parameters; all are divided over the same ranks, or all are whole.
+        dtype: of the batches.
+    """
+    group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
+    in_rows = group is not None and group.size() > 1
+    rank, size = (group.rank(), group.size()) if in_rows else (ranks.rank, ranks.world_size)
+    for first in range(0, len(shapes), size):
+        turn = range(first, min(first + size, len(shapes)))
+        mine = first + rank
+        if in_rows:
+            yield from _compute_rows(turn, shapes, stack, compute, group)
+            continue
+        own_result = compute(stack(mine)) if mine in turn else None
+        for owner, batch in enumerate(turn):
+            if size == 1:
+                yield own_result
+                continue
+            result = (own_result.contiguous() if batch == mine else
+                      torch.empty(shapes[batch], dtype=dtype, device=ranks.device))
+            with HEARTBEAT.waiting():
+                dist.broadcast(result, src=owner)
+            yield result
+
+
+def _compute_rows(turn: range, shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
+                  compute: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the rank's own rows of compute(batch), for at most as many batches as the group has ranks."""
+    rows = [stack(batch) for batch in turn]
+    row_shapes, results, parts = [each.shape for each in rows], [rows[0][:0]], []
+    if group.rank() < len(turn):
+        count, height, columns = shapes[turn[group.rank()]]
+        bounds = [_rows_of(rank, height, group.size()) for rank in range(group.size())]
+        parts = [torch.Size((count, end - start, columns)) for start, end in bounds]
+    rows = _exchange(rows, parts, group)
+    if parts:
+        results = compute(torch.cat(rows, dim=1)).split([part[1] for part in parts], dim=1)
+    return _exchange(results, row_shapes, group)
+
+
+def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
+              group: dist.ProcessGroup) -> list[Tensor]:
+    """Send tensor r to rank r and return what rank r sends, in shape r; the last ranks may have none."""
+    counts, numels = [each.numel() for each in sent], [shape.numel() for shape in shapes]
+    flat = torch.cat([each.flatten() for each in sent])
+    received = flat.new_empty(sum(numels))
+    with HEARTBEAT.waiting():
+        dist.all_to_all_single(received, flat, *([*each, *[0] * (group.size() - len(each))]
+                                                 for each in (numels, counts)), group=group)
+    return [part.view(shape) for part, shape in zip(received.split(numels), shapes)]
 
 
 # ------------------------------------------------------------------------------------- gradients

@@ -135,7 +135,8 @@ def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
         mesh = make_mesh(ranks, config.ranks_per_copy) if config.sharding != "none" else None
         with FakeTensorMode():
             model, frozen, objective = build(config, vocab_size, dtype, teacher, mesh)
-            optimizer, trained = Optimizer(model, config), [p for p in model.parameters() if p.requires_grad]
+            optimizer = Optimizer(model, config, ranks)
+            trained = [p for p in model.parameters() if p.requires_grad]
             for parameter in trained:  # an earlier step
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step(config.learning_rate)

@@ -300,7 +300,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
     model = Transformer(config, 512)
     model.init_weights(torch.Generator().manual_seed(1))
     plant(model)
-    run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config), scaler=scaler,
+    run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses]),
                           context=SimpleNamespace(signals=SimpleNamespace(received=None)))
     trained = wrap_model(model, ranks, config.gradient_dtype)

@@ -7,6 +7,7 @@ from config import LORA_LAYERS, Config, ModelConfig
 FLOAT32 = 4
 HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # as in fused/chunked_head.py, which imports torch
 MATMULS_KEPT = 0.6  # a budget, below which the compiler computes matmuls twice
+MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # at least as many of a shape; at most as many numbers in one
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # of a weight and its share of a scale
 
 
@@ -158,17 +159,22 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, device_type:
     return -(-tokens // chunks) * padded * logit + cast + sizes.learned + hidden
 
 
+def muon_batch(count: int, numel: int) -> int:
+    """Return how many of `count` matrices of a shape Muon computes together; 8 ranks can divide them all."""
+    return max(1, min(-(-count // MUON_BATCHES), MUON_BATCH_NUMEL // numel))
+
+
 def muon_bytes(config: Config, device_type: str) -> float:
     """Return the bytes that Muon's update needs besides its state."""
     if config.optimizer != "muon" or config.lora_enabled:
         return 0
-    # All matrices of a shape together, or one if they are sharded: three tensors of their size, and two of
-    # their Gram matrices, in bf16 on a GPU after two in float32.
-    wide = 1 if config.sharding != "none" else 2 * config.n_layers
+    # A batch of gates and up projections: four tensors of their size, and two of their Gram matrices, in
+    # bf16 on a GPU after two in float32.
     matrix, gram = config.dim * config.hidden_dim, min(config.dim, config.hidden_dim)**2
+    wide = muon_batch(2 * config.n_layers, matrix)
     if device_type == "cuda":
-        return wide * max(2 * FLOAT32 * matrix, 2 * (3 * matrix + 2 * gram))
-    return wide * FLOAT32 * (3 * matrix + 2 * gram)
+        return wide * max(2 * FLOAT32 * matrix, 2 * (4 * matrix + 2 * gram))
+    return wide * FLOAT32 * (4 * matrix + 2 * gram)
 
 
 class Phase(NamedTuple):

@@ -1,8 +1,8 @@
 """The optimizers, the parameters that each updates, and the learning rate of each step."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Optional
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from checkpoint.tensor_files import LazyTensor, lazy
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
 from config import OptimConfig
-from parallel.sharding import gather_rows, own, own_rows
+from parallel.collectives import Ranks
+from parallel.sharding import compute_in_turns, is_divided, own, own_rows
+from training.memory_estimate import muon_batch
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
@@ -54,14 +56,15 @@ def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Orthogonalised momentum, with updates as large as AdamW's, so that one learning rate serves both.
 
-    torch.optim.Muon iterates in bf16, one matrix at a time; this one in float32 on a CPU, and all matrices of
-    a shape together. `grad_scale` and `found_inf` work as in a fused AdamW.
+    torch.optim.Muon iterates in bf16, one matrix at a time; this one in float32 on a CPU, and in batches of
+    equal shapes, which the ranks divide. `grad_scale` and `found_inf` work as in a fused AdamW.
     Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
     """
 
     grad_scale: Optional[Tensor] = None
     found_inf: Optional[Tensor] = None
     sharded: Mapping[Tensor, Tensor] = {}  # the parameter whose own rows a parameter is
+    ranks = Ranks()  # which have equal gradients
 
     def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -70,29 +73,60 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         assert closure is None
         for group in self.param_groups:
-            together: dict[Any, list[nn.Parameter]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:  # sharded matrices are gathered one at a time
-                    key = parameter if parameter in self.sharded else parameter.shape
-                    together.setdefault(key, []).append(parameter)
-            for parameters in together.values():
-                like = self.sharded.get(parameters[0], parameters[0])
-                buffers = [self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-                           for p in parameters]
-                gradients = [p.grad for p in parameters]
-                if self.grad_scale is not None:
-                    torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
-                self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
-                                       for buffer, gradient in zip(buffers, gradients)))
-                updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
-                updates = torch.stack([gather_rows(update, like) for update in updates])
-                if updates.device.type == "cuda":
-                    updates = updates.bfloat16()
-                updates = newton_schulz(updates)[:, slice(*own_rows(like))].to(gradients[0]).unbind()
-                decay = 1 - group["lr"] * group["weight_decay"]
-                lr = group["lr"] * 0.2 * math.sqrt(max(like.shape))
-                self._assign(parameters, ((parameter * decay).sub_(update, alpha=lr)
-                                          for parameter, update in zip(parameters, updates)))
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            gradients = [parameter.grad for parameter in parameters]
+            if self.grad_scale is not None:
+                torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+            self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
+                                   for buffer, gradient in zip(buffers, gradients)))
+            decay = 1 - group["lr"] * group["weight_decay"]
+            batches = self._batches(parameters)
+            for batch, updates in zip(batches, self._updates(batches, group["momentum"])):
+                lr = group["lr"] * 0.2 * math.sqrt(max(self._whole(batch[0]).shape))
+                self._assign(batch, ((parameter * decay).sub_(update.to(parameter), alpha=lr)
+                                     for parameter, update in zip(batch, updates)))
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        return self.sharded.get(parameter, parameter)
+
+    def _batches(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return batches of equal shapes, the most expensive first, so that ranks get nearly equal shares.
+
+        They do not depend on the number of ranks: in a batch of another size, a kernel may round differently.
+        """
+        equal: dict[torch.Size, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            equal.setdefault(self._whole(parameter).shape, []).append(parameter)
+        batches = []
+        for shape, members in equal.items():
+            size = muon_batch(len(members), shape.numel())
+            batches += [members[first:first + size] for first in range(0, len(members), size)]
+
+        def flops(batch: list[nn.Parameter]) -> int:
+            short, long = sorted(self._whole(batch[0]).shape)
+            return len(batch) * short * short * (2 * long + short)
+
+        return sorted(batches, key=flops, reverse=True)
+
+    def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
+        """Yield the orthogonalised updates (P, own rows, C) of each batch."""
+        like = self._whole(batches[0][0])
+        device = torch.device(like.device_mesh.device_type) if is_divided(like) else like.device
+        dtype = torch.bfloat16 if device.type == "cuda" else like.dtype
+
+        def stack(index: int) -> Tensor:
+            gradients = [parameter.grad for parameter in batches[index]]
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in batches[index]]
+            return torch.stack(torch._foreach_lerp(gradients, buffers, momentum)).to(device, dtype)
+
+        shapes = [torch.Size((len(batch), *self._whole(batch[0]).shape)) for batch in batches]
+        return compute_in_turns(shapes, stack, newton_schulz, like, dtype, self.ranks)
 
     def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
         """Give the tensors new values, unless the update is skipped, which only the device knows."""
@@ -108,9 +142,12 @@ class Optimizer:
     """AdamW, or AdamW with Muon for the blocks' matrices, over the parameters that require gradients.
 
     Matrices decay, norms do not. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+
+    Args:
+        ranks: those that call `step` together, with equal gradients; they divide the work of Muon.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig):
+    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks = Ranks()):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         # Of a sharded parameter, an optimizer sees the rank's own rows, as a parameter of their own.
         self.sharded = {nn.Parameter(own(p)): p for p in trained.values() if own(p) is not p}
@@ -130,11 +167,11 @@ class Optimizer:
                               betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
         if with_muon:
             self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
-            self.parts[-1].sharded = self.sharded
+            self.parts[-1].sharded, self.parts[-1].ranks = self.sharded, ranks
 
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
              found_inf: Optional[Tensor] = None) -> None:
-        """Update the parameters, without waiting for the device.
+        """Update the parameters, without waiting for the device. Collective: every rank must call it.
 
         Args:
             grad_scale: float32 (), divides the gradients first; None = 1.

@@ -203,7 +203,7 @@ def build_run(config: Config, context: RunContext, inputs: Inputs, folder: RunFo
         if start.folder is not None:
             finite = not (for_replay and start.own)
             ranks.raise_on_all(lambda: load_weights(start.folder, model, finite))
-    optimizer = Optimizer(model, config)
+    optimizer = Optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = restore(config, start, model, optimizer, scaler)
     if not for_replay and progress.step < config.max_steps:

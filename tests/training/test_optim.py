@@ -1,11 +1,18 @@
+import hashlib
 import math
+import re
 
 import pytest
 import torch
+from factories import run_ranks
 
 from common.errors import CheckpointError
-from config import ModelConfig, OptimConfig
+from config import Config, ModelConfig, OptimConfig
 from model import Transformer
+from model_utils import build_model
+from parallel.collectives import start_ranks, stop_ranks
+from parallel.sharding import gather_rows, own, put
+from training import optim
 from training.optim import Muon, Optimizer, learning_rate
 
 VOCAB = 100
@@ -228,3 +235,56 @@ def test_muon_is_torchs_muon_in_float32():
     for a, b in zip(ours, theirs):
         assert torch.allclose(a, b, atol=0.02), (a - b).abs().max()  # theirs iterates in bf16
         assert not torch.allclose(b, torch.ones_like(b), atol=0.1)
+
+
+# ------------------------------------------------------------------------------------- Muon on several ranks
+
+WIDE = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 77, "max_seq_len": 32, "total_batch_size": 128,
+        "optimizer": "muon", "learning_rate": 0.01, "compile": False}
+
+
+def hash_of_updates(settings: dict) -> None:
+    """Take three steps, of which one is left out, with the same gradients on every rank.
+
+    Prints how many matrices this rank orthogonalised, and on rank 0 a hash of all weights and optimizer state.
+    """
+    ranks, computed = start_ranks("cpu", 60), []
+    config = Config(**WIDE | settings)
+    model = build_model(config, 300, ranks, torch.float32)
+    optimizer, iterate = Optimizer(model, config, ranks), optim.newton_schulz
+    optim.newton_schulz = lambda matrices_PRC: computed.append(len(matrices_PRC)) or iterate(matrices_PRC)
+    dice = torch.Generator().manual_seed(5)
+    for left_out in (0.0, 1.0, 0.0):
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=dice)
+            parameter.grad = torch.zeros_like(parameter)
+            put(parameter.grad, gradient)
+        optimizer.step(0.01, torch.tensor(2.0), torch.tensor(left_out))
+        optimizer.zero_grad()
+    tensors = {name: (own(parameter), parameter) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, value in optimizer.state_tensors().items():
+        tensors[name] = value, parameters[name.rpartition(".")[0]] if value.ndim else value
+    digest = hashlib.sha256()
+    for name, (rows, like) in sorted(tensors.items()):
+        digest.update(name.encode() + gather_rows(rows, like).detach().numpy().tobytes())
+    print(f"{digest.hexdigest()} after {sum(computed)} matrices", flush=True)
+    stop_ranks()
+
+
+FULL, HYBRID = {"sharding": "full"}, {"sharding": "hybrid", "shard_degree": 2}
+
+
+@pytest.mark.parametrize("world_size, settings, share", [
+    (2, {}, 2), (4, {}, 4), (2, FULL, 2), (4, FULL, 4), (4, HYBRID, 2), (3, FULL, 3), (2, HYBRID | {"shard_degree": 1}, 2)])
+def test_ranks_divide_the_matrices_of_muon_and_get_the_bits_of_one_process(world_size, settings, share, tmp_path):
+    def run(ranks: int, changes: dict) -> list[tuple[str, int]]:
+        text = run_ranks(hash_of_updates, changes | {"world_size": ranks}, world_size=ranks, folder=tmp_path / str(ranks))
+        return [(found[1], int(found[2])) for found in re.finditer(r"(\w{64}) after (\d+) matrices", text)]
+
+    [(whole, every)] = run(1, {})
+    assert every == 3 * 7 * WIDE["n_layers"]
+    found = run(world_size, settings)
+    assert {digest for digest, _ in found} == {whole} and len(found) == world_size
+    counts = [count for _, count in found]
+    assert sum(counts) == every * world_size // share and max(counts) <= 1.25 * every / share, counts
