@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Optional
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from common.text import is_url, without_passwords
+from common.text import command, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
 MAX_NAME_BYTES = 200  # of the 255 that file systems allow
@@ -494,13 +494,13 @@ def path_rules(c: Config) -> Iterator[str]:
             yield (f"{setting}{value} has a variable or a command in it that nothing expands here; "
                    "write its value (.env expands ${NAME})")
     if getattr(c, f"{c.training_stage}_data_path") is None:
-        script = f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py"
-        sample = ", or try the embedded sample: bash scripts/run.sh --preset sample"
+        script = command(f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py")
+        sample = f", or try the embedded sample: {command('scripts/run.sh', '--preset', 'sample')}"
         yield (f"{c.training_stage.upper()}_DATA_PATH is not set; prepare data with {script}"
                f"{sample if c.training_stage == 'pretrain' else ''}")
     if c.tokenizer_path is None:
         yield ("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model or a tokenizer.json, or "
-               "train one with scripts/train_tokenizer.py")
+               f"train one with {command('scripts/train_tokenizer.py')}")
     if not c.output_dir:
         yield "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)"
     if c.run_name is not None and not is_plain_name(c.run_name):

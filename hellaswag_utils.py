@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from checkpoint.item_scores import error_of_share
 from common.errors import DataError
 from common.files import plain
+from common.text import command
 from config import Config, EvalTask
 from data_pipeline.readers import flaw_of
 from fused.chunked_head import IGNORE_INDEX
@@ -43,7 +44,7 @@ from model import SHARED_PREFIX, Transformer
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits, unpacked; HellaSwag's have 3 kB and 13 MB
 HELLASWAG = "HELLASWAG_PATH="  # the setting of its file; those of other sets are less strict
-GET_IT, NAME_ANOTHER = "get it with scripts/load_hellaswag_dataset.py", "name a file in HellaSwag's schema"
+NAME_ANOTHER = "name a file in HellaSwag's schema"
 
 
 class Item(NamedTuple):
@@ -104,7 +105,9 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
     Raises:
         DataError: the file cannot be read, has no items, or a line that is not an item; names file:line.
     """
-    items, left, advice = [], FILE_BYTES, GET_IT if setting == HELLASWAG else NAME_ANOTHER
+    items, left, advice = [], FILE_BYTES, NAME_ANOTHER
+    if setting == HELLASWAG:
+        advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
     try:
         with open(path, "rb", opener=plain) as file:
             lines = gzip.open(file) if str(path).endswith(".gz") else file

@@ -18,6 +18,7 @@ import tiktoken
 from common.errors import DataError
 from common.files import read_json, read_text
 from common.remote import HUB_NAME, hub_folder, why_not
+from common.text import command
 from common.tokenizer_json import BYTE_TO_CHAR, byte_level_json, write_tokenizer_files
 from config import SAMPLE
 
@@ -287,9 +288,9 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
     if not os.path.isfile(file):
         what = "is a folder without a tokenizer.json" if os.path.isdir(file) else f"there is no file {file}"
         advice = ("give a BPE file in tiktoken's format (such as Llama 3's tokenizer.model), a "
-                  "tokenizer.json, or train one with scripts/train_tokenizer.py")
+                  f"tokenizer.json, or train one with {command('scripts/train_tokenizer.py')}")
         if file.is_relative_to(SAMPLE):
-            advice = f"make the embedded sample with scripts/make_sample.py --folder {SAMPLE}"
+            advice = f"make the embedded sample with {command('scripts/make_sample.py', '--folder', SAMPLE)}"
         raise DataError(f"TOKENIZER_PATH={path}: {what}; {advice}")
     try:
         if backend == "huggingface":

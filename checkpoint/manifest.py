@@ -10,6 +10,7 @@ from typing import Any, Optional
 from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse
 from common.errors import CheckpointError
 from common.files import leads_outside, plain, read_plain, sha256
+from common.text import command
 
 MANIFEST = "MANIFEST.json"
 CARD = "README.md"  # which the user may edit, so it is not listed
@@ -34,7 +35,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         problem = GONE if not os.path.isdir(folder) else (
             f"has no {MANIFEST}: it is no checkpoint of Paddock's, or an incomplete one; import a model from "
-            "elsewhere with scripts/import_checkpoint.py")
+            f"elsewhere with {command('scripts/import_checkpoint.py')}")
         raise CheckpointError(f"{folder} {problem}") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -13,6 +13,7 @@ from checkpoint.hf_format import VOCABULARY, TokenIds, checked, on_cpu, permuted
 from checkpoint.hub import name_of_download
 from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
+from common.text import command
 from config import LoraConfig, ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -208,4 +209,4 @@ def refuse_adapters(folder: Path) -> None:
     """Raise CheckpointError if a folder holds adapters and not a whole model."""
     if os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: "
-                              f"python scripts/merge_lora.py {folder} --output FOLDER")
+                              f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

@@ -27,7 +27,7 @@ from checkpoint.schema import FORMAT, GONE, read_state_file
 from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import sha256, sync, sync_folder
-from common.text import print_safely, printable
+from common.text import command, print_safely, printable
 from parallel.collectives import Ranks
 from parallel.sharding import RowServer
 
@@ -298,7 +298,7 @@ def _newest_in(folder: Path, warn: Warn) -> Path:
     if not (is_model and not (folder / STATE).exists() or (folder / MANIFEST).exists()):
         raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}; and no Hugging Face model: "
                               "it has no config.json. Meta's files are imported with "
-                              "scripts/import_checkpoint.py")
+                              f"{command('scripts/import_checkpoint.py', folder)} FOLDER")
     return folder
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.text import exit_if_unread, is_url, print_safely, print_traceback, printable, without_passwords
+from common.text import exit_if_unread, is_url, pip_install, print_safely, printable, without_passwords
 
 
 class PaddockError(Exception):
@@ -71,7 +71,7 @@ def requires_package(package: str, feature: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        message = f"{feature} needs the package {package}: pip install {package} ({error})"
+        message = f"{feature} needs the package {package}: {pip_install(package)} ({error})"
         raise SettingsError(message) from error
 
 
@@ -85,7 +85,6 @@ def local_path(text: str) -> Path:
 
 def run_script(main: Callable[[], object], when_interrupted: str = "Stopped.") -> None:
     """Run a script's main; a PaddockError or Ctrl-C prints one line and exits with its code."""
-    sys.excepthook = print_traceback
     with exit_if_unread():
         try:
             main()

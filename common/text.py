@@ -1,13 +1,19 @@
-"""Text for people: escaped control characters, closed output streams, durations."""
+"""Text for people: escaped control characters, closed output streams, durations, commands to type."""
 
 import os
 import re
 import select
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Optional, TextIO
+
+ROOT = Path(__file__).resolve().parent.parent
+CALLED_FROM = "PADDOCK_CALLED_FROM"  # an environment variable: the user's folder, if a script leaves it
 
 EXIT_UNREAD = 141  # what a shell reports for a process that SIGPIPE ended
 # What changes how a terminal shows text: control characters except the tab, line ends, direction marks.
@@ -49,8 +55,43 @@ def print_safely(text: str, stream: TextIO) -> Optional[OSError]:
 
 
 def print_traceback(*failure) -> None:
-    """Print a traceback with control characters escaped; installed as `sys.excepthook`."""
+    """Print a traceback with control characters escaped."""
     print_safely("".join(traceback.format_exception(*failure)).rstrip("\n"), sys.stderr)
+
+
+def report_uncaught(kind: type, error: BaseException, trace) -> None:
+    """Print a traceback, or if a package is missing, how to get it and exit with 2; a `sys.excepthook`."""
+    script, name = os.path.abspath(sys.argv[0]), getattr(error, "name", None) or "."
+    is_package = "." not in name and not any(ROOT.glob(f"{name}*"))
+    if not (isinstance(error, ModuleNotFoundError) and is_package and os.path.isfile(script)):
+        return print_traceback(kind, error, trace)
+    environment = ROOT / ".venv"
+    advice = f"set up the environment with: {command('scripts/setup.sh')}"
+    if (environment / "bin/python").exists() and Path(sys.prefix) != environment:
+        advice = f"run {command(script, *sys.argv[1:], python=environment / 'bin/python')}"
+    print_safely(f"error: {sys.executable} lacks the package {name}; {advice}", sys.stderr)
+    raise SystemExit(2)
+
+
+def command(script: str, *arguments: str | Path, python: str | Path = sys.executable) -> str:
+    """Return the command that runs a script, given by its path from ROOT, in the shell of the user."""
+    folder = Path.cwd()
+
+    def typed(path: str | Path) -> str:
+        path = Path(os.path.abspath(path))
+        return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+    words = ["bash" if script.endswith(".sh") else typed(python), typed(ROOT / script),
+             *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
+    elsewhere = Path(os.environ.get(CALLED_FROM, folder)) != folder
+    return f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
+
+
+def pip_install(package: str) -> str:
+    """Return the command that installs a package for this Python."""
+    if find_spec("pip") is None:  # uv made the environment
+        return shlex.join(["uv", "pip", "install", "--python", sys.executable, package])
+    return shlex.join([sys.executable, "-m", "pip", "install", package])
 
 
 def show(*lines: str) -> None:
@@ -72,7 +113,6 @@ def _redirect_to_devnull(stream: TextIO) -> None:
 
 def write_line_by_line() -> None:
     """Make every printed line a single write, also under `python -u`, as torchrun starts its ranks."""
-    sys.excepthook = print_traceback
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)
 

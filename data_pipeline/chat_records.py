@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from common.errors import DataError
+from common.text import command
 from data_pipeline.readers import Reading, columns_of, contents_of, flaw_of
 from data_pipeline.sources import Source, read_records
 
@@ -99,7 +100,8 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
         dialogs = [[*messages_in("prompt", record["prompt"], "user"),
                     *messages_in("completion", record["completion"], "assistant")]]
     elif {"chosen", "rejected"} <= filled:
-        raise DataError("is a preference, not a chat; prepare it with scripts/load_dpo_dataset.py")
+        raise DataError("is a preference, not a chat; prepare it with "
+                        f"{command('scripts/load_dpo_dataset.py')}")
     else:
         raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
                         "instruction and output, or prompt and completion (--map gives columns other names)")

@@ -20,7 +20,7 @@ import fsspec
 from common.errors import DataError, PaddockError, requires_package
 from common.files import sha256
 from common.remote import downloaded, file_system, first_line, is_transient, retry
-from common.text import without_passwords
+from common.text import pip_install, without_passwords
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
          ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
@@ -205,7 +205,7 @@ def _opened(file: StoredFile) -> Iterator[tuple[Any, Any]]:
             yield raw, raw
             return
         if file.compression not in fsspec.compression.compr:
-            raise DataError(f"{file.url}: {file.compression} needs a package: pip install zstandard")
+            raise DataError(f"{file.url}: {file.compression} needs a package: {pip_install('zstandard')}")
         unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
         yield raw, io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
 

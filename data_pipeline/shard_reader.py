@@ -5,7 +5,6 @@ import hashlib
 import os
 import re
 import resource
-import shlex
 import threading
 from bisect import bisect_right
 from collections import ChainMap
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
+from common.text import command
 from common.verified_files import Cache, WatchedFile, file_stamp, load_verified, save_verified
 from data_pipeline.manifest import MANIFEST, MIXTURE, Manifest, read_manifest
 
@@ -267,7 +267,7 @@ def prepared_folder(path: Path) -> Path | None:
 def _check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerFacts, kind: str) -> None:
     if manifest.kind != kind:
         raise DataError(f"{folder}: holds {manifest.kind}, but {KINDS[kind][0]} needs {kind}; prepare them "
-                        f"with {KINDS[kind][1]}")
+                        f"with {command(KINDS[kind][1])}")
     if tokenizer.sha256 is None:
         return
     if tokenizer.sha256 != manifest.tokenizer_sha256:
@@ -341,12 +341,13 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
 def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
     """Return the error for what is no prepared set, with the command that makes one of it."""
     script = KINDS[kind][1]
-    command = f"prepare it with {script} --source {shlex.quote(str(path))}"
+    prepare = f"prepare it with {command(script, '--source', str(path))}"
     if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
         name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
-        return DataError(f"{path}: {what}; {name}{command}, or start with bash scripts/run.sh, which does so")
+        return DataError(f"{path}: {what}; {name}{prepare}, or start with "
+                         f"{command('scripts/run.sh')}, which does so")
     on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
-    advice = f"if it is a dataset on the hub, {command}" if on_hub else f"prepare data with {script}"
+    advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
     return DataError(f"{path}: no such file or folder; {advice}")
 
 

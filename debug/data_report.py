@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.errors import DataError, PaddockError, SettingsError
-from common.text import printable
+from common.text import command, printable
 from config import Config
 from data_pipeline.batch import Batch
 from data_pipeline.manifest import MANIFEST, MIXTURE
@@ -94,7 +94,7 @@ class DataReport:
             mixture = read_mixture(self.folder)
             return [f"{self.folder}: a mixture of {len(mixture.sources)} sources",
                     *(f"  {line}" for line in describe_sources(mixture, facts["sources"])),
-                    *(f"  {source['source']}: python scripts/inspect_data.py {source['set']}"
+                    *(f"  {source['source']}: {command('scripts/inspect_data.py', Path(source['set']))}"
                       for source in facts["sources"])]
         items = facts.get("kind", "documents")
         lines = [f"{self.folder}: {items}, made from {', '.join(facts['made_from'])}"]
@@ -214,7 +214,8 @@ def open_data(folder: Path, config: Config) -> DataReport:
     if os.path.lexists(first / MANIFEST):
         manifest = read_prepared(first)
     elif not os.path.exists(folder):
-        raise DataError(f"{folder}: no such folder; scripts/inspect_data.py --list shows those below data/")
+        raise DataError(f"{folder}: no such folder; "
+                        f"{command('scripts/inspect_data.py', '--list')} shows those below data/")
     stage = STAGES[manifest.get("kind", "documents")]
     # Steps of one row, so that no set is too small for a step.
     changes = {"training_stage": stage, "total_batch_size": config.max_seq_len, "micro_batch_size": 1,

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from common.errors import SettingsError
+from common.text import pip_install
 
 NF4_BLOCK = 64  # numbers that share a scale
 
@@ -36,8 +37,8 @@ def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     try:
         import bitsandbytes  # noqa: F401  # registers the operators below
     except ImportError as error:
-        raise SettingsError(f"{setting} needs bitsandbytes: pip install bitsandbytes; or set it to none "
-                            f"({error})") from error
+        raise SettingsError(f"{setting} needs bitsandbytes: {pip_install('bitsandbytes')}; or set it to "
+                            f"none ({error})") from error
     operators = torch.ops.bitsandbytes
     try:
         if kind == "int8":

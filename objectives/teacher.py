@@ -22,6 +22,7 @@ from checkpoint.hf_format import (
 )
 from checkpoint.hub import hub_model, is_model_name
 from common.errors import CheckpointError, SettingsError
+from common.text import command, pip_install
 from config import Config, ModelConfig
 from data_pipeline.batch import Batch
 from fused.chunked_head import IGNORE_INDEX
@@ -60,7 +61,8 @@ def find_teacher(config: Config, tokenizer) -> Path:
     if not (folder / "config.json").exists():
         has_adapters = (folder / "adapter_config.json").exists()
         raise CheckpointError(f"{setting}: {folder} " + (
-            "holds adapters only; merge them into their base with scripts/merge_lora.py" if has_adapters else
+            "holds adapters only; merge them into their base with "
+            f"{command('scripts/merge_lora.py', folder)} --output FOLDER" if has_adapters else
             "has no config.json; name a checkpoint or a model folder"))
     if (folder / store.MANIFEST).exists():
         store.verify(folder)
@@ -227,7 +229,7 @@ def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: 
         import transformers
     except ImportError as error:
         raise SettingsError(f"{name} is a {kind!r} model, which needs the package transformers; install it "
-                            "with pip install transformers, or choose a Llama") from error
+                            f"with {pip_install('transformers')}, or choose a Llama") from error
     # What its configuration rules out.
     if isinstance(longest, int) and longest < config.max_seq_len:
         raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, "

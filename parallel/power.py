@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Optional
 
 from common.files import plain
 from common.heartbeat import HEARTBEAT
+from common.text import pip_install
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step"
 RAPL = Path("/sys/class/powercap")
@@ -61,7 +62,7 @@ class GpuMeter:
         try:
             import pynvml
         except ImportError as error:
-            raise UnreadableError("it needs pip install nvidia-ml-py") from error
+            raise UnreadableError(f"it needs {pip_install('nvidia-ml-py')}") from error
         self.nvml, self.unknown, self.slow = pynvml, set(), (-math.inf, {})
         try:
             pynvml.nvmlInit()

@@ -31,11 +31,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
+
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmark import bootstrap, huggingface_model
 
 from common.command_line import CommandParser

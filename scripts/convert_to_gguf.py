@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from checkpoint.hf_format import read_json
 from checkpoint.manifest import MANIFEST, verify

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 import torch
 from torch import Tensor

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import DataError, SettingsError, run_script  # noqa: E402
-from common.text import print_safely, show
+from common.text import command, print_safely, show
 from data_pipeline.manifest import MANIFEST, MIXTURE
 from data_pipeline.mixture import read_mixture, source_facts, table
 from data_pipeline.prepare import names_of_sources, read_prepared
@@ -36,8 +36,9 @@ def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
     files = sorted(path for name in (MANIFEST, MIXTURE) for path in folder.rglob(name)
                    if not path.parent.name.startswith(("tmp-", ".")))
     if not files:
-        raise DataError(f"{folder}: holds no prepared set; prepare one with scripts/load_pretrain_dataset.py,"
-                        " or name the folder that was given as --output")
+        raise DataError(f"{folder}: holds no prepared set; prepare one with "
+                        f"{command('scripts/load_pretrain_dataset.py')}, or name the folder "
+                        "that was given as --output")
     for path in files:
         try:
             yield mixture_facts(path.parent) if path.name == MIXTURE else set_facts(path.parent)

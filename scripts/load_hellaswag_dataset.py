@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from tqdm import tqdm
 

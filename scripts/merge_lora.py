@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 import torch
 

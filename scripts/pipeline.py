@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, requires_package, run_script  # noqa: E402
+from common.text import CALLED_FROM, command  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
 
@@ -257,12 +258,14 @@ def report(summary: dict, pipeline: Pipeline) -> None:
 {picture}""", encoding="utf-8")
     # On the screen, with the next command to try.
     print(f"\n{table(summary)}\n\n{minutes} of work. The figures: {RUNS / 'summary.json'}; "
-          f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\nChat with it: "
-          f"python scripts/chat.py {last_checkpoint('dpo')}    (\"A story ... What colour is the kite?\")")
+          f"{'with plots' if picture else 'as a page'}: {RUNS / 'pipeline.md'}\n"
+          f"Chat with it: {command('scripts/chat.py', last_checkpoint('dpo'))}\n"
+          "Ask it, for example: A story ... What colour is the kite?")
 
 
 def main() -> None:
     flags = parse_args()
+    os.environ.setdefault(CALLED_FROM, os.getcwd())
     os.chdir(ROOT)
     ranks = int(os.environ.get("NPROC") or max(1, torch.cuda.device_count()))
     if ranks > 1:  # they share the cores

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from checkpoint.schema import read_entries  # noqa: E402
 from common.command_line import CommandParser

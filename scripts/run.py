@@ -28,7 +28,7 @@ from launch import make_parser  # noqa: E402, I001
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
-from common.text import show  # noqa: E402
+from common.text import CALLED_FROM, show  # noqa: E402
 from data_pipeline.shard_reader import KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
 from parallel import gpus  # noqa: E402
@@ -83,6 +83,7 @@ def prepared(kind: str, argv: Sequence[str], output: str) -> Path:
 
 def main() -> None:
     CommandParser(__doc__, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
+    os.environ.setdefault(CALLED_FROM, os.getcwd())
     os.chdir(ROOT)
     argv = sys.argv[1:]
     kind = KIND_OF_STAGE.get(peek(argv)[0].get("training_stage", ""), "documents")

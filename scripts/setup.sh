@@ -1,8 +1,13 @@
+# Set up the environment: bash scripts/setup.sh
+#
 # Sourced by the other scripts: set_up puts a Python with the packages of the
 # given requirements files on the PATH. It uses an active environment that has
 # torch, and keeps that torch; otherwise it creates .venv here.
 # PADDOCK_UV=1 uses uv instead of venv and pip, as does an environment that uv
 # made, which has no pip.
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
+export PADDOCK_CALLED_FROM="${PADDOCK_CALLED_FROM:-${OLDPWD:-$PWD}}"  # before the cd that precedes this
 
 set_up() {
     [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_torch || enter_environment .venv
@@ -71,3 +76,9 @@ enter_environment_with_torch() {
         { [[ "$1" = *.*.* ]] && install "torch==$1+cpu" 2>/dev/null; } || install "torch==$1.*" || { echo "error: torch $1 could not be installed" >&2; exit 1; }
     fi
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
+    set -euo pipefail
+    set_up requirements.txt
+    echo "The environment is ready: $(python -c 'import sys; print(sys.executable)')"
+fi

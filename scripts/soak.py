@@ -33,6 +33,7 @@ if __name__ == "__main__":  # also for the server process that the runs are fork
     os.environ["PYTHONWARNINGS"] = "ignore::UserWarning:multiprocessing.resource_tracker"  # of killed runs
 
 # ruff: noqa: E402
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
 import argparse
 import contextlib
 import shutil

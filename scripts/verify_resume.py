@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import common  # noqa: E402, F401  # isort: skip (reports a package that is missing)
 
 from checkpoint.schema import read_entries, read_state_file  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from common.command_line import VERSION
 from common.errors import SettingsError
 from common.files import read_text
-from common.text import exit_if_unread, print_safely, show, without_passwords
+from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, Config, rules
 from parallel.exit_report import first_on_machine
 from settings.depth import settings_of_depth
@@ -351,8 +351,9 @@ def launch_problems(config: Config, environ: Mapping[str, str], check: bool) -> 
     """Yield conflicts between WORLD_SIZE and the launcher that started this process."""
     if "RANK" not in environ:
         if config.world_size > 1 and not check:
-            yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use python "
-                   f"scripts/launch.py --nproc-per-node {config.world_size} (or torchrun), or leave it out")
+            yield (f"WORLD_SIZE={config.world_size}, but no launcher started this process; use "
+                   f"{command('scripts/launch.py', '--nproc-per-node', str(config.world_size))} (or torchrun)"
+                   ", or leave it out")
     elif not all(environ.get(name, "0").isdecimal() for name in ("RANK", "LOCAL_RANK")):
         yield "environment: RANK and LOCAL_RANK must be whole numbers; torchrun sets them"
     elif str(config.world_size) != (started := environ.get("WORLD_SIZE") or "1").strip():

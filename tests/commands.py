@@ -17,6 +17,7 @@ from factories import PATIENCE, TinyRun, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 WORLD = 2
+BARE = {"PATH": "/usr/bin:/bin"}  # the environment of a shell in which nothing is activated
 
 
 class Command:

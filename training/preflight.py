@@ -17,7 +17,7 @@ import torch
 from checkpoint.hf_format import read_json
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
-from common.text import duration, print_safely, show
+from common.text import command, duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config, EvalTask, names_start, rules
 from data_pipeline.mixed_rows import MixedRows, parts_of
 from data_pipeline.mixture import describe_sources
@@ -36,7 +36,6 @@ from training.diagnostics import device_name, flops_per_token
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.phases import Phases
 from training.run_folder import has_run
-from training.run_log import REPORT
 from training.setup import find_start, prepare_device, read_inputs
 from training.speed_probe import free_memory, matmul_flops, seconds_per_step
 from training.start import Start
@@ -179,19 +178,19 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
             since = f"from {100 * before[f'{name}_acc']:.1f} % to " if f"{name}_acc" in before else ""
             info(f"Accuracy on {title}: {since}{100 * acc:.1f} % (+- {100 * stderr:.1f}; by length "
                  f"{100 * acc_norm:.1f} %; n = {n}; chance is {100 * chance:.3g} %).")
-    if config.report:
-        info(f"Look at the run: {run.folder / REPORT}, in a browser")
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
-        info(f"Merge into base: python scripts/merge_lora.py {run.saved} --output FOLDER")
+        merged = run.folder / "merged"
+        info(f"Merge into base: {command('scripts/merge_lora.py', run.saved, '--output', merged)}")
     if config.training_stage == "pretrain":
-        info(f"Generate text:   python scripts/generate.py {run.saved}")
+        info(f"Generate text:   {command('scripts/generate.py', run.saved)}")
     else:
-        info(f"Chat with it:    python scripts/chat.py {run.saved}")
-    info(f"Evaluate it:     python scripts/evaluate.py {run.saved} --tasks hellaswag,arc_easy")
-    info(f"Your own data:   python scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py --help")
-    info("On more GPUs:    python scripts/launch.py --nproc-per-node N")
+        info(f"Chat with it:    {command('scripts/chat.py', run.saved)}")
+    if run.inputs.validation_rows or run.inputs.choice_sets or run.inputs.held_out:
+        info(f"Evaluate it:     {command('scripts/evaluate.py', run.saved)}")
+    script = f"scripts/load_{PREPARED_BY[config.training_stage]}_dataset.py"
+    info(f"Your own data:   {command(script, '--help')}")
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
@@ -206,8 +205,8 @@ def provide_sample(config: Config, may_write: bool) -> None:
     if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
         return
     if not may_write:
-        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with scripts/make_sample.py "
-                        f"--folder {SAMPLE}, as the run itself does")
+        raise DataError(f"the embedded sample is not in {SAMPLE} yet; make it with "
+                        f"{command('scripts/make_sample.py', '--folder', SAMPLE)}, as the run itself does")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         script = Path(__file__).resolve().parents[1] / "scripts" / "make_sample.py"
         if subprocess.run([sys.executable, str(script), "--folder", SAMPLE]).returncode:

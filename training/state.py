@@ -40,7 +40,7 @@ from training.model_card import CardFacts, commit, run_card, write_card
 from training.optim import Optimizer
 from training.report_in_background import BackgroundReport
 from training.run_folder import SEGMENTS, RunFolder
-from training.run_log import RunLog, disk_errors
+from training.run_log import REPORT, RunLog, disk_errors
 from training.start import is_inside
 
 
@@ -298,13 +298,13 @@ def write_report(run: Run, wait_seconds: float = 0) -> None:
     """Begin to write the run's report, on rank 0, once the run's folder may be written.
 
     Args:
-        wait_seconds: until it is written, at most, at the end of the run.
+        wait_seconds: at the end of the run, how long to wait at most until it is written.
     """
     if run.config.report and run.log.lines:
-        if wait_seconds:
-            run.report.finish(run.folder, wait_seconds, run.log.warn)
-        else:
+        if not wait_seconds:
             run.report.start(run.folder, run.log.warn)
+        elif run.report.finish(run.folder, wait_seconds, run.log.warn):
+            run.log.info(f"Look at the run: {run.folder.absolute() / REPORT}, in a browser")
 
 
 # --------------------------------------------------------------------------------------- checkpoints

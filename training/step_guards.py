@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Optional
 
 from common.errors import CheckpointError, DriftError, LossSpikeError, NonFiniteError
+from common.text import command
 from data_pipeline.batch import Batch
 from parallel.sharding import is_divided, is_sharded, named_parameters, own, ranks_per_copy
 from training import diagnostics
@@ -83,7 +84,7 @@ def what_is_saved(run: Run, reports: list[dict]) -> str:
 
 def replay_command(run: Run) -> str:
     """The command that examines the step that was just taken."""
-    return f"python scripts/replay_step.py {run.folder} --step {run.progress.step + 1}"
+    return command("scripts/replay_step.py", run.folder, "--step", str(run.progress.step + 1))
 
 
 def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,

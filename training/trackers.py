@@ -132,7 +132,8 @@ class Wandb:
         """Finish; returns how to upload an offline run."""
         self.run.finish()
         if self.mode == "offline":
-            return f"Upload to wandb: wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*"
+            words = shlex.join([str(Path(sys.executable).parent / "wandb"), "sync", str(run_dir.absolute())])
+            return f"Upload to wandb: {words}/wandb/offline-run-*"
         return None
 
 

@@ -1,4 +1,4 @@
-"""REPORT=true: a process of the lowest priority writes the page; it delays no step and ends no run."""
+"""REPORT=true: a process of the lowest priority writes the page during the run, and an ordinary one at its end."""
 
 import os
 import signal
@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from commands import BARE
 from factories import PATIENCE, UNMEASURED, stop_at
 
 from training import report_in_background
 from training.report_in_background import LOWEST_PRIORITY, BackgroundReport
+from training.run_log import RunLog
 from training.state import write_report
 
 SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sleep(600)"
@@ -43,12 +45,37 @@ def wait_for(path: Path) -> None:
 def test_a_run_writes_its_report_at_its_end_and_at_each_save(tiny_run, monkeypatch):
     starts = []
     start = BackgroundReport.start
-    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, warn: (starts.append(folder), start(self, folder, warn)))
+    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, *rest, **named: (
+        starts.append(folder), start(self, folder, *rest, **named)))
     run = tiny_run(REPORT="true", **UNMEASURED)
     assert run.train() == 0
     assert starts == [run.folder] * (len(run.steps_saved()) + 1)
     page = (run.folder / "report.html").read_text()
     assert "train_loss" in page and not [*run.folder.glob("*.tmp*")]
+
+
+def test_the_path_is_printed_when_the_page_is_there(tiny_run, monkeypatch):
+    run, info, there = tiny_run(REPORT="true", MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), RunLog.info, []
+
+    def record(self, text: str) -> None:
+        if text.startswith("Look at the run: "):
+            page = Path(text.removeprefix("Look at the run: ").removesuffix(", in a browser"))
+            there.append(page.is_file() and "2 of 2 steps" in page.read_text())
+        info(self, text)
+
+    monkeypatch.setattr(RunLog, "info", record)
+    assert run.train() == 0 and there == [True]
+
+
+def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkeypatch, capsys):
+    run = tiny_run(REPORT="true", MAX_STEPS=2, **UNMEASURED)
+    with monkeypatch.context() as patch:
+        patch.setattr(report_in_background, "SCRIPT", "/nowhere/report.py")
+        assert run.train() == 0
+    told = capsys.readouterr()
+    assert "Look at the run" not in told.out and not (run.folder / "report.html").exists()
+    subprocess.run(["bash", "-c", told.err.splitlines()[-1].partition("To write it later: ")[2]], check=True, env=BARE)
+    assert (run.folder / "report.html").exists()
 
 
 def test_an_interrupted_run_has_its_report(tiny_run):
@@ -87,10 +114,10 @@ def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, war
     unfinished.write_text("half")
     report.start(tmp_path, warnings.append)
     assert report.process is first
-    script("import sys; open(sys.argv[1] + '/report.html', 'w').write('final')")
+    script("import os, sys; open(sys.argv[1] + '/report.html', 'w').write(f'final {os.getpriority(os.PRIO_PROCESS, 0)}')")
     report.finish(tmp_path, PATIENCE, warnings.append)
     assert first.poll() == -signal.SIGKILL and not unfinished.exists()
-    assert (tmp_path / "report.html").read_text() == "final" and warnings == []
+    assert (tmp_path / "report.html").read_text() == f"final {os.getpriority(os.PRIO_PROCESS, 0)}" and warnings == []
 
 
 def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
@@ -99,17 +126,19 @@ def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
     for _ in range(3):
         report.start(tmp_path, warnings.append)
         report.process.wait()
-    report.finish(tmp_path, PATIENCE, warnings.append)
     assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. The run does not")
+    report.finish(tmp_path, PATIENCE, warnings.append)
+    assert warnings == 2 * warnings[:1], "again at the end of the run"
+    warnings.clear()
     report = BackgroundReport()
     script("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     report.start(tmp_path, warnings.append)
     report.process.wait()
     report.start(tmp_path, warnings.append)
-    assert len(warnings) == 1, "a stop signal to all processes of a job"
+    assert warnings == [], "a stop signal to all processes of a job"
     script(SLOW)
     report.finish(tmp_path, 0.2, warnings.append)
-    assert len(warnings) == 2 and "it takes longer than 0 s" in warnings[1] and report.process is None
+    assert len(warnings) == 1 and "it takes longer than 0 s" in warnings[0] and report.process is None
 
 
 def test_a_machine_that_starts_no_process_is_one_warning(monkeypatch, tmp_path, warnings):
