@@ -79,6 +79,7 @@ enter_environment_with_torch() {
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     set -euo pipefail
+    rm -f "${VIRTUAL_ENV:-${CONDA_PREFIX:-.venv}}"/.paddock-*  # somebody may have removed a package since
     set_up requirements.txt
     echo "The environment is ready: $(python -c 'import sys; print(sys.executable)')"
 fi

@@ -68,7 +68,7 @@ from tqdm import tqdm
 from checkpoint import store
 from common.command_line import CommandParser
 from common.errors import run_script
-from common.text import duration
+from common.text import command, duration
 from train import EXIT_PREEMPTED
 
 # Both save and prune at every step; the long one also validates and samples.
@@ -394,7 +394,8 @@ def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tupl
                     is_check = isinstance(error, AssertionError)
                     reason = error if is_check else "".join(traceback.format_exception(error))
                     bar.write(f"FAILED: {futures[future].name}: {reason}\n"
-                              f"to repeat: python scripts/soak.py {flags} --only {futures[future].name!r}")
+                              f"to repeat: {command('scripts/soak.py')} {flags} "
+                              f"--only {futures[future].name!r}")
                 bar.update()
     finally:
         pool.shutdown(cancel_futures=True)

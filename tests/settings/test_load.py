@@ -553,10 +553,9 @@ def test_a_run_is_found_by_its_name_its_folder_or_a_checkpoint(tmp_path):
     (("--pretrain-data-path", "$HOME/data"), "write its value (.env expands ${NAME})"),
     (("--teacher-model", "`cat name`", "--distillation-enabled"), "nothing expands"),
     (("--run-name", "ä" * 101), "has 202 bytes, and may have 200"),
-    (("--training-stage", "sft"), "SFT_DATA_PATH is not set; prepare data with scripts/load_instruct_dataset.py"),
+    (("--training-stage", "sft"), "scripts/load_instruct_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x"), "set INSTRUCT_CHECKPOINT"),
-    (("--training-stage", "dpo", "--instruct-checkpoint", "a"), "DPO_DATA_PATH is not set; prepare data with "
-                                                                "scripts/load_dpo_dataset.py"),
+    (("--training-stage", "dpo", "--instruct-checkpoint", "a"), "scripts/load_dpo_dataset.py"),
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--dpo-loss", "ipo",
       "--dpo-label-smoothing", "0.1"), "DPO_LABEL_SMOOTHING works with DPO_LOSS=sigmoid"),
     (("--training-stage", "dpo", "--dpo-data-path", "x", "--instruct-checkpoint", "a", "--distillation-enabled",

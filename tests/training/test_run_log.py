@@ -336,7 +336,7 @@ def test_wandb_gets_tables_and_the_report_and_tells_how_to_upload_an_offline_run
     assert fake.logged == [(2, {"samples": (["step", "prompt", "text"], [SAMPLE])}), (2, VALUES),
                            (2, {"evaluation": (["step", "metric", "value"], EVALUATION)})]
     assert fake.artifacts == [("report-abc", "report", "<html>")]
-    assert f"[CPU0] Upload to wandb: wandb sync '{tmp_path}/my runs/run/wandb'/offline-run-*" in capsys.readouterr().out
+    assert f"/bin/wandb sync '{tmp_path}/my runs/run'/wandb/offline-run-*" in capsys.readouterr().out
 
 
 def test_an_online_run_is_not_uploaded_again(tmp_path, monkeypatch, capsys):

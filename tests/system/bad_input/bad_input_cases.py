@@ -86,7 +86,7 @@ SHARDS = group(
     set_missing=(gone("set"), "set: no such file or folder"), set_loop=(instead("set", loop), "set: no such file"),
     set_pipe=(instead("set", os.mkfifo), "set: no such file"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
     set_text=(instead("set", lambda name: Path(name).write_text("x")), "call it .txt or .jsonl, and prepare it"),
-    set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with scripts/load_pretrain_dataset.py --source x.jsonl"),
+    set_records=(env(PRETRAIN_DATA_PATH="x.jsonl"), "prepare it with .*scripts/load_pretrain_dataset.py --source x.jsonl"),
     set_model=(env(PRETRAIN_DATA_PATH="model"), "model: holds neither manifest"),
     glob=(env(PRETRAIN_DATA_PATH="no/*.bin"), "no such file"),
     too_long=(env(PRETRAIN_DATA_PATH=LONG), "File name too long; check"),
@@ -473,10 +473,10 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     teacher=("train.py --distillation-enabled --teacher-model set", "set is no checkpoint"))
 
 KINDS = commands(
-    "kind", 3, chats_of_pairs=(f"{SFT} --sft-data-path pairs", "pairs.* prepare them with scripts/load_instruct"),
-    chats_of_text=(f"{SFT} --sft-data-path set", "set.* prepare them with scripts/load_instruct"),
-    pairs_of_chats=(f"{DPO} --dpo-data-path chats", "chats.* prepare them with scripts/load_dpo"),
-    pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with scripts/load_dpo"),
+    "kind", 3, chats_of_pairs=(f"{SFT} --sft-data-path pairs", "pairs.* prepare them with .*scripts/load_instruct"),
+    chats_of_text=(f"{SFT} --sft-data-path set", "set.* prepare them with .*scripts/load_instruct"),
+    pairs_of_chats=(f"{DPO} --dpo-data-path chats", "chats.* prepare them with .*scripts/load_dpo"),
+    pairs_of_text=(f"{DPO} --preference-objective orpo --dpo-data-path set", "set.* prepare them with .*scripts/load_dpo"),
     few_chats=(f"{SFT} --total-batch-size 65536", "a step reads 2,048; .*lower TOTAL_BATCH_SIZE to")) + commands(
     "request", 2, examples=(f"{PAIRS} --max-examples -1", "--max-examples"),
     top_k=("train.py --distillation-enabled --teacher-model model --distillation-top-k 100000", "exceeds the vocabulary"))

@@ -1,0 +1,114 @@
+"""What a command recommends works in a shell in which nothing is activated; without the packages, it is how to get them."""
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from commands import BARE, ROOT
+from factories import TinyRun, prepare_stages
+
+from common import text
+from common.text import CALLED_FROM, command, pip_install
+
+SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))) if "\nif __name__ ==" in path.read_text()]
+STANDALONE = {"verify_checkpoint.py", "benchmark_serving.py"}  # the standard library is enough
+RECOMMENDED = re.compile(r"^\[CPU0\] (Generate text|Chat with it|Evaluate it|Merge into base|Your own data): +(.+)$", re.M)
+
+
+def run_bare(line: str, cwd: Path) -> subprocess.CompletedProcess:
+    """Run a line in a new shell without environment variables, a terminal or an input."""
+    return subprocess.run(["bash", "-c", line], cwd=cwd, env=BARE, stdin=subprocess.DEVNULL, text=True, capture_output=True)
+
+
+def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
+    assert run.train() == 0
+    lines = dict(RECOMMENDED.findall(capsys.readouterr().out))
+    assert lines.keys() == expected
+    for line in lines.values():
+        done = run_bare(line, cwd)
+        assert done.returncode == 0 and "rror" not in done.stderr, (line, done.stderr)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_the_end_of_a_run_recommends_works_there(elsewhere, tiny_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv(CALLED_FROM, raising=False)
+    if elsewhere:
+        monkeypatch.setenv(CALLED_FROM, str(tmp_path))
+    run = tiny_run(MAX_STEPS=2, SAMPLE_EVERY=0)
+    assert_works(run, capsys, tmp_path if elsewhere else ROOT, {"Generate text", "Evaluate it", "Your own data"})
+
+
+def test_what_adapters_recommend_works(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    run = prepare_stages(prepared, tmp_path).run("lora-sft", tmp_path, MAX_STEPS=1, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert_works(run, capsys, ROOT, {"Merge into base", "Chat with it", "Your own data"})
+
+
+def test_a_command_names_this_python_and_quotes_what_a_shell_would_split(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv(CALLED_FROM, raising=False)
+    monkeypatch.setattr(text.Path, "cwd", lambda: ROOT)
+    assert command("train.py", "a b", ROOT / "runs" / "x y", python=ROOT / ".venv/bin/python") == (
+        ".venv/bin/python train.py 'a b' 'runs/x y'")
+    assert command("scripts/run.sh", "--preset", "sample") == "bash scripts/run.sh --preset sample"
+    monkeypatch.setenv(CALLED_FROM, str(tmp_path))
+    assert command("scripts/run.sh") == f"cd {ROOT} && bash scripts/run.sh"
+    assert run_bare(f"{pip_install('pip')} --help", tmp_path).returncode == 0
+    monkeypatch.setattr(text, "find_spec", lambda name: None)
+    assert pip_install("x") == f"uv pip install --python {sys.executable} x"
+
+
+# Without the packages
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory) -> Path:
+    """A copy of the code without an environment, and in `bare` a Python without packages."""
+    folder = tmp_path_factory.mktemp("clone")
+    subprocess.run(f"git -C {ROOT} ls-files -z -co --exclude-standard | tar -C {ROOT} --null -T - -c | tar -x -C {folder}", shell=True,
+                   check=True)
+    venv.create(folder / "bare", with_pip=False)
+    return folder
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_without_packages_a_script_says_how_to_set_up(script, empty):
+    name = script.relative_to(ROOT)
+    done = run_bare(f"bare/bin/python {name}", empty)
+    assert "Traceback" not in done.stderr + done.stdout
+    explained = re.fullmatch(r"error: \S+/bare/bin/python lacks the package \w+; set up the environment with: bash scripts/setup.sh\n",
+                             done.stderr)
+    if explained:
+        assert done.returncode == 2
+    else:  # a mistake in its flags is found first
+        assert name.name in STANDALONE or re.search("usage:|not installed|FAILED|needs", done.stderr + done.stdout)
+
+
+def test_if_there_is_an_environment_the_same_command_is_named_with_it(empty, tmp_path):
+    (empty / ".venv/bin").mkdir(parents=True)
+    (empty / ".venv/bin/python").write_text('#!/bin/sh\necho "$@"\n')
+    (empty / ".venv/bin/python").chmod(0o755)
+    flags = "--preset sample --run-name 'a b'"
+    done = run_bare(f"{empty}/bare/bin/python ../{empty.name}/train.py {flags}", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    line = done.stderr.strip().partition("; run ")[2]
+    assert run_bare(line, tmp_path).stdout.endswith("/train.py --preset sample --run-name a b\n"), done.stderr
+
+
+def test_setting_up_alone_is_a_command(tmp_path):
+    """With a fake Python, whose pip notes what is installed."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / "scripts/setup.sh").write_text((ROOT / "scripts/setup.sh").read_text())
+    (tmp_path / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
+    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho {tmp_path}\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}/.venv/bin:$PATH\n")
+    for _ in range(2):
+        done = run_bare(f"bash {tmp_path}/scripts/setup.sh", Path("/"))
+        assert done.returncode == 0 and f"The environment is ready: {tmp_path}" in done.stdout, done.stderr
+    assert (tmp_path / "asked").read_text().count("pip install") == 2, "again if it is asked for: a package may be gone"
