@@ -13,8 +13,9 @@ from factories import TinyRun, prepare_stages
 from common import text
 from common.text import CALLED_FROM, command, pip_install
 
-SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py"))) if "\nif __name__ ==" in path.read_text()]
-STANDALONE = {"verify_checkpoint.py", "benchmark_serving.py"}  # the standard library is enough
+SCRIPTS = [path for path in (ROOT / "train.py", *sorted((ROOT / "scripts").glob("*.py")))
+           if "\nif __name__ ==" in path.read_text()
+           and path.name not in ("verify_checkpoint.py", "benchmark_serving.py")]  # which need the standard library alone
 RECOMMENDED = re.compile(r"^\[CPU0\] (Generate text|Chat with it|Evaluate it|Merge into base|Your own data): +(.+)$", re.M)
 
 
@@ -24,6 +25,7 @@ def run_bare(line: str, cwd: Path) -> subprocess.CompletedProcess:
 
 
 def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
+    capsys.readouterr()
     assert run.train() == 0
     lines = dict(RECOMMENDED.findall(capsys.readouterr().out))
     assert lines.keys() == expected
@@ -85,7 +87,7 @@ def test_without_packages_a_script_says_how_to_set_up(script, empty):
     if explained:
         assert done.returncode == 2
     else:  # a mistake in its flags is found first
-        assert name.name in STANDALONE or re.search("usage:|not installed|FAILED|needs", done.stderr + done.stdout)
+        assert re.search("usage:|not installed|FAILED|needs", done.stderr + done.stdout)
 
 
 def test_if_there_is_an_environment_the_same_command_is_named_with_it(empty, tmp_path):
@@ -105,10 +107,10 @@ def test_setting_up_alone_is_a_command(tmp_path):
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / "scripts/setup.sh").write_text((ROOT / "scripts/setup.sh").read_text())
     (tmp_path / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
-    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\necho {tmp_path}\n')
+    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncase "$*" in *prefix*) echo .venv ;; *) echo 9.9 ;; esac\n')
     (tmp_path / ".venv/bin/python").chmod(0o755)
     (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}/.venv/bin:$PATH\n")
     for _ in range(2):
         done = run_bare(f"bash {tmp_path}/scripts/setup.sh", Path("/"))
-        assert done.returncode == 0 and f"The environment is ready: {tmp_path}" in done.stdout, done.stderr
+        assert done.returncode == 0 and "The environment is ready: 9.9" in done.stdout, done.stderr
     assert (tmp_path / "asked").read_text().count("pip install") == 2, "again if it is asked for: a package may be gone"
