@@ -298,9 +298,10 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
     out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if out_of_memory or getattr(error, "errno", None) == errno.ENOMEM or (
             isinstance(error, RuntimeError) and "can't allocate memory" in text):
-        return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); lower "
-                          "MICRO_BATCH_SIZE (the step stays the same), set ACTIVATION_CHECKPOINTING=block, "
-                          "or lower MAX_SEQ_LEN; --check estimates what is needed", 1)
+        return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); set "
+                          "ACTIVATION_CHECKPOINTING=selective (needs COMPILE=true) or block, lower "
+                          "MICRO_BATCH_SIZE (the step stays the same), or lower MAX_SEQ_LEN; --check "
+                          "estimates what is needed", 1)
     if not isinstance(error, RuntimeError):
         return None
     if found := re.search(NOT_DETERMINISTIC, text):

@@ -12,6 +12,16 @@ from common.errors import SettingsError, requires_package
 # What an idle GPU may show: the driver's own memory, and the utilization of a job that has just ended.
 IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
+
+
+def configure_allocator() -> None:
+    """Let segments of torch's CUDA allocator grow, so that less memory is lost to gaps; call it before CUDA.
+
+    A setting of the user's takes precedence. Child processes inherit it.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 class Wanted(NamedTuple):

@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
+from parallel.gpus import configure_allocator  # noqa: E402
 
 
 class Workload(NamedTuple):
@@ -406,6 +407,7 @@ def main() -> None:
     group.add_argument("--probe", action="store_true", help="only measure matmul, copies, attention")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args()
+    configure_allocator()  # for every contender, as a run does
     if args.probe:
         program = ROOT / "scripts" / "gpu_suite.py"
         sys.exit(subprocess.call([sys.executable, str(program), "--parts", "probe,attention"]))

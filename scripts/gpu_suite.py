@@ -34,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
+from parallel.gpus import configure_allocator  # noqa: E402
 
 PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # runs one part
 RESULTS = "results.jsonl"
@@ -292,6 +293,7 @@ def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace
 
 def main() -> int:
     options, parts = parse_args()
+    configure_allocator()  # as a run does
     options.output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(options.output / "runs", ignore_errors=True)  # of an earlier call
     suite = Suite(options, parts)

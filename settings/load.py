@@ -25,6 +25,7 @@ from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, Config, rules
 from parallel.exit_report import first_on_machine
+from parallel.gpus import configure_allocator
 from settings.depth import settings_of_depth
 from settings.help import PRESETS_DIR, help_text
 from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag
@@ -440,6 +441,7 @@ def export(loaded: Loaded) -> None:
     """Put `.env`'s secrets and libraries' keys into the environment, before the libraries are imported."""
     for name, value in loaded.exports.items():
         os.environ.setdefault(name, value)
+    configure_allocator()
     for name in SECRETS:
         secret = getattr(loaded.config, name)
         if secret is not None:

@@ -311,6 +311,18 @@ def test_keys_of_libraries_are_handed_on_and_the_environment_wins(monkeypatch):
     assert os.environ == {name: f"canary-{name}" for name in LIBRARY_KEYS} | {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.parametrize("environ, env, expected", [
+    ({}, "", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ({}, "PYTORCH_ALLOC_CONF=backend:native\n", {"PYTORCH_ALLOC_CONF": "backend:native"}),
+    ({"PYTORCH_ALLOC_CONF": ""}, "", {"PYTORCH_ALLOC_CONF": ""})])
+def test_the_allocator_uses_expandable_segments_unless_the_user_configures_it(environ, env, expected, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(environ))
+    Path(".env").write_text(env)
+    export(load_config([], {**os.environ, **DATA}))
+    assert os.environ == expected
+
+
 @pytest.mark.parametrize("wrong, right", [
     ("WANDB_PROJCT", "WANDB_PROJECT"), ("WANDB_ENABLE", "WANDB_ENABLED"), ("WANDB_APIKEY", "WANDB_API_KEY"),
     ("HF_TOKENS", "HF_TOKEN"), ("TOKENIZERS_PATH", "TOKENIZER_PATH")])
