@@ -25,13 +25,13 @@ from checkpoint.hub import hub_model, is_model_name
 from checkpoint.manifest import CARD, MANIFEST, read_manifest, sealed, verify
 from checkpoint.schema import FORMAT, GONE, read_state_file
 from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
+from common import __version__
 from common.errors import CheckpointError
 from common.files import sha256, sync, sync_folder
 from common.text import command, print_safely, printable
 from parallel.collectives import Ranks
 from parallel.sharding import RowServer
 
-PADDOCK_VERSION = "0.1"
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
 
@@ -122,7 +122,7 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
                  for name in names}
         files.pop(CARD, None)
         written = 1 + max((manifest["written"] for _, manifest in _newest_first(folder.parent)[0]), default=0)
-        manifest = {"format": FORMAT, "paddock": PADDOCK_VERSION, **facts, "written": written, "files": files}
+        manifest = {"format": FORMAT, "paddock": __version__, **facts, "written": written, "files": files}
         (temporary / MANIFEST).write_bytes(sealed(manifest))
         _sync_and_hash(temporary / MANIFEST)
         for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):

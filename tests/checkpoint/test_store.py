@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from checkpoint import hf_format, store, tensor_files
 from checkpoint.tensor_files import write_tensors
+from common import __version__
 from common.errors import CheckpointError
 from parallel.collectives import Ranks, start_ranks, stop_ranks
 from training import run_folder
@@ -50,6 +51,7 @@ def test_saved_checkpoint_reads_back(tmp_path):
     assert folder.name == "step-00000200"
     manifest = store.verify(folder)
     assert (manifest["step"], manifest["world_size"], manifest["val_loss"]) == (200, 1, 1.5)
+    assert manifest["paddock"] == __version__
     # The manifest covers every file but itself.
     assert set(manifest["files"]) | {store.MANIFEST} == set(names(folder))
     for name, entry in manifest["files"].items():

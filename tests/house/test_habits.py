@@ -13,6 +13,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 from commands import ROOT
 
+from common import __version__
 from config import SECRETS, Config
 
 SHELL_LINE = re.compile(r"^( *)!(.*)$")
@@ -77,6 +78,10 @@ def test_the_image_copies_what_exists_and_pins_nothing_itself():
     assert {".env", "data", "runs", ".venv*"} <= {*ignored}
     build = without_comments(ROOT / ".devcontainer" / "devcontainer.json")["build"]
     assert (ROOT / ".devcontainer" / build["dockerfile"]).is_file() and f"AS {build['target']}\n" in dockerfile
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def test_the_workflow_runs_what_ci_runs():
