@@ -115,9 +115,12 @@ def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtyp
 
 
 def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> Transformer:
-    """Return a Transformer on the meta device, without memory."""
+    """Return a Transformer on the meta device, without memory; CheckpointError if it could not be saved."""
     with torch.device("meta"):
-        return Transformer(config, vocab_size, dtype)
+        model = Transformer(config, vocab_size, dtype)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    hf_format.check_parameters(shapes, config, padded(vocab_size))
+    return model
 
 
 def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:

@@ -21,7 +21,7 @@ from checkpoint.schema import GONE
 from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import read_plain
-from config import ModelConfig
+from config import MAX_NUMBER, ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -37,6 +37,15 @@ HUGGINGFACE_NAMES = {
     "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
 }
+# Settings, and the fields of config.json and of its rope_parameters that give them.
+CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+                 "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
+                 "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+                 "tie_embeddings": "tie_word_embeddings"}
+SCALING_FIELDS = {"rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
+                  "rope_high_freq_factor": "high_freq_factor",
+                  "rope_original_max_len": "original_max_position_embeddings"}
+DEFAULT_CONTEXT = 2048  # as in transformers, where a config.json gives no length
 
 
 def huggingface_name(name: str) -> str:
@@ -63,6 +72,21 @@ def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tu
     if not c.tie_embeddings:
         shapes["output.weight"] = (vocab_rows, c.dim)
     return shapes
+
+
+def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: ModelConfig,
+                     vocab_rows: int) -> None:
+    """Raise CheckpointError unless these shapes by name are the ones that checkpoints and adapters store."""
+    stored = parameter_shapes(model_config, vocab_rows)
+    stored = {name: shape for name, shape in stored.items()
+              if re.sub(r"layers\.\d+\.|\.weight$", "", name) in HUGGINGFACE_NAMES}
+    found = {name: tuple(shape) for name, shape in parameters.items()}
+    if names := [name for name in (*found, *stored) if found.get(name) != stored.get(name)]:
+        raise CheckpointError(
+            f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
+            f"{found.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in "
+            "checkpoint/hf_format.py; add it to parameter_shapes and HUGGINGFACE_NAMES there, and a linear "
+            "layer to LORA_LAYERS in config.py")
 
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
@@ -94,7 +118,8 @@ def checked(name: str, tensor: LazyTensor) -> LazyTensor:
 
     def read(start: int, stop: int) -> Tensor:
         rows = tensor.read(start, stop)
-        if not rows.sum(dtype=torch.float32).isfinite():  # in one pass, without a mask of the tensor's size
+        # The sum takes one pass and no mask, but it may overflow although each number is finite.
+        if not rows.sum(dtype=torch.float32).isfinite() and not rows.float().isfinite().all():
             raise CheckpointError(f"{name} holds numbers that are not finite; use another checkpoint")
         return rows
 
@@ -268,15 +293,56 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     }
 
 
-def checked_settings(settings: Mapping[str, Any], file_name: str) -> ModelConfig:
-    """Return the model settings that a file gives. Raises CheckpointError if they are invalid."""
+def checked_settings(settings: Mapping[str, Any], file_name: str,
+                     fields: Mapping[str, str] = {}) -> ModelConfig:
+    """Return the model settings that a file gives; its own names for them are in `fields`."""
     try:
-        return ModelConfig(**settings)
+        return ModelConfig.model_validate(settings, strict=True)
     except ValidationError as error:
         fault = error.errors()[0]
+        name = str(fault["loc"][0])
         raise CheckpointError(
-            f"{file_name} gives {'.'.join(map(str, fault['loc'])).upper()}={str(fault['input']):.40}: "
-            f"{fault['msg'][0].lower() + fault['msg'][1:]}; download it again") from error
+            f"{file_name} gives {fields.get(name, name.upper())}={fault['input']!r:.40}: "
+            f"{fault['msg'][0].lower() + fault['msg'][1:]}; correct it, or download it again") from error
+
+
+def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the rotary embedding, as transformers 5 reads it.
+
+    Version 4 reads the top level and `rope_scaling`; in version 5 `rope_scaling` replaces `rope_parameters`.
+    """
+    places = {"": {"rope_theta": config.get("rope_theta")},
+              **{name: config.get(name) for name in ("rope_parameters", "rope_scaling")}}
+    for name, place in places.items():
+        place = {} if place is None else place
+        if not isinstance(place, Mapping):
+            raise CheckpointError(f"config.json gives {name}={place!r:.40}, expected an object; download it "
+                                  "again")
+        known = {"rope_type": place.get("type"), **place}
+        places[name] = {key: value for key, value in known.items() if value is not None and key != "type"}
+    rope = {"rope_theta": 10_000.0, "rope_type": "default", **places[""],
+            **(places["rope_scaling"] or places["rope_parameters"])}
+    for name, place in places.items():
+        for key, value in place.items():
+            if rope.get(key) not in (value,):  # NaN is refused later
+                raise CheckpointError(f"config.json contradicts itself: {f'{name}.' * bool(name)}{key} is "
+                                      f"{value!r:.40}, and {rope.get(key)!r:.40} elsewhere; keep the value "
+                                      "that the model was trained with")
+    return rope
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """Return the longest text of a config.json's model, in tokens."""
+    return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
+
+
+def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
+    """Return a whole number above 0 from a config.json; None if it has none."""
+    count = config.get(field)
+    if count is not None and (type(count) is not int or not 0 < count <= MAX_NUMBER):
+        raise CheckpointError(f"config.json gives {field}={count!r:.40}, expected a whole number above 0; "
+                              "correct it, or download it again")
+    return count
 
 
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,37 +351,31 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         CheckpointError: the model is no Llama, or has a part that ours does not have.
     """
-    rope = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or rope
-    if not isinstance(rope, Mapping) or not isinstance(scaling, Mapping):
-        raise CheckpointError("config.json: rope_parameters and rope_scaling must be objects; use another")
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-               if key not in config]
+               if config.get(key) is None]
     if config.get("model_type") != "llama" or missing:
         raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model"
                               f"{' without ' + ', '.join(missing) if missing else ''}; only Llamas are read")
-    settings = {"dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
-                "n_heads": config["num_attention_heads"],
-                "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-                "ffn_dim": config["intermediate_size"], "norm_eps": config.get("rms_norm_eps", 1e-6),
-                "init_std": config.get("initializer_range", 0.02),
-                "rope_theta": config.get("rope_theta") or rope.get("rope_theta", 10_000.0),
-                "rope_scaling_factor": None, "tie_embeddings": config.get("tie_word_embeddings", False)}
-    if rope_type == "llama3":
-        settings |= {"rope_scaling_factor": scaling.get("factor", "missing"),
-                     "rope_low_freq_factor": scaling.get("low_freq_factor", "missing"),
-                     "rope_high_freq_factor": scaling.get("high_freq_factor", "missing"),
-                     "rope_original_max_len": scaling.get("original_max_position_embeddings", "missing")}
-    model = checked_settings(settings, "config.json")
+    rope = rope_parameters_of(config)
+    given = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, **config}
+    if given.get("num_key_value_heads") is None:
+        given["num_key_value_heads"] = config["num_attention_heads"]
+    settings = {name: given[field] for name, field in CONFIG_FIELDS.items()}
+    settings |= {"rope_theta": rope["rope_theta"], "rope_scaling_factor": None}
+    if rope["rope_type"] == "llama3":
+        settings |= {name: rope.get(field, "missing") for name, field in SCALING_FIELDS.items()}
+    fields = {**CONFIG_FIELDS, **SCALING_FIELDS, "rope_theta": "rope_theta"}
+    model = checked_settings(settings, "config.json", fields)
+    for field in ("vocab_size", "max_position_embeddings"):
+        count_in(config, field)
 
     # What our model computes in one way only.
     fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": model.head_dim,
              "pretraining_tp": 1, "sliding_window": None, "quantization_config": None}
     unlike = [f"{key}={config[key]!r}" for key, value in fixed.items()
               if config.get(key) not in (value, None)]
-    if rope_type not in ("default", "llama3"):
-        unlike.append(f"rope_type={rope_type!r}")
+    if rope["rope_type"] not in ("default", "llama3"):
+        unlike.append(f"rope_type={rope['rope_type']!r}")
     if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
         unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
     if unlike:

@@ -23,6 +23,7 @@ from torch import Tensor
 from checkpoint.hf_format import (
     MAX_SHARD_BYTES,
     checked_settings,
+    context_length,
     from_huggingface,
     from_meta,
     load_model_weights,
@@ -49,11 +50,7 @@ def read_huggingface(source: Path) -> tuple[dict[str, LazyTensor], ModelConfig, 
     content = read_json(source / "config.json")
     config = ModelConfig(**model_settings_from_huggingface(content))
     tensors = load_model_weights(source)
-    longest = content.get("max_position_embeddings", 2048)
-    if not isinstance(longest, int):
-        raise CheckpointError(f"{source / 'config.json'}: max_position_embeddings={longest!r:.40} must be "
-                              "a whole number; download it again")
-    return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, longest
+    return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, context_length(content)
 
 
 def read_meta(file: Path,

@@ -3,12 +3,10 @@
 from typing import Optional
 
 from checkpoint import peft_format, store
-from checkpoint.hf_format import read_json
+from checkpoint.hf_format import context_length, read_json
 from inference.language_model import LanguageModel
 from model_utils import find_model
 from training.adapters import base_of_adapters, load_for_use
-
-DEFAULT_CONTEXT = 2048  # where a config.json names none
 
 
 def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
@@ -23,6 +21,6 @@ def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
         of_shape = base_of_adapters(folder, base)
         base = str(of_shape)
     model, tokenizer = load_for_use(folder, base)
-    longest = read_json(of_shape / "config.json").get("max_position_embeddings") or DEFAULT_CONTEXT
+    longest = context_length(read_json(of_shape / "config.json"))
     stage = store.read_state(folder).get("settings", {}).get("TRAINING_STAGE")
     return LanguageModel(name, model, tokenizer, longest, stage == "pretrain")

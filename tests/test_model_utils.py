@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+import model
 import model_utils
-from common.errors import SettingsError
-from config import Config
+from checkpoint import hf_format
+from common.errors import CheckpointError, SettingsError
+from config import LORA_LAYERS, Config, ModelConfig
 from model_utils import clip_scale, seed_step
 
 
@@ -27,6 +29,56 @@ def test_random_numbers_follow_from_seed_step_and_rank():
     assert numbers(1, 2, 3) == numbers(1, 2, 3)
     drawn = [numbers(*of) for of in ((1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (2**32 - 1, 10**9, 10**5))]
     assert len({value for values in drawn for value in values}) == 15
+
+
+class NormedAttention(model.Attention):
+    """With QK-norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.q_norm = model.RMSNorm(config.head_dim, config.norm_eps)
+
+
+class WiderAttention(model.Attention):
+    """With a value as wide as a query."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.wv = model.Linear(config.dim, config.dim)
+
+
+class Bare(model.TransformerBlock):
+    """Without its second norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.ffn_norm
+
+
+@pytest.mark.parametrize("changed, sentence", [
+    (("Attention", NormedAttention), r"\(3 such parameters\): layers.0.attention.q_norm.weight is \(8,\) in model.py and missing in"),
+    (("Attention", WiderAttention), r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in checkpoint/hf_format"),
+    (("TransformerBlock", Bare), r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in checkpoint/hf_format.py"),
+])
+def test_a_model_that_checkpoints_could_not_store_is_refused_when_it_is_built(changed, sentence, monkeypatch):
+    config = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2)
+    model_utils.model_on_meta(config, 500, torch.float32)
+    monkeypatch.setattr(model, *changed)
+    with pytest.raises(CheckpointError, match=sentence + ".*add it to parameter_shapes and HUGGINGFACE_NAMES"):
+        model_utils.model_on_meta(config, 500, torch.float32)
+
+
+def test_a_parameter_without_a_hugging_face_name_is_refused_too(monkeypatch):
+    monkeypatch.delitem(hf_format.HUGGINGFACE_NAMES, "feed_forward.w3")
+    with pytest.raises(CheckpointError, match="layers.0.feed_forward.w3.weight is .* and missing in checkpoint/hf_format.py"):
+        model_utils.model_on_meta(ModelConfig(), 500, torch.float32)
+
+
+def test_every_linear_layer_can_have_adapters():
+    layers = [name for name, module in model_utils.model_on_meta(ModelConfig(), 500, torch.float32).named_modules()
+              if isinstance(module, model.Linear)]
+    assert {name.rpartition(".")[2]: hf_format.huggingface_name(f"{name}.weight").split(".")[-2]
+            for name in layers} == LORA_LAYERS
 
 
 def test_gradients_that_are_not_finite_are_not_scaled():

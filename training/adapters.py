@@ -129,8 +129,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
     differences = []
 
     def write(folder: Path) -> None:
-        longest = content.get("max_position_embeddings", 2048)
-        hf_format.save_model_folder(folder, state, config, tokenizer, longest)
+        hf_format.save_model_folder(folder, state, config, tokenizer, hf_format.context_length(content))
         tensors = hf_format.load_model_weights(folder)
         with torch.no_grad():
             merged = model_from_tensors(tensors, config, tokenizer.vocab_size).eval()

@@ -26,7 +26,15 @@ from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
 from lora import adapter_state_dict, trained_token_ids
 from model import Transformer
-from model_utils import DTYPES, check_model, choose_dtype, is_vocabulary, read_model_config, why_not_compile
+from model_utils import (
+    DTYPES,
+    check_model,
+    choose_dtype,
+    is_vocabulary,
+    model_on_meta,
+    read_model_config,
+    why_not_compile,
+)
 from objectives.preference import reference_is_stored
 from objectives.teacher import find_teacher
 from parallel.collectives import Ranks
@@ -269,7 +277,8 @@ def check(loaded: Loaded) -> int:
     if start := report.run("start", lambda: check_start(loaded, inputs, report)):
         config = start.config
     if tokenizer and (start or not names_start(config)):  # else the model's shape is not known
-        report.line("ok", "model", describe_model(config, tokenizer.vocab_size))
+        report.run("model", lambda: (model_on_meta(config, tokenizer.vocab_size, torch.float32),
+                                     describe_model(config, tokenizer.vocab_size)))
         report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
         if hardware:
             report_memory(config, tokenizer.vocab_size, *hardware, teacher, report)

@@ -210,6 +210,67 @@ def test_a_model_that_cannot_be_represented_is_refused(change, named):
         hf_format.model_settings_from_huggingface(content)
 
 
+SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 64}
+
+
+def config_json(**changes) -> dict:
+    """A config.json of 64 dimensions that says nothing of the rotary embedding."""
+    written = hf_format.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32)
+    return {key: value for key, value in written.items() if not key.startswith("rope_")} | changes
+
+
+@pytest.mark.parametrize("rope, expected", [
+    (dict(rope_theta=7e3), 7e3), (dict(rope_parameters={"rope_theta": 7e3}), 7e3),
+    (dict(rope_theta=7e3, rope_parameters={"rope_type": "default"}), 7e3),
+    (dict(rope_theta=7e3, rope_parameters={"rope_theta": 7e3, **SCALING}, rope_scaling=SCALING), 7e3),
+    (dict(rope_theta=7e3, rope_parameters={"rope_theta": 7e3, **SCALING}, rope_scaling=None), 7e3),
+    (dict(rope_scaling={"rope_theta": 7e3, **SCALING}), 7e3), ({}, 1e4), (dict(rope_scaling=SCALING), 1e4),
+    (dict(rope_theta=7e3, rope_parameters={"rope_theta": 5e5}), "rope_theta is 7000.0, and 500000.0 elsewhere"),
+    (dict(rope_theta=7e3, rope_scaling={"rope_theta": 5e5, **SCALING}), "rope_theta is 7000.0, and 500000.0 elsewhere"),
+    (dict(rope_theta=7e3, rope_scaling=SCALING, rope_parameters={"rope_type": "default"}), "rope_parameters.rope_type is 'default'"),
+    (dict(rope_scaling=SCALING, rope_parameters={**SCALING, "factor": 32.0}), "rope_parameters.factor is 32.0, and 8.0"),
+    (dict(rope_scaling=SCALING, rope_parameters={"rope_theta": 5e5}), "rope_parameters.rope_theta is 500000.0, and 10000.0"),
+])
+def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected):
+    content = json.loads(json.dumps(config_json(**rope)))
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=f"contradicts itself: {expected}"):
+            hf_format.model_settings_from_huggingface(content)
+        return
+    settings = hf_format.model_settings_from_huggingface(content)
+    theirs = transformers.LlamaConfig(**content).rope_parameters
+    assert settings["rope_theta"] == theirs["rope_theta"] == expected
+    assert settings["rope_scaling_factor"] == theirs.get("factor")
+
+
+NUMBERS = [*hf_format.CONFIG_FIELDS.values(), "rope_theta", "vocab_size", "max_position_embeddings"]
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("value", ["256", -5, 0, [], {}, float("nan"), 10**400, "x"], ids=lambda value: f"{value!s:.8}")
+def test_a_number_of_another_type_or_size_is_one_sentence(field, value):
+    content = config_json(rope_theta=7e3) | {field: value}
+    with pytest.raises(CheckpointError, match=rf"^config.json gives {field}=.*; correct it, or download it again$"):
+        hf_format.model_settings_from_huggingface(content)
+
+
+@pytest.mark.parametrize("field", hf_format.SCALING_FIELDS.values())
+def test_a_number_of_the_scaling_too(field):
+    for value in ("8", -5, None):
+        with pytest.raises(CheckpointError, match=f"^config.json gives {field}="):
+            hf_format.model_settings_from_huggingface(config_json(rope_scaling={**SCALING, field: value}))
+
+
+def test_finite_weights_whose_sum_overflows_are_read():
+    large = torch.full((64, 64), 3e38)
+    assert torch.equal(hf_format.checked("w", lazy(large)).whole(), large)
+    for bad in (torch.inf, torch.nan):
+        large[3, 5] = bad
+        with pytest.raises(CheckpointError, match="w holds numbers that are not finite"):
+            hf_format.checked("w", lazy(large)).whole()
+
+
 def test_weights_of_another_shape_are_refused_by_name():
     config = config_of("tied, grouped")
     tensors = hf_format.to_huggingface(model_of(config).state_dict(), config, VOCAB)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from factories import UNMEASURED, TinyRun, assert_same_run, contents, flip_bit, prepare
 
+import model
 from settings.load import load_config
 from tokenizer import load_tokenizer
 from training import preflight, speed_probe
@@ -66,6 +67,14 @@ def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypa
     assert "parameters: 2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
     assert all(part in told["memory"] for part in ("parameters", "gradients", "optimizer", "activations", "working"))
     assert "for each of 2 ranks" in told["memory"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"DEVICE_MEMORY": 80}])
+def test_a_model_that_could_not_be_saved_fails(changes, prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(model.Attention, "__init__", lambda self, config, before=model.Attention.__init__: (
+        before(self, config), self.register_module("q_norm", model.RMSNorm(config.head_dim, config.norm_eps)))[0])
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    assert checked.code == 5 and "layers.0.attention.q_norm.weight" in checked.text("FAIL")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
