@@ -181,7 +181,8 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
     Args:
         used_ids: that occur in the data.
         special_ids: of the tokenizer's control tokens.
-        weight_VD: the base's embedding.
+        weight_VD: the base's head. It moves every row in each step; an untied embedding leaves the rows of
+            tokens that do not occur as they were drawn, and those of rare ones near them.
     Raises:
         SettingsError: a name is not one of the tokenizer's control tokens.
     """

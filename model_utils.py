@@ -295,11 +295,11 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
         getattr(module, "load_base", partial(load_rows, module.weight))(tensor.read)
 
 
-def read_embedding(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
-    """Return the embedding of the model in a folder, padded. Raises CheckpointError like `load_weights`."""
+def read_head(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
+    """Return the head's matrix of the model in a folder, padded; the embedding if they are tied."""
     tensors = hf_format.first_part(hf_format.load_model_weights(folder), vocab_size, config.keep_layers)
     state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
-    return state["tok_embeddings.weight"].whole()
+    return state["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
 
 
 def is_vocabulary(name: str) -> bool:

@@ -30,7 +30,7 @@ from model_utils import (
     load_weights,
     make_deterministic,
     model_on_meta,
-    read_embedding,
+    read_head,
     restore_padding,
 )
 from parallel.collectives import Interrupted, Ranks, RunContext, StopSignals, joined_ranks
@@ -162,8 +162,8 @@ def build_adapted(config: Config, start: Start, inputs: Inputs, dtype: torch.dty
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> hf_format.TokenIds:
     """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
     used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
-    embedding = read_embedding(base, config, inputs.tokenizer.vocab_size)
-    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, embedding)
+    head = read_head(base, config, inputs.tokenizer.vocab_size)
+    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
     return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
 
 
