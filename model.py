@@ -254,7 +254,10 @@ class Transformer(nn.Module):
             positions = torch.arange(queries, device=device)[None]
         else:
             if kernel in VARLEN:
-                cu_seqlens = compute_cu_seqlens(document_ids).to(device, non_blocking=True)
+                cu_seqlens = compute_cu_seqlens(document_ids)
+                if device.type == "cuda":
+                    cu_seqlens = cu_seqlens.pin_memory()  # otherwise the copy waits for the device
+                cu_seqlens = cu_seqlens.to(device, non_blocking=True)
                 torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)  # one compilation for any number of documents
             document_ids = document_ids.to(device, non_blocking=True)
             positions = position_ids(document_ids)

@@ -41,6 +41,9 @@ KERNELS = {
     "sdpa": Kernel(half_only=False),
 }
 VARLEN = ("flash-3", "flash-2", "varlen")  # take documents as cu_seqlens, without a mask
+# FlashAttention-3 replaces the implementation of these kernels in the whole process.
+REPLACED_BY_FLASH_3 = {"flash", "varlen"}
+CHOSEN: set[str] = set()  # kernels that this process uses, for any purpose
 
 # Preferences by purpose, for devices from a major compute capability on. A kernel that is missing or fails
 # its trial is skipped. cuDNN is faster than FlashAttention-2 on Hopper (631 against 329 TFLOP/s forward on an
@@ -149,6 +152,7 @@ def activate_flash_3(on: bool) -> None:
         attention.restore_flash_attention_impl()
 
 
+@torch.inference_mode(False)  # generation chooses within inference mode, where nothing has gradients
 def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.device,
           dtype: torch.dtype) -> Optional[str]:
     """Run a kernel forward and backward on two documents; return why it cannot be used, or None.
@@ -174,13 +178,13 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
         attended = attend(name, *inputs, *masks)
         return [attended.detach(), *torch.autograd.grad((attended * weights.to(dtype)).sum(), inputs)]
 
+    is_new_flash_3 = kernel == "flash-3" and kernel not in CHOSEN
     # The reference is the math kernel in float32 with a mask.
     try:
-        if kernel == "flash-3":
+        if is_new_flash_3:
             activate_flash_3(True)
-        with torch.enable_grad():
-            found = output_and_gradients(kernel, dtype, mask if cu_seqlens is None else None, cu_seqlens)
-            expected = output_and_gradients("math", torch.float32, mask_TS[None, None])
+        found = output_and_gradients(kernel, dtype, mask if cu_seqlens is None else None, cu_seqlens)
+        expected = output_and_gradients("math", torch.float32, mask_TS[None, None])
         off = max(float((ours.float() - exact).norm() / exact.norm())
                   for ours, exact in zip(found, expected, strict=True))
         reason = None if off < 3e-2 else f"its result is off by {off:.1g}"
@@ -188,7 +192,7 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
         if isinstance(error, torch.OutOfMemoryError):
             raise
         reason = str(error).split("\n")[0][:200] or type(error).__name__
-    if kernel == "flash-3" and reason:
+    if is_new_flash_3 and reason:
         activate_flash_3(False)
     return reason
 
@@ -213,8 +217,12 @@ def _choose(purpose: str, backend: str, heads: tuple[int, int, int], device: tor
         return "sdpa"
     reasons = []
     for name in order:
-        reason = trial(name, purpose, heads, device, dtype)
+        if name == "flash-3" and CHOSEN & REPLACED_BY_FLASH_3:
+            reason = "FlashAttention-2 is in use for another kind of attention"
+        else:
+            reason = trial(name, purpose, heads, device, dtype)
         if reason is None:
+            CHOSEN.add(name)
             return name
         reasons.append(f"{name}: {reason}")
     purpose = f"deterministic {purpose}" if deterministic else purpose

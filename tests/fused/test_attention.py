@@ -24,6 +24,7 @@ from fused.attention import (
     trial,
     varlen_function,
 )
+from inference.generate import generate
 from model import Transformer
 from model_utils import compile_model
 
@@ -62,11 +63,14 @@ def varlen_attn_2_12(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, ret
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    varlen_function.cache_clear()
-    attention._choose.cache_clear()
+    def forget():
+        varlen_function.cache_clear()
+        attention._choose.cache_clear()
+        attention.CHOSEN.clear()
+
+    forget()
     yield
-    varlen_function.cache_clear()
-    attention._choose.cache_clear()
+    forget()
 
 
 def install(monkeypatch, name: str) -> str:
@@ -206,6 +210,41 @@ def test_flash_3_is_activated_for_its_trial_and_given_up_where_it_fails(monkeypa
     monkeypatch.setattr(attention, "activate_flash_3", switched.append)
     monkeypatch.setattr(attention, "attend", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel image")))
     assert trial("flash-3", "causal", (4, 2, 8), CPU, BF16) == "no kernel image" and switched == [True, False]
+
+
+@pytest.mark.parametrize("works_for", ["documents", "causal"])
+def test_what_a_purpose_has_chosen_stays_switched_on_or_off(works_for, monkeypatch):
+    """FlashAttention-3 is one switch for the whole process, and may fail for one purpose only."""
+    def attended(kernel, q, k, v, mask=None, cu_seqlens=None):
+        purpose = "causal" if mask is None and cu_seqlens is None else "documents"
+        if kernel == "flash-3" and purpose != works_for or kernel in ("cudnn", "cudnn-expanded", "flash-2"):
+            raise RuntimeError("no kernel image")
+        mask = document_mask if cu_seqlens is not None else mask
+        return attend("math", q, k, v, mask)
+
+    switch, original = [False], attention.trial
+    document_mask = torch.ones(256, 256, dtype=torch.bool).tril()
+    document_mask[100:, :100] = False
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
+    monkeypatch.setattr(attention, "activate_flash_3", switch.append)
+    monkeypatch.setattr(attention, "attend", attended)
+    monkeypatch.setattr(attention, "trial", lambda *a: original(*a[:3], CPU, a[4]))
+    order = ["documents", "causal"]
+    for purposes in (order, order[::-1]):
+        attention._choose.cache_clear(), attention.CHOSEN.clear(), switch.append(False)
+        for purpose in purposes:
+            chosen = choose_kernel(purpose, tiny(), CUDA, BF16)
+            if purpose == purposes[0]:
+                assert (chosen == "flash-3") is switch[-1] is (purpose == works_for)
+        assert switch[-1] is (purposes[0] == works_for), "switched under the kernel that the first purpose has chosen"
+
+
+def test_a_kernel_is_tried_in_inference_mode_as_elsewhere():
+    """Generation chooses there; a CPU's usual kernel needs no trial, so another one is named."""
+    model = Transformer(tiny(attention_backend="math"), 128)
+    model.init_weights(torch.Generator().manual_seed(0))
+    assert [len(ids) for ids in generate(model, [[1, 2, 3], [4]], 4)] == [4, 4]
+    model.train()(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 3, 4]]), reduction="sum").backward()
 
 
 # ------------------------------------------------------------------------------------------------------------- in the model
