@@ -11,9 +11,10 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from inference.row_cache import RowCache
-from inference.sampling import Sampling, choose, penalize
+from inference.sampling import Sampling, Samplings, choose, penalize
 from model import Transformer
 from parallel.sharding import is_sharded, same_on_all
 
@@ -58,6 +59,52 @@ class Row:
         return self.request if self.request and self.request.finish_reason is None else None
 
 
+class Batch:
+    """Rows that are run together. What a step needs of them is on the device.
+
+    Rows that are written need nothing more from the host until another request joins or one ends.
+
+    Args:
+        width: the most tokens that are read of a row in one step.
+        cache: of all rows.
+    """
+
+    def __init__(self, rows: Sequence[Row], width: int, cache: RowCache, vocab_size: int):
+        device, pieces = cache.index_S.device, [row.unread[:width] for row in rows]
+        self.rows, self.width = rows, width
+        padded = [piece + [0] * (width - len(piece)) for piece in pieces]
+        self.tokens_BT = torch.tensor(padded, device=device)
+        self.last_B = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
+        self.cache = cache.at([row.index for row in rows], [len(row.held) for row in rows])
+        # How the next token is chosen, of the rows that have nothing more to read
+        done = [index for index, row in enumerate(rows) if len(row.unread) <= width]
+        self.requests = [rows[index].request for index in done]
+        if not done:
+            return
+        self.done_R = None if len(done) == len(rows) else torch.tensor(done, device=device)
+        self.samplings = Samplings([request.sampling for request in self.requests], device)
+        draws = [request.draws[len(request.written):] for request in self.requests]
+        self.draws_RN, self.steps = pad_sequence(draws, batch_first=True).to(device), 0
+        self.seen_RV = None
+        if self.samplings.penalty_B1 is not None:
+            self.seen_RV = torch.zeros(len(done), vocab_size, dtype=torch.bool, device=device)
+            for seen_V, request in zip(self.seen_RV, self.requests):
+                seen_V[torch.tensor([*request.prompt_ids, *request.written], device=device)] = True
+
+    def choose(self, logits_BV: Tensor) -> Tensor:
+        """Return the next token of each of `requests`."""
+        logits_RV = logits_BV if self.done_R is None else logits_BV[self.done_R]
+        if self.seen_RV is not None:
+            logits_RV = penalize(logits_RV, self.seen_RV, self.samplings.penalty_B1)
+        return choose(logits_RV, self.draws_RN[:, self.steps], self.samplings)
+
+    def read_next(self, tokens_R: Tensor) -> None:
+        """Let the next step of rows that are written read the tokens that were chosen."""
+        self.tokens_BT, self.steps = tokens_R[:, None], self.steps + 1
+        if self.seen_RV is not None:
+            self.seen_RV.scatter_(1, self.tokens_BT, True)
+
+
 class Engine:
     """Continues many prompts with one model, each as if it were alone. Not thread-safe.
 
@@ -78,6 +125,7 @@ class Engine:
         self.steps = 0
         self._rows = [Row(index) for index in range(rows)]
         self._waiting: deque[Request] = deque()
+        self._writing: Optional[Batch] = None
 
     @property
     def idle(self) -> bool:
@@ -119,7 +167,19 @@ class Engine:
             running = [row for row in self._rows if row.request]
             writing = [row for row in running if len(row.unread) == 1]
             reading = [row for row in running if row not in writing]
-            return [request for rows in (reading, writing) if rows for request in self._run(rows)]
+            changed = []
+            if reading:
+                longest = max(len(row.unread) for row in reading)
+                width = min(longest, self.read_at_once // len(reading))
+                changed += self._run(Batch(reading, width, self.cache, self.model.vocab_size))
+            if writing:
+                # Taken out: after an error it would not be what the rows hold.
+                batch, self._writing = self._writing, None
+                if batch is None or batch.requests != [row.request for row in writing]:
+                    batch = Batch(writing, 1, self.cache, self.model.vocab_size)
+                changed += self._run(batch)
+                self._writing = batch
+            return changed
 
     def _admit(self, request: Request) -> None:
         """Give a request a row, with as much of its prompt as some row has read already."""
@@ -139,32 +199,18 @@ class Engine:
                 of_all[:, row.index, :known] = of_all[:, source.index, :known]
         row.held, row.unread, row.request = prompt[:known], prompt[known:], request
 
-    def _run(self, rows: Sequence[Row]) -> list[Request]:
+    def _run(self, batch: Batch) -> list[Request]:
         """Read the next tokens of some rows; return the requests that got a token, having no more to read."""
-        longest = min(max(len(row.unread) for row in rows), self.read_at_once // len(rows))
-        pieces = [row.unread[:longest] for row in rows]
-        padded = [piece + [0] * (longest - len(piece)) for piece in pieces]
-        tokens_BT = torch.tensor(padded, device=self.device)
-        last_B = torch.tensor([len(piece) - 1 for piece in pieces], device=self.device)
-        cache = self.cache.at([row.index for row in rows], [len(row.held) for row in rows])
-        logits_BV = self.model.logits(tokens_BT, cache=cache, only_B=last_B)
-        for row, piece in zip(rows, pieces):
-            row.held += piece
-            del row.unread[:len(piece)]
-
-        # The next token of those that have read everything.
-        done = [index for index, row in enumerate(rows) if not row.unread]
-        if not done:
+        logits_BV = self.model.logits(batch.tokens_BT, cache=batch.cache, only_B=batch.last_B)
+        for row in batch.rows:
+            row.held += row.unread[:batch.width]
+            del row.unread[:batch.width]
+        if not batch.requests:
             return []
-        requests = [rows[index].request for index in done]
-        logits_RV = logits_BV if len(done) == len(rows) else logits_BV[done]
-        for index, request in enumerate(requests):
-            penalty, seen = request.sampling.repetition_penalty, [*request.prompt_ids, *request.written]
-            if penalty != 1:
-                logits_RV[index] = penalize(logits_RV[index], seen, penalty)
-        draws_R = torch.stack([request.draws[len(request.written)] for request in requests]).to(self.device)
-        next_R = choose(logits_RV, draws_R, [request.sampling for request in requests])
-        for index, token in zip(done, same_on_all(self.model, next_R).tolist()):
-            rows[index].unread = [token]
-            rows[index].request.take(token)
-        return requests
+        next_R = same_on_all(self.model, batch.choose(logits_BV))
+        batch.read_next(next_R)
+        written = [row for row in batch.rows if not row.unread]
+        for row, token in zip(written, next_R.tolist()):
+            row.unread = [token]
+            row.request.take(token)
+        return batch.requests

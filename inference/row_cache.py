@@ -13,6 +13,8 @@ from torch import Tensor
 from config import ModelConfig
 from model import KVCache, precompute_freqs
 
+GPU_GRAIN = 128  # tokens: on a GPU, attention reads a multiple of this
+
 
 class RowCache(KVCache):
     """Keys and values of the tokens so far of many rows, for generation; each row has a length of its own.
@@ -28,11 +30,12 @@ class RowCache(KVCache):
         self.index_S = torch.arange(length + 1, device=device)
         self.cos_1S1H, self.sin_1S1H = precompute_freqs(config, self.index_S[None])
         self.rows, self.used = range(rows), [0] * rows
+        self.rows_B = self.used_B = None  # the same on the device, where slices do not suffice
 
     def at(self, rows: Sequence[int], used: Sequence[int]) -> "RowCache":
         """Return the cache of some rows, in the same memory, which hold so many tokens each."""
         part = copy(self)
-        part.rows, part.used = rows, used
+        part.rows, part.used, part.rows_B, part.used_B = rows, used, None, None
         return part
 
     def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
@@ -40,17 +43,21 @@ class RowCache(KVCache):
         device, length, longest = self.index_S.device, len(self.index_S), max(self.used)
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
         adjacent = [*self.rows] == [*range(block.start, block.stop)]
-        # A GPU is given shapes that stay the same, for CUDA graphs.
-        self.end = length if device.type == "cuda" and longest else min(longest + tokens, length)
-        if adjacent and min(self.used) == longest and longest + tokens == self.end:
-            new = slice(longest, self.end)  # by slices nothing is copied
-            self.to_write, self.to_read = (block, new), block
+        new = slice(longest, longest + tokens)
+        if adjacent and min(self.used) == longest and new.stop <= length:
+            self.to_write, self.to_read = (block, new), block  # by slices nothing is copied
             cos, sin, places_BT = self.cos_1S1H[:, new], self.sin_1S1H[:, new], self.index_S[None, new]
         else:
-            used_B, rows_B = torch.tensor([self.used, [*self.rows]], device=device)
-            places_BT = (used_B[:, None] + self.index_S[:tokens]).clamp(max=length - 1)
-            self.to_write, self.to_read = (rows_B[:, None], places_BT), block if adjacent else rows_B
+            if self.used_B is None:
+                self.used_B, self.rows_B = torch.tensor([self.used, [*self.rows]], device=device)
+            places_BT = (self.used_B[:, None] + self.index_S[:tokens]).clamp(max=length - 1)
+            self.used_B = self.used_B + tokens
+            self.to_write = (self.rows_B[:, None], places_BT)
+            self.to_read = block if adjacent else self.rows_B
             cos, sin = self.cos_1S1H[0, places_BT], self.sin_1S1H[0, places_BT]
+        # A GPU reuses memory, and its kernels are fastest, where few lengths occur.
+        grain = GPU_GRAIN if longest and device.type != "cpu" else 1
+        self.end = min(-(-new.stop // grain) * grain, length)
         self.used = [used + tokens for used in self.used]
         return cos, sin, (self.index_S[:self.end] <= places_BT[..., None])[:, None] if longest else None
 

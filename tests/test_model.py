@@ -2,12 +2,14 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import model as model_module
 from checkpoint.hf_format import huggingface_config, to_huggingface
 from checkpoint.tensor_files import read_all
 from common.errors import SettingsError
@@ -178,6 +180,23 @@ def test_borders_are_where_documents_begin_in_the_flattened_batch():
     assert (borders[5:] == 12).all()
     single = compute_cu_seqlens(torch.arange(64, dtype=torch.int32)[None])
     assert single.tolist() == [*range(65)] + [64] * 63
+
+
+def test_borders_are_copied_to_a_gpu_without_waiting_for_it(monkeypatch):
+    copied, to, pinned, cuda = [], torch.Tensor.to, [], torch.device("cuda", 0)
+
+    def copy(tensor, *args, **options):
+        if args[:1] != (cuda,):
+            return to(tensor, *args, **options)
+        copied.append((any(tensor is each for each in pinned), options))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    monkeypatch.setattr(model_module, "choose_kernel", lambda *_: "varlen")
+    documents = torch.tensor([[1, 1, 2, 2]], dtype=torch.int32).pin_memory()
+    make().attention_meta(SimpleNamespace(device=cuda, shape=documents.shape), documents, None)
+    assert copied == [(True, {"non_blocking": True})] * 2
 
 
 # ------------------------------------------------------------------------------------------------------------------ head

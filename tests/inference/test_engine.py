@@ -5,13 +5,17 @@ import dataclasses
 import pytest
 import torch
 from factories import prepare
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from checkpoint import hf_format
 from config import ModelConfig
+from inference import engine as engine_module
 from inference.engine import Engine, Request
 from inference.generate import generate
-from inference.sampling import Sampling, choose, penalize
+from inference.sampling import MOST_LIKELY, Sampling, Samplings, choose, penalize
 from model import Transformer
+from model_utils import model_on_meta
 from tokenizer import load_tokenizer
 
 VOCAB = 61
@@ -47,10 +51,11 @@ def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling 
     """What an engine of one row writes, which is what a model writes that reads everything for each token."""
     written, = run(Engine(model, 1, 100), Request(prompt, count, sampling))
     draws, tokens = torch.rand(count, generator=torch.Generator().manual_seed(sampling.seed)), [*prompt]
+    penalty, seen_1V = torch.tensor(sampling.repetition_penalty), torch.zeros(1, model.vocab_size, dtype=torch.bool)
     with torch.no_grad():
         for draw_1 in draws.split(1):
-            logits_V = model.logits(torch.tensor([tokens]))[0, -1]
-            tokens.append(int(choose(penalize(logits_V, tokens, sampling.repetition_penalty)[None], draw_1, [sampling])))
+            logits_1V, seen_1V[0, tokens] = model.logits(torch.tensor([tokens]))[:, -1], True
+            tokens.append(int(choose(penalize(logits_1V, seen_1V, penalty), draw_1, Samplings([sampling]))))
     assert tokens[len(prompt):] == written
     return written
 
@@ -153,6 +158,47 @@ def test_a_row_may_be_full_to_the_last_token(model):
         engine.step()
     run(engine, other)
     assert [full.written, other.written] == [alone(model, PROMPTS[0], 33), alone(model, PROMPTS[2], 9)]
+
+
+class HostTraffic(TorchDispatchMode):
+    """Notes the operations that take data from the host to the device, here the meta device; reading from it is an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        found = operation(*args, **(kwargs or {}))
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs, found))
+                   if isinstance(leaf, torch.Tensor) and (leaf.ndim or leaf.is_meta)}
+        if devices == {"cpu", "meta"}:
+            self.operations.append(str(operation))
+        return found
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN, Sampling(temperature=0.7)], ids=["greedy", "drawn", "tempered"])
+@pytest.mark.parametrize("prompts", [PROMPTS[:2], [PROMPTS[0]] * 2], ids=["uneven", "even"])
+def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_tokens(sampling, prompts, monkeypatch):
+    """With some requests greedy, and a free row between those that are written."""
+    vocabulary = MOST_LIKELY + 100  # on the device it cannot be asked whether the most likely tokens suffice
+    model = model_on_meta(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), vocabulary, torch.bfloat16)
+    engine, made, tensor, reads = Engine(model, 4, 400), [], torch.tensor, []
+    monkeypatch.setattr(torch, "tensor", lambda *args, **options: made.append(args) or tensor(*args, **options))
+    monkeypatch.setattr(engine_module, "same_on_all", lambda _, next_R: reads.append(next_R) or next_R)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda next_R: [len(reads)] * len(next_R))
+    short = Request([1, 2, 3], 2)
+    requests = [Request(prompts[0], 90, sampling), short, Request(prompts[1], 90, sampling), Request([5], 90)]
+    for request in requests:
+        engine.add(request)
+    while short.finish_reason is None or len(requests[0].written) < 4:
+        engine.step()
+    made.clear(), reads.clear()
+    with HostTraffic() as traffic:
+        for _ in range(80):
+            assert len(engine.step()) == 3
+    assert (made, traffic.operations, len(reads)) == ([], [], 80)
+    assert requests[0].written[-80:] == [*range(1, 81)]
+    assert engine.cache.keys.is_meta
 
 
 def test_seeds_and_indices_decide_what_is_drawn(model):

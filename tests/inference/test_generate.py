@@ -5,7 +5,7 @@ import torch
 
 from config import ModelConfig
 from inference.generate import generate
-from inference.sampling import Sampling, choose
+from inference.sampling import Sampling, Samplings, choose
 from model import Transformer
 
 VOCAB = 61  # not a multiple of 128: the padded ids are there to be drawn by mistake
@@ -84,7 +84,8 @@ def test_mode_and_gradients_are_left_as_they_were(model, training):
 def drawn_share(logits: list[float], **how) -> torch.Tensor:
     """How often each id comes, over draws that are spread evenly."""
     draws = (torch.arange(10_000) + 0.5) / 10_000
-    ids = choose(torch.tensor(logits).expand(len(draws), -1), draws, [Sampling(**{"temperature": 1.0, **how})] * len(draws))
+    samplings = Samplings([Sampling(**{"temperature": 1.0, **how})] * len(draws))
+    ids = choose(torch.tensor(logits).expand(len(draws), -1), draws, samplings)
     return torch.bincount(ids, minlength=len(logits)) / len(draws)
 
 
@@ -110,6 +111,6 @@ def test_the_largest_draw_stays_in_the_nucleus():
     logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
     ranked = logits.argsort(descending=True)
     nucleus = (logits.softmax(-1).gather(1, ranked).cumsum(-1) < 0.5).sum(-1) + 1
-    ids = choose(logits, torch.ones(200), [Sampling(1.0, top_p=0.5)] * 200)
+    ids = choose(logits, torch.ones(200), Samplings([Sampling(1.0, top_p=0.5)] * 200))
     assert torch.equal(ids, ranked.gather(1, nucleus[:, None] - 1)[:, 0])
-    assert torch.equal(choose(logits, torch.zeros(200), [Sampling(1.0, top_p=0.5)] * 200), ranked[:, 0])
+    assert torch.equal(choose(logits, torch.zeros(200), Samplings([Sampling(1.0, top_p=0.5)] * 200)), ranked[:, 0])

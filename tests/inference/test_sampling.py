@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference import sampling as module
-from inference.sampling import Sampling, choose, penalize
+from inference.sampling import Sampling, Samplings, choose, penalize
 
 WAYS = [
     {"temperature": 0.7},
@@ -41,9 +41,10 @@ def by_transformers(logits_V: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def drawn_shares(logits_V: torch.Tensor, sampling: Sampling, draws: int = 20_000) -> torch.Tensor:
     """How often each id comes, over draws that are spread evenly."""
     if sampling.repetition_penalty != 1:
-        logits_V = penalize(logits_V, SEEN, sampling.repetition_penalty)
+        seen_V = torch.zeros(len(logits_V), dtype=torch.bool).index_fill(0, torch.tensor(SEEN), True)
+        logits_V = penalize(logits_V, seen_V, torch.tensor(sampling.repetition_penalty))
     draws_B = (torch.arange(draws) + 0.5) / draws
-    ids_B = choose(logits_V.expand(draws, -1), draws_B, [sampling] * draws)
+    ids_B = choose(logits_V.expand(draws, -1), draws_B, Samplings([sampling] * draws))
     return torch.bincount(ids_B, minlength=len(logits_V)) / draws
 
 
@@ -61,7 +62,7 @@ def test_distributions_are_those_of_transformers(way, looked_at_first, monkeypat
 def test_a_large_vocabulary_is_ordered_as_far_as_needed(way):
     """In 5,000 ids of even probability, what is drawn does not depend on how many are looked at first."""
     logits_BV = (logits_of(5000, 0.5).expand(300, -1)).clone()
-    draws_B, samplings = torch.rand(300, generator=torch.Generator().manual_seed(0)), [Sampling(1.0, **way)] * 300
+    draws_B, samplings = torch.rand(300, generator=torch.Generator().manual_seed(0)), Samplings([Sampling(1.0, **way)] * 300)
     found = choose(logits_BV, draws_B, samplings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MOST_LIKELY", 5000)
@@ -74,17 +75,17 @@ def test_each_row_is_sampled_in_its_own_way():
     logits_V = logits_of(61)
     samplings = [Sampling(), Sampling(1.0), Sampling(), Sampling(0.5, top_k=3), Sampling(2.0, top_p=0.5, min_p=0.1)]
     draws_B = torch.tensor([0.1, 0.99, 0.5, 0.8, 0.9])
-    together = choose(logits_V.expand(5, -1), draws_B, samplings)
-    alone = [choose(logits_V[None], draws_B[[row]], [sampling]) for row, sampling in enumerate(samplings)]
+    together = choose(logits_V.expand(5, -1), draws_B, Samplings(samplings))
+    alone = [choose(logits_V[None], draws_B[[row]], Samplings([sampling])) for row, sampling in enumerate(samplings)]
     assert torch.equal(together, torch.cat(alone))
     assert together[0] == together[2] == logits_V.argmax() and len({*together.tolist()}) > 2
 
 
 def test_greedy_rows_are_not_sorted(monkeypatch):
     seen = []
-    monkeypatch.setattr(module, "sample", lambda logits_RV, draws_R, samplings: seen.append(len(samplings))
-                        or torch.zeros(len(samplings), dtype=torch.int64))
-    choose(torch.randn(3, 9), torch.rand(3), [Sampling()] * 3)
+    monkeypatch.setattr(module, "sample", lambda logits_RV, draws_R, _: seen.append(len(logits_RV))
+                        or torch.zeros(len(logits_RV), dtype=torch.int64))
+    choose(torch.randn(3, 9), torch.rand(3), Samplings([Sampling()] * 3))
     assert seen == []
-    choose(torch.randn(3, 9), torch.rand(3), [Sampling(), Sampling(1.0), Sampling()])
+    choose(torch.randn(3, 9), torch.rand(3), Samplings([Sampling(), Sampling(1.0), Sampling()]))
     assert seen == [1]

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from factories import TinyRun, assert_same_run, without_clocks
+from factories import TinyRun, assert_same_run, prepare_stages, without_clocks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from checkpoint.item_scores import packed_bits, ratio_error, read_item_scores, unpacked_bits
@@ -24,7 +25,7 @@ from objectives.preference import ORPO
 from parallel.collectives import Ranks, RunContext, StopSignals
 from settings.load import load_config
 from tokenizer import load_tokenizer
-from training import evaluation
+from training import evaluation, setup
 from training.evaluation import validation_loss
 
 ROWS = 5
@@ -249,3 +250,43 @@ def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
 def test_blocks_of_padding_are_left_out():
     own_B2 = torch.tensor([[4, 8], [0, 0]], dtype=torch.float64)  # units and sums
     assert evaluation.gather_blocks(own_B2, SimpleNamespace(ranks=Ranks())).tolist() == [[2, 4]]
+
+
+# --------------------------------------------------------------------------------------- DETERMINISTIC
+
+
+class AsCuda(TorchDispatchMode):
+    """Raises where CUDA has no deterministic implementation. Source: torch.use_deterministic_algorithms."""
+
+    RAISE = {"put_", "histc", "median", "nanmedian", "kthvalue", "nll_loss_forward", "nll_loss2d_forward", "cumsum"}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation._schema.name.removeprefix("aten::")
+        if name in self.RAISE and torch.are_deterministic_algorithms_enabled():
+            if name != "cumsum" or args[0].is_floating_point():
+                raise RuntimeError(f"{name}_cuda does not have a deterministic implementation")
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["pretrain", "sft"])
+def test_a_deterministic_run_evaluates_by_what_cuda_can_do(mode, tiny_run, prepared, tmp_path, monkeypatch):
+    """Validation, HellaSwag, samples that are drawn, and generated answers."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    original, every = setup.make_deterministic, {"DETERMINISTIC": "true", "SAMPLE_EVERY": 2, "HELLASWAG_EVERY": 2, "MAX_STEPS": 4}
+    monkeypatch.setattr(setup, "make_deterministic", lambda config, _: original(config, "cuda"))
+    if mode == "pretrain":
+        run = tiny_run(**every)
+    else:
+        run = prepare_stages(prepared, tmp_path).run("sft", tmp_path / "runs", GENERATION_EVAL_EVERY=2, **every)
+    cudnn = torch.backends.cudnn.deterministic
+    try:
+        with AsCuda():
+            assert run.train() == 0
+            assert torch.are_deterministic_algorithms_enabled()
+            with pytest.raises(RuntimeError, match="deterministic implementation"):
+                torch.ones(3).cumsum(0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic = True, cudnn
+    assert {line["step"] for line in run.lines("samples")} == {2, 4}
+    assert mode == "pretrain" or [*run.column("generation_n")] == [0, 2, 4]
