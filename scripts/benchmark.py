@@ -13,9 +13,10 @@ Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at 
     hf-liger         the same, compiled, with Liger's kernels
     litgpt           litgpt's GPT, compiled
 The peers get the same tokens without documents. If a package is not installed, its contender is skipped.
-Figures are comparable only within one call: blocks run in the order A B B A, and the result is the median
-ratio of neighbours with its bootstrap interval of 95 %. A contender is refused if its first loss (with the
-initial weights, without documents) differs.
+Each contender gets as many rows at a time as fit (halved after each attempt that runs out of memory), and
+accumulates gradients to the same tokens a step. Figures are comparable only within one call: blocks run in
+the order A B B A, and the result is the median ratio of neighbours with its bootstrap interval of 95 %. A
+contender is refused if its first loss (with the initial weights, without documents) differs.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import time
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -166,7 +167,7 @@ def litgpt_model(model, config, vocab: int, seq_len: int):
 
 
 def make_contender(words: set[str], model, config, work: Workload, eager: bool) -> tuple[Any, Callable]:
-    """The model to train, and a function from ids (B, T + 1) to its mean loss.
+    """The model to train, and a function from ids (B, T + 1) and documents (B, T) or None to its mean loss.
 
     Args:
         words: of the contender's name.
@@ -179,13 +180,12 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
 
     device, dtype = model.norm.weight.device, model.compute_dtype
     if "paddock" in words:
-        document_ids_BT = None if "causal" in words else draw_documents(work.rows, work.seq_len)
         if not eager:
             compile_model(model)
 
-        def our_loss(ids, document_ids_BT=document_ids_BT):
+        def our_loss(ids, document_ids_BT):
             logprob = model(ids[:, :-1], ids[:, 1:], document_ids_BT, reduction="sum")
-            return -logprob / (work.rows * work.seq_len)
+            return -logprob / (len(ids) * work.seq_len)
 
         return model, our_loss
     if "litgpt" in words:
@@ -194,7 +194,7 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
         peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
     forward = torch.compile(peer) if not eager and words & {"compile", "liger", "litgpt"} else peer
 
-    def loss_of(ids):
+    def loss_of(ids, document_ids_BT):  # it knows no documents
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             if "litgpt" in words:
                 return F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -205,7 +205,7 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
 
 
 def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
-    """Train one contender in this process and return its figures."""
+    """Train one contender in this process with args.rows at a time and return its figures."""
     started = time.perf_counter()
     import torch
 
@@ -223,7 +223,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     words = set(name.split("-"))
     eager = args.eager or "eager" in words
     config = Config(**work.shape, **(BUDGET if "budget" in words else {}), tie_embeddings=True,
-                    compile=not eager, micro_batch_size=work.rows, max_seq_len=work.seq_len,
+                    compile=not eager, micro_batch_size=args.rows, max_seq_len=work.seq_len,
                     total_batch_size=work.rows * work.seq_len)
     model = build_model(config, work.vocab, Ranks(device=device), dtype)
     generator = torch.Generator().manual_seed(7)
@@ -232,19 +232,25 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
     trained, loss_of = make_contender(words, model, config, work, eager)
+    accumulation = config.accumulation_steps
+    apart = "paddock" in words and "causal" not in words
+    documents = draw_documents(work.rows, work.seq_len).split(args.rows) if apart else [None] * accumulation
     causal_loss = None
-    if "paddock" in words and "causal" not in words:
+    if apart:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            causal_loss = loss_of(batches[0].to(device), None).item()
+            losses = [loss_of(ids.to(device), None).item() for ids in batches[0].split(args.rows)]
+            causal_loss = statistics.mean(losses)
     if trained is not model:
         del model  # frees its memory
     optimizer = Optimizer(trained, config)
 
     def step(number: int):
-        ids = batches[number % len(batches)].to(device, non_blocking=True)
         optimizer.zero_grad()
-        loss = loss_of(ids)
-        loss.backward()
+        loss = 0.0
+        for ids, document_ids_BT in zip(batches[number % len(batches)].split(args.rows), documents):
+            part = loss_of(ids.to(device, non_blocking=True), document_ids_BT) / accumulation
+            part.backward()
+            loss += part.detach()
         norm = gradient_norm(trained)
         optimizer.step(3e-4, clip_scale(norm, 1.0), (~norm.isfinite()).float())
         return loss, norm
@@ -264,7 +270,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
         torch.cuda.synchronize()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     tokens = work.steps * work.rows * work.seq_len
-    figures = {"contender": name, "first_loss": first_loss if causal_loss is None else causal_loss,
+    figures = {"contender": name, "rows": args.rows, "accumulation": accumulation,
+               "first_loss": first_loss if causal_loss is None else causal_loss,
                "last_loss": last_loss, "tokens_per_second": tokens / wall,
                "cpu_seconds_per_million_tokens": cpu / tokens * 1e6, "first_step_seconds": first_step_seconds,
                "peak_memory_gib": diagnostics.peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
@@ -274,6 +281,16 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     if args.profile:
         figures["profile"] = profile(step, device, args.profile)
     return figures
+
+
+def run_or_report_memory(work: Workload, args: argparse.Namespace) -> dict:
+    """The figures of one contender, or `out_of_memory`: why it needs fewer rows, in a new process."""
+    import torch
+
+    try:
+        return run_contender(args.run, work, args)
+    except torch.OutOfMemoryError as error:
+        return {"contender": args.run, "out_of_memory": str(error).splitlines()[0]}
 
 
 def more_figures(config, work: Workload, device, dtype, tokens_per_second: float) -> dict[str, Any]:
@@ -317,9 +334,21 @@ def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
              "calls": event.count // 2} for event, ms in milliseconds[:rows]]
 
 
-def in_process(name: str, args: argparse.Namespace, seconds: Optional[float], profile_rows: int) -> dict:
-    """Run a contender in a new process; its figures, or `skipped` or `error` with the reason."""
-    if seconds is not None and seconds <= 0:
+def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, profile_rows: int,
+                       rows: int) -> dict:
+    """Run a contender with this many rows at a time, halved until they fit; return what `in_process` does."""
+    while True:
+        result = in_process(name, args, deadline - time.monotonic(), profile_rows, rows)
+        if "out_of_memory" not in result:
+            return result
+        if rows == 1:
+            return {"contender": name, "error": f"one row: {result['out_of_memory']}"}
+        rows //= 2
+
+
+def in_process(name: str, args: argparse.Namespace, seconds: float, profile_rows: int, rows: int) -> dict:
+    """Run a contender in a new process; its figures, or `skipped`, `error` or `out_of_memory`: the reason."""
+    if seconds <= 0:
         return {"contender": name, "skipped": "no time was left"}
     words = set(name.split("-"))
     if "budget" in words and (args.eager or "eager" in words):
@@ -327,12 +356,14 @@ def in_process(name: str, args: argparse.Namespace, seconds: Optional[float], pr
     needed = {package for word in words for package in NEEDS.get(word, ())}
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
-    command = [sys.executable, __file__, "--model", args.model, "--run", name, "--threads", str(args.threads),
+    command = [sys.executable, __file__, "--model", args.model, "--run", name, "--rows", str(rows),
+               "--threads", str(args.threads),
                "--profile", str(profile_rows), *(["--eager"] if args.eager else []),
                *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else [])]
     environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=seconds)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment,
+                              timeout=None if seconds == math.inf else seconds)
     except subprocess.TimeoutExpired:
         return {"contender": name, "skipped": f"it did not end in the {seconds:.0f} s that were left"}
     if done.returncode:
@@ -349,14 +380,14 @@ def bootstrap(ratios: list[float]) -> tuple[float, float, float]:
 
 def compare(results: list[list[dict]], ours: str) -> list[str]:
     """A line for each contender: its own figures, and our figures divided by its, block by block."""
-    lines = ["| contender | tok/s (median) | MFU, causal | peak GiB (forecast) | first step s | "
-             "ours / its tok/s | its / ours CPU s |", "|---|---|---|---|---|---|---|"]
+    lines = ["| contender | rows x accumulation | tok/s (median) | MFU, causal | peak GiB (forecast) | "
+             "first step s | ours / its tok/s | its / ours CPU s |", "|---|---|---|---|---|---|---|---|"]
     blocks = [{entry["contender"]: entry for entry in block} for block in results]
     for name, entry in blocks[0].items():
         good = [block for block in blocks if "tokens_per_second" in block[name]]
         if not good:
             reason = f"failed: {entry['error'][:100]}" if "error" in entry else f"skipped: {entry['skipped']}"
-            lines.append(f"| {name} | {reason} | | | | | |")
+            lines.append(f"| {name} | | {reason} | | | | | |")
             continue
 
         def median(key: str, name: str = name, good: list[dict] = good) -> float:
@@ -367,8 +398,9 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
             mfu = f"{100 * median('mfu'):.1f} %, {100 * median('mfu_causal'):.1f} %"
         if "memory_forecast_gib" in good[0][name]:
             forecast = f" ({median('memory_forecast_gib'):.2f})"
-        row = (f"| {name} | {median('tokens_per_second'):,.0f} | {mfu} | {median('peak_memory_gib'):.2f}"
-               f"{forecast} | {median('first_step_seconds'):.1f} |")
+        rows = f"{good[-1][name]['rows']} x {good[-1][name]['accumulation']}"
+        row = (f"| {name} | {rows} | {median('tokens_per_second'):,.0f} | {mfu} | "
+               f"{median('peak_memory_gib'):.2f}{forecast} | {median('first_step_seconds'):.1f} |")
         pairs = [(block[ours], block[name]) for block in good if "tokens_per_second" in block[ours]]
         if name == ours or not pairs:
             lines.append(row + " | |")
@@ -396,6 +428,7 @@ def main() -> None:
     group.add_argument("--threads", type=int, default=0, metavar="N", help="on a CPU; 0 = torch's default")
     group.add_argument("--eager", action="store_true", help="compile nothing")
     group.add_argument("--run", help=argparse.SUPPRESS)  # one contender, in this process
+    group.add_argument("--rows", type=int, help=argparse.SUPPRESS)  # that it gets at a time
     group = parser.add_argument_group("how long")
     group.add_argument("--blocks", type=int, default=3, metavar="N",
                        help="how often each contender runs (default: %(default)s)")
@@ -415,16 +448,17 @@ def main() -> None:
         work = MODELS[args.model]
         if args.fast:
             work = work._replace(warmup=max(2, work.warmup // 2), steps=max(2, work.steps // 2))
-        print(json.dumps(run_contender(args.run, work, args)))
+        print(json.dumps(run_or_report_memory(work, args)))
         return
     names, deadline = args.contenders.split(","), time.monotonic() + (args.seconds or math.inf)
     results: list[list[dict]] = []
+    rows = dict.fromkeys(names, MODELS[args.model].rows)
     for block in range(args.blocks):
         results.append([])
         for name in names if block % 2 == 0 else names[::-1]:
-            left = deadline - time.monotonic() if args.seconds else None
             profile_rows = args.profile if block == 0 and name == names[0] else 0
-            results[-1].append(in_process(name, args, left, profile_rows))
+            results[-1].append(with_rows_that_fit(name, args, deadline, profile_rows, rows[name]))
+            rows[name] = results[-1][-1].get("rows", rows[name])
             print(f"block {block + 1}/{args.blocks}: {json.dumps(results[-1][-1])}", file=sys.stderr,
                   flush=True)
     device = next((entry["device"] for block in results for entry in block if "device" in entry), "?")

@@ -409,8 +409,8 @@ def from_probe(task: Task, name: str) -> None:
     getattr(gpu_probe, name)(task)
 
 
-BENCHMARKED = ("tokens_per_second", "mfu", "mfu_causal", "peak_memory_gib", "memory_forecast_gib",
-               "first_step_seconds", "first_loss", "profile")
+BENCHMARKED = ("tokens_per_second", "rows", "accumulation", "mfu", "mfu_causal", "peak_memory_gib",
+               "memory_forecast_gib", "first_step_seconds", "first_loss", "profile")
 DPO = dict(preset="sample,sample-dpo", base="pretrain_checkpoint")
 DISTILLATION = dict(base="teacher_model", distillation_enabled="true")
 STAGES: dict[str, dict[str, Any]] = {
