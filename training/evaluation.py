@@ -239,7 +239,8 @@ def evaluate(run: Run) -> None:
         found = keep(validation(run))
         loss = found["val_loss"]
         is_best = progress.step > 0 and progress.note_validation(loss, config.early_stopping_skip_steps)
-        best = " | best so far" if is_best else ""
+        first = run.log.history.first_val_loss
+        best = " | best so far" if is_best and (first is None or loss <= first) else ""
         run.log.info(f"Validation {place} | {describe_validation(found)}{best}")
         if not math.isfinite(loss):
             run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be a "

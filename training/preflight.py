@@ -1,5 +1,6 @@
 """What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -176,7 +177,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
         others = "".join(f", {name} {latest[key]:.4f}" for name, key in
                          (("perplexity", "val_perplexity"), ("bits per byte", "val_bits_per_byte"))
                          if key in latest)
-        if progress.best_val_loss is not None:
+        if progress.best_val_loss is not None and progress.best_val_loss <= before.get("val_loss", math.inf):
             others += f"; best loss {progress.best_val_loss:.4f} at step {progress.best_step}"
         info(f"Validation loss {since}{latest['val_loss']:.4f}{others}.")
     for name, title, _, chance, _ in run.inputs.choice_sets:

@@ -18,6 +18,7 @@ class RunHistory:
     def __init__(self, tokens_per_step: int):
         self.tokens_per_step = tokens_per_step
         self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
+        self.first_val_loss: Optional[float] = None
         self.scores: dict[str, tuple[int, float]] = {}  # the newest of each metric, with its step
         self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
         self.ledger_step, self.ledger = 0, hashlib.sha256()
@@ -28,6 +29,8 @@ class RunHistory:
         for name, value in metrics.items():
             if EVALUATED.match(name) and isinstance(value, (int, float)):
                 self.scores[name] = step, value
+        if self.first_val_loss is None and isinstance(metrics.get("val_loss"), float):
+            self.first_val_loss = metrics["val_loss"]
         if "train_loss" in metrics:
             steps = step - self.logged_step if self.logged_step is not None else 0
             tokens = max(0, steps) * self.tokens_per_step

@@ -21,6 +21,7 @@ from common.files import NotAFileError, plain
 from common.text import duration, print_safely, printable
 from config import Config
 from parallel.gpus import number_of
+from training.diagnostics import Divergence
 from training.run_history import EVALUATED, RunHistory
 from training.trackers import TensorBoard, Tracker, Trackio, Wandb
 
@@ -149,6 +150,7 @@ class RunLog:
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.trackers: list[Tracker] = []
         self.history = RunHistory(config.total_batch_size)  # rank 0's is whole
+        self.divergence = Divergence()  # of rank 0; a resumed run fills it from the ledger
 
     def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "",
              measured: Collection[str] = ()) -> None:
@@ -171,7 +173,7 @@ class RunLog:
         stays = {"ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
                  "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
         see = {"metrics": lambda _, entry: self.history.add_metrics(entry.step, entry.model_extra),
-               "ledger": lambda line, entry: self.history.add_ledger(entry.step, line)}
+               "ledger": self._see_ledger}
         for name in sorted(LOGS):  # the ledger before the metrics, as `RunHistory` needs it
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
@@ -181,6 +183,10 @@ class RunLog:
         before = newest["metrics"].model_dump() if newest["metrics"] else {}
         self.previous = {"previous_step": before.get("step"), "previous_time": before.get("time")}
         self._start_trackers(step, wandb_run_id)
+
+    def _see_ledger(self, line: bytes, entry: Line) -> None:
+        self.history.add_ledger(entry.step, line)
+        self.divergence.add(entry.loss, entry.grad_norm)
 
     def _start_trackers(self, step: int, run_id: str) -> None:
         config, run_dir = self.config, self.run_dir

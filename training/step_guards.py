@@ -17,14 +17,23 @@ ROWS_SHOWN = 16
 
 
 def append_ledger(run: Run, result: StepResult) -> None:
-    """Append the step's line to ledger.jsonl, which `scripts/replay_step.py` compares a replay with."""
+    """Append the step's line to ledger.jsonl, which `scripts/replay_step.py` compares a replay with.
+
+    Warns once of a run that diverges or no longer learns.
+    """
+    step = run.progress.step + 1
     if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
         facts = {"rows_crc32": f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}", "loss": result.loss,
                  "grad_norm": result.grad_norm, "updated": result.updated}
         if result.spike:
             facts |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
-        run.log.entry(run.progress.step + 1, facts)
+        run.log.entry(step, facts)
+        for kind, sentence in run.log.divergence.add(result.loss, result.grad_norm).items():
+            text = (f"{sentence}. Start again with RESUME=never and a LEARNING_RATE well "
+                    f"below {run.config.learning_rate:g}")
+            run.log.warn(f"step {step}: {text}")
+            run.log.event(kind, step, text=text)
 
 
 def dump_step(run: Run, batches: list[Batch], result: StepResult,

@@ -17,6 +17,7 @@ from checkpoint import store
 from data_pipeline.row_order import rows_of_step
 from data_pipeline.shard_reader import open_token_set
 from objectives import base
+from report.run_data import RunReader
 from tokenizer import load_tokenizer
 from training import diagnostics
 
@@ -57,15 +58,15 @@ def test_what_came_before_does_not_hide_a_spike():
 
 def poison(monkeypatch, *steps: int) -> None:
     """Add a constant to the loss of some steps; the gradient stays the same."""
-    step_now, loss_sum, seed_step = [], base.NextToken.loss_sum, train.seed_step
+    step_now, loss_sum, seed_step = [0], base.NextToken.loss_sum, train.seed_step
 
     def seeded(seed, finished, rank):
         step_now[:] = [finished + 1]
         seed_step(seed, finished, rank)
 
     def poisoned(self, model, batch):
-        total, metrics = loss_sum(self, model, batch)
-        return (total + 20.0 * self.count(batch) if step_now[0] in steps else total), metrics
+        summed = loss_sum(self, model, batch)
+        return summed._replace(total=summed.total + 20.0 * self.count(batch)) if step_now[0] in steps else summed
 
     monkeypatch.setattr(train, "seed_step", seeded)
     monkeypatch.setattr(base.NextToken, "loss_sum", poisoned)
@@ -200,3 +201,43 @@ def test_without_the_alarm_drift_would_go_on_unseen(tiny_run):
 def test_healthy_replicas_are_equal_after_every_step(tiny_run):
     job = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=1).start(2)
     assert job.wait() == [0, 0], job.text()
+
+
+# ------------------------------------------------------------------------------------- divergence
+
+
+def alarms_of(*steps: tuple[float, float]) -> dict[int, list[str]]:
+    """The kinds of alarms by the step at which they are raised."""
+    divergence = diagnostics.Divergence()
+    found = {number: [*divergence.add(*step)] for number, step in enumerate(steps, 1)}
+    return {number: kinds for number, kinds in found.items() if kinds}
+
+
+def test_a_loss_far_above_the_initial_one_and_a_gradient_of_zero_are_reported_once():
+    learns = [(6.0 - number / 10, 1.0) for number in range(20)]
+    assert alarms_of(*learns) == {}
+    assert alarms_of((6.0, 1.0), *[(1e5, 2.0)] * 20) == {6: ["divergence"]}, "from the first update on"
+    assert alarms_of(*learns, *[(9.1, 1.0)] * 4, (8.0, 1.0), *[(9.1, 1.0)] * 9) == {30: ["divergence"]}
+    assert alarms_of(*learns, *[(4.0, 0.0)] * 4, (4.0, 1e-9), *[(4.0, 0.0)] * 9) == {30: ["no gradient"]}
+    # Noise in small batches: a first loss that is low by chance is not the initial loss.
+    assert alarms_of((1.0, 1.0), *[(1.8, 1.0), (2.2, 1.0), (1.9, 1.0)] * 9) == {}
+    assert alarms_of(*[(0.693, 1.0)] * 5, *[(math.nan, math.nan)] * 9, *[(1.05, 1.0)] * 5) == {19: ["divergence"]}
+
+
+@pytest.mark.parametrize("stops", [(), (3, 7)])
+def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_best_loss(stops, long_run, monkeypatch, capsys):
+    """Also where it is stopped and resumed in between: the ledger has all that decides."""
+    run = long_run(MAX_STEPS=12, VALIDATE_EVERY=4)
+    poison(monkeypatch, *range(2, 13))
+    for step in stops:
+        with stop_at(step):
+            assert run.train() == train.EXIT_PREEMPTED
+    assert run.train() == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("warning: step 6: the loss has been above 1.5 times the initial") == 1
+    assert "RESUME=never and a LEARNING_RATE well below" in printed.err
+    assert [(line["step"], line["event"]) for line in run.lines("events") if "text" in line] == [(6, "divergence")]
+    assert printed.out.count("Validation [") == 4 and "best so far" not in printed.out
+    data = RunReader(run.folder, "run")
+    data.read()
+    assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]
