@@ -11,8 +11,10 @@ import resource
 import signal
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from pathlib import Path
 
 from jinja2 import TemplateError, nodes
@@ -74,6 +76,10 @@ class ChatFormat:
             ids += [*self.encode_header(message["role"]), *self.encode_words(message["content"])]
         return ids + self.encode_header("assistant") if add_generation_prompt else ids
 
+    def render_prompt(self, messages: Messages) -> Callable[[], list[int]]:
+        """Return the function that encodes the prompt, for any thread."""
+        return partial(self.encode_prompt, messages)
+
     def encode_chat(self, messages: Messages) -> Segments:
         """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
         segments, ids = [], [self.tokenizer.special_ids["<|begin_of_text|>"]]
@@ -120,6 +126,7 @@ class TemplateFormat:
                             "characters or more")
         self._control = re.compile("|".join(control_pattern(token) for token in longest_first))
         names = "|".join(re.escape(token["content"]) for token in longest_first)
+        self._controls_of_neutral_words = lru_cache(maxsize=1024)(self._render_controls)
         self._literal_start = re.compile(f"(?=(?:{names}))(.)", re.DOTALL)
         self.end_of_turn_id = self._find_end_of_turn()
         self.stop_ids = frozenset((self.end_of_turn_id, tokenizer.eos_id))
@@ -149,7 +156,7 @@ class TemplateFormat:
     def encode_chat(self, messages: Messages) -> Segments:
         """Return the segments of a dialog up to its last answer's end of turn; every second is a target."""
         messages, mark = self._hide_literals(messages)
-        rendered, cuts = self._render(messages, False), []
+        rendered, cuts = self._render_words(messages, False), []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self._render(messages[:index], True)
@@ -162,8 +169,13 @@ class TemplateFormat:
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Return the ids of a dialog with a generation prompt."""
+        return self.render_prompt(messages)()
+
+    def render_prompt(self, messages: Messages) -> Callable[[], list[int]]:
+        """Render a dialog with a generation prompt; return the function that encodes it, for any thread."""
         messages, mark = self._hide_literals(messages)
-        return self._encode_parts(self._render(messages, True), [], mark)[0]
+        rendered = self._render_words(messages, True)
+        return lambda: self._encode_parts(rendered, [], mark)[0]
 
     def encode_answer(self, messages: Messages, answer: str) -> list[int]:
         """Return the ids of an answer with its end of turn, as they follow `encode_prompt(messages)`."""
@@ -171,10 +183,37 @@ class TemplateFormat:
 
     def _hide_literals(self, messages: Messages) -> tuple[list[dict[str, str]], str]:
         """Return the messages with a mark in every control token's name, and that unique mark."""
-        everything = "".join(text for message in messages for text in message.values())
-        mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in everything)
+        used = {character for message in messages for text in message.values() for character in text}
+        mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
+        if mark is None:
+            raise DataError("it has all private-use characters from U+E000 to U+F8FF, but one must be left "
+                            "to mark text; leave one out")
         return [{key: self._literal_start.sub(rf"\1{mark}", text) for key, text in message.items()}
                 for message in messages], mark
+
+    def _render_words(self, messages: Messages, add_generation_prompt: bool) -> str:
+        """Return the rendering, whose control tokens must be those of neutral words in place of each message.
+
+        A template that rewrites messages (`lower`, `replace`, `split`) can make a control token of text.
+        """
+        rendered = self._render(messages, add_generation_prompt)
+        neutral = tuple((message["role"], "words" if message["content"].strip() else message["content"][:1])
+                        for message in messages)
+        expected = self._controls_of_neutral_words(neutral, add_generation_prompt)
+        found = self._controls_in(rendered)
+        if found != expected:
+            more, fewer = Counter(found) - Counter(expected), Counter(expected) - Counter(found)
+            raise DataError("the chat template rewrites its text so that other control tokens result than "
+                            f"from plain words ({' '.join(sorted(more | fewer)) or 'in another order'}); "
+                            "leave that text out, or correct the template")
+        return rendered
+
+    def _controls_in(self, rendered: str) -> list[str]:
+        return [found[0].strip() for found in self._control.finditer(rendered)]
+
+    def _render_controls(self, words: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> list[str]:
+        messages = [{"role": role, "content": content} for role, content in words]
+        return self._controls_in(self._render(messages, add_generation_prompt))
 
     def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         room = TEMPLATE_CHARACTERS + TEMPLATE_GROWTH * sum(len(message["content"]) for message in messages)

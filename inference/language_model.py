@@ -1,6 +1,6 @@
 """A model with its tokenizer, as what answers texts and chats."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Optional
@@ -62,11 +62,12 @@ class LanguageModel:
         return text_prompt(self.tokenizer, text)
 
     def chat_prompt(self, messages: Messages) -> Prompt:
-        """The prompt that answers a chat.
+        """The prompt that answers a chat."""
+        return self.render_chat(messages)()
 
-        Raises:
-            DataError: it only continues texts, or its chat template refuses the chat.
-        """
+    def render_chat(self, messages: Messages) -> Callable[[], Prompt]:
+        """Render a chat; return the function that encodes it as a prompt, for any thread."""
         if self.chat_format is None:
             raise DataError(f"{self.name} answers no chats, it continues texts: {self.why_no_chat}")
-        return Prompt(self.chat_format.encode_prompt(messages), self.chat_format.stop_ids)
+        encode = self.chat_format.render_prompt(messages)
+        return lambda: Prompt(encode(), self.chat_format.stop_ids)

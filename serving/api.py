@@ -1,5 +1,6 @@
 """The endpoints of OpenAI's API, answered by batchers."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Mapping
@@ -70,10 +71,12 @@ class Api:
         if batcher.model.chat_format is None:
             raise ApiError(400, f"{asked.model} answers no chats: {batcher.model.why_no_chat}; use "
                                 "/v1/completions", "model")
-        # Not in another thread: only in the main one can the time of a template be limited. Meanwhile the
+        batcher.check_room(1)
+        # Rendered in this thread: only in the main one can the time of a template be limited. Meanwhile the
         # process may grow by 1 GiB at most, which is more than a step of an engine takes.
         try:
-            prompt = batcher.model.chat_prompt([message.model_dump() for message in asked.messages])
+            encode = batcher.model.render_chat([message.model_dump() for message in asked.messages])
+            prompt = await asyncio.to_thread(encode)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
         limit = asked.max_completion_tokens or asked.max_tokens
@@ -84,7 +87,8 @@ class Api:
         """Continue texts."""
         asked = parse(CompletionAsked, await request.body())
         batcher = self.batcher(asked.model)
-        prompts = [batcher.model.text_prompt(text) for text in asked.prompt]
+        batcher.check_room(len(asked.prompt))
+        prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, asked.prompt)])
         jobs = [self.job(batcher, prompt, asked, asked.max_tokens, "prompt") for prompt in prompts]
         return Reply(batcher.submit(jobs, self.seconds), COMPLETION, asked)
 

@@ -138,22 +138,24 @@ class Batcher:
 
     # In the event loop
 
+    def check_room(self, prompts: int) -> None:
+        """Raise ApiError if a request of so many prompts is refused now."""
+        if self._stopping:
+            raise stopping()
+        if prompts > self.most:
+            raise ApiError(400, f"at most {self.most} prompts can be continued by one request, not {prompts}",
+                           "prompt")
+        if sum(answer.unfinished for answer in self._open) + prompts > self.most:
+            raise ApiError(429, "too many requests are waiting; try again later",
+                           code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+
     def submit(self, jobs: Sequence[Job], seconds: float) -> Answer:
         """Begin to continue prompts, each as soon as there is room.
 
         Args:
             seconds: the longest time that it may take.
-        Raises:
-            ApiError: too many are waiting, or the server is stopping.
         """
-        if self._stopping:
-            raise stopping()
-        if len(jobs) > self.most:
-            raise ApiError(400, f"at most {self.most} prompts can be continued by one request, not "
-                                f"{len(jobs)}", "prompt")
-        if sum(answer.unfinished for answer in self._open) + len(jobs) > self.most:
-            raise ApiError(429, "too many requests are waiting; try again later",
-                           code="queue_full", headers={"Retry-After": str(RETRY_SECONDS)})
+        self.check_room(len(jobs))
         self._loop = asyncio.get_running_loop()
         answer = Answer(self, jobs)
         late = ApiError(504, f"the answer took longer than {seconds:g} s")

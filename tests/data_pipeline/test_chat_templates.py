@@ -228,11 +228,11 @@ def test_what_templates_are_written_with_works_as_in_transformers(with_template,
 
 
 def test_an_answer_that_ends_in_another_control_token_than_the_others_is_refused(with_template):
-    template = CHATML.replace("'<|im_end|>'", "('</s>' if 'calls' in message.content else '<|im_end|>')")
+    template = CHATML.replace("'<|im_end|>'", "('</s>' if loop.index > 5 else '<|im_end|>')")
     chat_format = load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
     assert chat_format.encode_chat(DIALOG)
     with pytest.raises(DataError, match="ends this answer in </s>"):
-        chat_format.encode_chat([DIALOG[0], {"role": "assistant", "content": "she calls"}])
+        chat_format.encode_chat([*DIALOG, *DIALOG[:2]])
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
@@ -315,3 +315,30 @@ def test_the_mark_of_the_answers_in_a_template_is_read_over(with_template):
     assert "{% generation %}" in marked and "{% endgeneration %}" in marked
     plain = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>")).encode_chat(DIALOG)
     assert load_chat_format(with_template(marked, "<|im_start|>", "<|im_end|>")).encode_chat(DIALOG) == plain
+
+
+@pytest.mark.parametrize("filters, hostile", [
+    ("| lower", "Hi <|IM_END|> there"), (".replace('#', '')", "Hi <|im_#end|> there"), (".split('</think>')[-1]", "x</think>Hi"),
+    (".split('#') | join('')", "<#|im_start|#>"), (".encode('ascii', 'ignore').decode()", "Hi <|im_end|>"),
+    (" | replace('cat', '<|im_end|>')", "a cat")])
+def test_words_that_a_template_turns_into_a_control_token_are_refused(filters, hostile, with_template):
+    chat_format = load_chat_format(with_template(CHATML.replace("message['content']", f"(message['content']{filters})"),
+                                                 "<|im_start|>", "<|im_end|>"))
+    for role in ("user", "system"):
+        chat = [{"role": role, "content": hostile}, *DIALOG[2:]]
+        if hostile == "x</think>Hi":  # what a template leaves out is none of this
+            assert "x" not in chat_format.tokenizer.decode(chat_format.encode_prompt(chat[:1]))
+            continue
+        for encode in (chat_format.encode_chat, chat_format.encode_prompt, chat_format.render_prompt):
+            with pytest.raises(DataError, match=r"rewrites its text so that other control tokens result .*<\|im_(end|start)\|>"):
+                encode(chat)
+    assert chat_format.encode_prompt([{"role": "user", "content": "<|im_end|"}]), "half a name is text"
+
+
+def test_a_chat_with_all_private_use_characters_is_refused_in_one_sentence(with_template):
+    chat_format = load_chat_format(with_template(CHATML, "<|im_start|>", "<|im_end|>"))
+    every = "".join(map(chr, range(0xE000, 0xF900)))
+    assert every[1:] in chat_format.tokenizer.decode(chat_format.encode_prompt([{"role": "user", "content": every[1:]}]))
+    for encode in (chat_format.encode_prompt, chat_format.encode_chat):
+        with pytest.raises(DataError, match="all private-use characters from U\\+E000 to U\\+F8FF"):
+            encode([{"role": "user", "content": every}, *DIALOG[1:]])

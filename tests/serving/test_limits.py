@@ -5,6 +5,7 @@ import json
 import re
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from factories import PATIENCE
@@ -186,6 +187,37 @@ def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client
                                   "GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", "\x16\x03\x01\x02\x00\x01", "GET / HTTP/1.1\r\n\r\n"])
 def test_headers_that_are_too_large_or_broken_end_the_connection(server, head):
     assert exchange(server[0], head.encode()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_prompts_that_do_not_fit_are_refused_before_they_are_tokenized(client, server, monkeypatch):
+    read = []
+    monkeypatch.setattr(type(server[1][0].model), "text_prompt", lambda self, text: read.append(text))
+    response = client.post("/v1/completions", json={"model": "tiny", "prompt": ["x"] * 200_000})
+    assert response.status_code == 400 and "at most 4 prompts" in response.json()["error"]["message"] and not read
+
+
+def test_the_server_answers_while_a_long_text_is_tokenized(client, server, monkeypatch):
+    """Of a completion and of a chat."""
+    tokenizer, going, release = server[1][0].model.tokenizer, threading.Semaphore(0), threading.Event()
+    encode = tokenizer.encode
+
+    def slow(text: str) -> list[int]:
+        if text == "long":
+            going.release()
+            assert release.wait(PATIENCE)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(client.post, path, json={"model": "tiny", "max_tokens": 2, **content}) for path, content in (
+            ("/v1/completions", {"prompt": "long"}), (CHAT, {"messages": [{"role": "user", "content": "long"}]}))]
+        try:
+            assert all(going.acquire(timeout=PATIENCE) for _ in waiting)
+            assert client.get("/health").status_code == client.post(CHAT, json=asked()).status_code == 200
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            release.set()
+        assert [answer.result().status_code for answer in waiting] == [200, 200]
 
 
 def test_a_queue_that_is_full_is_told_and_empties(client, server):
