@@ -416,7 +416,7 @@ def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     Args:
         start_is_read: the checkpoint that the settings name has completed the model's shape.
     """
-    for topic in (numeric_rules, sharding_rules, path_rules, evaluation_rules, stage_rules,
+    for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
                   measurement_rules):
         yield from topic(config)
     if start_is_read or not names_start(config):
@@ -484,7 +484,7 @@ def sharding_rules(c: Config) -> Iterator[str]:
 
 
 def path_rules(c: Config) -> Iterator[str]:
-    """Paths are local and complete, and the run's name is a folder name."""
+    """Paths are local, and the run's name is a folder name."""
     named = [(f"{name.upper()}=", getattr(c, name)) for name in (*LOCAL_PATHS, *NAMES_OR_PATHS)]
     for setting, value in (*named, *((task.setting, task.path) for task in c.further_tasks)):
         if value and is_url(value):
@@ -493,6 +493,16 @@ def path_rules(c: Config) -> Iterator[str]:
         elif value and re.search(r"\$[\w({]|`", value):
             yield (f"{setting}{value} has a variable or a command in it that nothing expands here; "
                    "write its value (.env expands ${NAME})")
+    if not c.output_dir:
+        yield "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)"
+    if c.run_name is not None and not is_plain_name(c.run_name):
+        yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
+    elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
+        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it")
+
+
+def input_rules(c: Config) -> Iterator[str]:
+    """Data and tokenizer are named."""
     if getattr(c, f"{c.training_stage}_data_path") is None:
         script = command(f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py")
         sample = f", or try the embedded sample: {command('scripts/run.sh', '--preset', 'sample')}"
@@ -501,12 +511,6 @@ def path_rules(c: Config) -> Iterator[str]:
     if c.tokenizer_path is None:
         yield ("TOKENIZER_PATH is not set; point it at Llama 3's tokenizer.model or a tokenizer.json, or "
                f"train one with {command('scripts/train_tokenizer.py')}")
-    if not c.output_dir:
-        yield "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)"
-    if c.run_name is not None and not is_plain_name(c.run_name):
-        yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
-    elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
-        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it")
 
 
 def evaluation_rules(c: Config) -> Iterator[str]:

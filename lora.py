@@ -284,7 +284,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 def trained_token_ids(model: nn.Module) -> dict[str, list[int]]:
     """Return the ids of the tokens whose rows are trained, by layer: "tok_embeddings", "output"."""
-    return {name: module.ids_K.tolist() for name, module in model.named_modules()
+    return {name: list(module.ids) for name, module in model.named_modules()
             if isinstance(module, TrainableTokens)}
 
 

@@ -21,7 +21,7 @@ from checkpoint.hf_format import (
     weights_sha256,
 )
 from checkpoint.hub import hub_model, is_model_name
-from common.errors import CheckpointError, SettingsError
+from common.errors import CheckpointError, SettingsError, requires_package
 from common.text import command, pip_install
 from config import Config, ModelConfig
 from data_pipeline.batch import Batch
@@ -213,6 +213,20 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     ranks.raise_on_all(lambda: load_weights(folder, model))
     compile_where_possible(model, config, ranks.device.type)
     return LlamaTeacher(model, vocab_size)
+
+
+def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
+    """Return the teacher in a folder of `find_teacher` without its weights."""
+    described = read_json(folder / "config.json")
+    try:
+        shape = ModelConfig(**model_settings_from_huggingface(described))
+    except CheckpointError:
+        with requires_package("transformers", f"TEACHER_MODEL={folder}"):
+            from transformers import AutoConfig, AutoModelForCausalLM
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            return HFTeacher(AutoModelForCausalLM.from_config(config), vocab_size)
+    return LlamaTeacher(model_on_meta(shape, described["vocab_size"], torch.bfloat16), vocab_size)
 
 
 def _dtype(config: Config, own: torch.dtype, device: torch.device) -> torch.dtype:

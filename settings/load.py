@@ -23,7 +23,7 @@ from common.command_line import VERSION
 from common.errors import SettingsError
 from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
-from config import SECRETS, Config, rules
+from config import SECRETS, Config, input_rules, rules
 from parallel.exit_report import first_on_machine
 from parallel.gpus import configure_allocator
 from settings.depth import settings_of_depth
@@ -219,6 +219,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     check: bool = False
+    is_plan: bool = False  # for GPUs or ranks that are not here: data and tokenizer may be missing
     rest: dict[str, str] = field(default_factory=dict)
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
@@ -290,6 +291,10 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})
     problems += invalid.values()
+    # A plan for other GPUs or ranks needs neither data nor a tokenizer.
+    is_plan = flags.check and "RANK" not in environ and (config.device_memory or config.world_size > 1)
+    missing = [*input_rules(config)] if is_plan else []
+    warnings += missing
     if complete:
         if "world_size" not in invalid:
             problems += launch_problems(config, environ, flags.check)
@@ -297,12 +302,13 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
             problems += unused_teacher(config, layers)
         # A rule about a setting that is invalid in itself would only confuse.
         invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
-        problems += [message for message in rules(config) if not invalid_names.search(message)]
+        problems += [message for message in rules(config)
+                     if message not in missing and not invalid_names.search(message)]
     if problems:
         raise SettingsError(*problems)
     sources = {name: where for name, (_, where) in merged.items()}
     told += notes(layers, merged, environ)
-    return Loaded(config, sources, told, warnings, flags.check, flags.rest, exported(layers))
+    return Loaded(config, sources, told, warnings, flags.check, bool(is_plan), flags.rest, exported(layers))
 
 
 def layer_of_depth(config: Config, given: Container[str]) -> tuple[dict[str, tuple[Any, str]], list[str]]:

@@ -1,5 +1,6 @@
 """What can be checked before hours are spent (`--check`), and what a run prints at its start and end."""
 
+import glob
 import math
 import os
 import shutil
@@ -10,7 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +27,7 @@ from data_pipeline.mixture import describe_sources
 from dataloaders import cache_of
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
-from lora import adapter_state_dict, trained_token_ids
+from lora import adapter_state_dict, add_adapters, trained_token_ids
 from model import Transformer
 from model_utils import (
     DTYPES,
@@ -37,23 +39,30 @@ from model_utils import (
     why_not_compile,
 )
 from objectives.preference import reference_is_stored
-from objectives.teacher import find_teacher
+from objectives.teacher import find_teacher, teacher_on_meta
 from parallel.collectives import Ranks
+from settings.depth import TOKENS_PER_PARAMETER
 from settings.load import Loaded
 from tokenizer import load_tokenizer
-from training.diagnostics import device_name, flops_per_token
+from training.diagnostics import device_name
+from training.flops import StepFlops, Work
 from training.memory_estimate import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
 from training.phases import Phases
 from training.run_folder import has_run
-from training.setup import find_start, prepare_device, read_inputs
-from training.speed_probe import free_memory, matmul_flops, seconds_per_step
+from training.setup import adapted_on_meta, find_start, prepare_device, read_inputs
+from training.speed_probe import free_memory, matmul_flops, probe_objective, seconds_per_step
 from training.start import Start
-from training.state import Inputs, Run
+from training.state import Inputs, Run, trained_bytes
 
 T = TypeVar("T")
 
 GIB = 2**30
 TOO_LONG_SECONDS = 10  # of a micro-batch in --check
+LLAMA_3_IDS = 128_256  # of the tokenizer that the presets are made for
+PLANNED_ROWS = 64  # of the first step, whose padding and targets stand for all
+TRIAL_STEPS = 100  # a shorter run is not meant to learn
+UNDERTRAINED = 2  # tokens for each weight of the blocks' matrices, a tenth of TOKENS_PER_PARAMETER
+MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5}  # over the data; fine-tuning usually takes one to five
 USABLE = 0.94  # of a GPU's memory; CUDA itself, nccl's buffers and fragmentation take the rest
 
 
@@ -236,13 +245,17 @@ class Report:
         for part in text.splitlines():
             show(f"  {mark:<4}  {name}: {part}")
 
-    def run(self, name: str, check: Callable[[], tuple[T, str]]) -> Optional[T]:
-        """Run a check, which returns its result and the text to print; None if it raised a PaddockError."""
+    def run(self, name: str, check: Callable[[], tuple[T, str]], optional: bool = False) -> Optional[T]:
+        """Run a check, which returns its result and the text to print; None if it raised a PaddockError.
+
+        Args:
+            optional: an error is a warning.
+        """
         try:
             result, text = check()
         except PaddockError as error:
-            self.exit_codes.append(error.exit_code)
-            self.line("FAIL", name, str(error))
+            self.exit_codes += [] if optional else [error.exit_code]
+            self.line("warn" if optional else "FAIL", name, str(error))
             return None
         self.line("ok", name, text)
         return result
@@ -264,8 +277,7 @@ def check(loaded: Loaded) -> int:
         report.line("warn", "settings", warning)
     hardware = report.run("hardware", lambda: check_hardware(config))
     report.line("ok", "batch", describe_batch(config))
-    tokenizer = report.run("tokenizer", lambda: check_tokenizer(config))
-    inputs = report.run("data", lambda: check_data(config)) if tokenizer else None
+    tokenizer, inputs = check_inputs(loaded, report)
     if inputs:
         report.line("ok", "first row", repr(first_row(config, inputs)))
     for named in config.choice_sets:
@@ -277,23 +289,22 @@ def check(loaded: Loaded) -> int:
         teacher = report.run("teacher", lambda: check_teacher(config, tokenizer))
     if start := report.run("start", lambda: check_start(loaded, inputs, report)):
         config = start.config
-    if tokenizer and (start or not names_start(config)):  # else the model's shape is not known
-        report.run("model", lambda: (model_on_meta(config, tokenizer.vocab_size, torch.float32),
-                                     describe_model(config, tokenizer.vocab_size)))
-        report.line("ok", "length", describe_length(config, tokenizer.vocab_size))
+    vocab_size = tokenizer.vocab_size if tokenizer else loaded.is_plan and planned_vocabulary(start)
+    if vocab_size and (start or not names_start(config)):  # else the model's shape is not known
+        plan = report.run("model", lambda: plan_steps(config, start, inputs, vocab_size, teacher))
+        if plan:
+            report_length(config, plan, inputs, start, report)
         if hardware:
-            report_memory(config, tokenizer.vocab_size, *hardware, teacher, report)
-        if not config.device_memory:  # of another machine, whose disk is not here either
-            report.run("disk", lambda: check_disk(config, tokenizer.vocab_size))
-    if config.device_memory:
-        report.line("ok", "speed", "not measured, because the device of DEVICE_MEMORY is not here")
-    elif inputs and hardware and not report.exit_codes:
-        report_speed(config, inputs, *hardware, report)
+            report_memory(config, vocab_size, *hardware, teacher, report)
+        if plan and not config.device_memory:  # of another machine, whose disk is not here either
+            report.run("disk", lambda: check_disk(config, plan.checkpoint_bytes))
+        if plan and inputs and hardware:
+            report_speed(config, inputs, *hardware, plan, report)
     failures = len(report.exit_codes)
     if failures:
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
     else:
-        show("Ready to train.")
+        show("Ready to train." if inputs else "The plan is complete; data or a tokenizer is missing here.")
     return report.exit_codes[0] if failures else 0
 
 
@@ -313,6 +324,30 @@ def check_hardware(config: Config) -> tuple[tuple[torch.device, torch.dtype], st
     device = prepare_device(config)
     dtype = choose_dtype(config, device.type)
     return (device, dtype), describe_hardware(config, device, dtype)
+
+
+def check_inputs(loaded: Loaded, report: Report) -> tuple[Any, Optional[Inputs]]:
+    """The tokenizer and the rows, if they can be used; a plan may do without them."""
+    config = loaded.config
+
+    def is_missing(path: Optional[str]) -> bool:
+        return loaded.is_plan and not (path and (os.path.exists(path) or glob.glob(path, recursive=True)))
+
+    data_path = getattr(config, f"{config.training_stage}_data_path")
+    tokenizer = inputs = None
+    if config.tokenizer_path:
+        optional = is_missing(config.tokenizer_path)
+        tokenizer = report.run("tokenizer", lambda: check_tokenizer(config), optional)
+    if tokenizer and data_path:
+        inputs = report.run("data", lambda: check_data(config), is_missing(data_path))
+    return tokenizer, inputs
+
+
+def planned_vocabulary(start: Optional[Start]) -> int:
+    """The ids of the model that a plan without a tokenizer starts from, or else of Llama 3's tokenizer."""
+    if start is None or start.folder is None:
+        return LLAMA_3_IDS
+    return int(read_json((start.base or start.folder) / "config.json").get("vocab_size", LLAMA_3_IDS))
 
 
 def check_tokenizer(config: Config) -> tuple[Any, str]:
@@ -385,23 +420,90 @@ def check_start(loaded: Loaded, inputs: Optional[Inputs], report: Report) -> tup
     return start, f"from {start.folder}, {left}"
 
 
-def describe_length(config: Config, vocab_size: int) -> str:
-    """The tokens and FLOPs of the whole run.
+class StepPlan(NamedTuple):
+    """What a step of all ranks computes, and what a checkpoint takes."""
 
-    Source: Hoffmann et al. 2022 (arXiv:2203.15556) for the tokens per parameter.
+    parameters: int
+    needed: float  # FLOPs, without padding and recomputation
+    computed: float  # FLOPs
+    checkpoint_bytes: int  # weights or adapters, and their optimizer's state
+
+
+def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
+               teacher: Optional[Path]) -> tuple[StepPlan, str]:
+    """The plan of a step, from a model without memory and the rows of the first step."""
+    described, generator = describe_model(config, vocab_size), torch.Generator()
+    config = config.model_copy(update={"lora_base_quantization": "none"})  # which changes neither
+    model = model_on_meta(config, vocab_size, torch.float32)
+    if config.lora_enabled and inputs:
+        model, _ = adapted_on_meta(config, start, inputs, torch.float32, generator, Ranks())
+        described += f"\nLoRA: {describe_adapters(model, inputs.tokenizer)}"
+    elif config.lora_enabled:
+        add_adapters(model, config, generator)  # without LORA_TRAIN_TOKENS, which depends on the data
+
+    # The FLOPs: with the padding and targets of a few real rows.
+    objective = probe_objective(config, model)
+    if teacher and not config.distillation_top_k:
+        objective = SimpleNamespace(teacher=teacher_on_meta(teacher, vocab_size))
+    flops, size = StepFlops(config, model, objective, vocab_size, "cpu"), config.micro_batch_size
+    tokens = size * config.max_seq_len
+    work, rows = Work(tokens, 0, tokens, tokens if tokens > flops.chunk else 0), size
+    if inputs:
+        indices = inputs.order(config, Ranks()).all_rows(0)[:max(PLANNED_ROWS // size, 1) * size]
+        work, rows = flops.read(map(inputs.rows, indices.reshape(-1, size))), len(indices)
+    needed, computed = (sum(each) * config.rows_per_step / rows for each in flops.of(work))
+
+    # AdamW keeps two more numbers of each weight, Muon one.
+    moments = 2 * trained_bytes(model)
+    if config.optimizer == "muon" and not config.lora_enabled:
+        moments -= FLOAT32 * config.matrix_count
+    count = parameter_count(config, vocab_size)
+    return StepPlan(count, needed, computed, trained_bytes(model) + moments), described
+
+
+def report_length(config: Config, plan: StepPlan, inputs: Optional[Inputs], start: Optional[Start],
+                  report: Report) -> None:
+    """Print the tokens and FLOPs of the run, and warn if the tokens are few or repeated too often.
+
+    Sources: Hoffmann et al. 2022 (arXiv:2203.15556) for the tokens per parameter; Muennighoff et al. 2023
+    (arXiv:2305.16264) for repeated text, of which four passes are worth nearly as much as new text.
     """
-    tokens = config.max_steps * config.total_batch_size
-    ratio = ""
-    if config.training_stage == "pretrain" and not config.lora_enabled:
-        ratio = (f", {tokens / parameter_count(config, vocab_size):,.2f} per parameter (about 20 is "
+    tokens, optimal, ratio = config.max_steps * config.total_batch_size, 0, ""
+    has_weights = start is not None and start.folder is not None and not (
+        start.own and start.state["progress"].get("begun_from") is None)
+    if config.training_stage == "pretrain" and not (config.lora_enabled or has_weights):
+        ratio = (f", {tokens / plan.parameters:,.2f} per parameter (about {TOKENS_PER_PARAMETER} is "
                  "compute-optimal by Chinchilla)")
-    flops = tokens * flops_per_token(config, vocab_size, config.max_seq_len)
-    return f"{tokens:,} tokens in all{ratio}; {flops:.2e} FLOPs"
+        optimal = math.ceil(TOKENS_PER_PARAMETER * plan.parameters / config.total_batch_size)
+    flops = config.max_steps * plan.needed
+    report.line("ok", "length", f"{tokens:,} tokens in all{ratio}; {flops:.2e} FLOPs")
+    if config.max_steps < TRIAL_STEPS:  # a test of the machinery, as of the preset debug
+        return
+    most_passes, passes, source = MOST_PASSES[config.training_stage], 0.0, ""
+    if inputs and isinstance(inputs.rows, MixedRows):
+        passes, source = max((fact["passes"], f" of {fact['source']}") for fact in inputs.sources(config))
+    elif inputs:
+        passes = config.max_steps * config.rows_per_step / len(inputs.rows)
+    most_steps = int(config.max_steps * most_passes / passes) if passes else optimal
+    if optimal and tokens < UNDERTRAINED * config.matrix_count:
+        advice = f"{TOKENS_PER_PARAMETER} per parameter take MAX_STEPS={optimal}"
+        if optimal > most_steps:
+            advice = "take more data, or a smaller model (DEPTH)"
+        report.line("warn", "length", f"few tokens for a model of this size: {advice}")
+    if passes > most_passes:
+        report.line("warn", "length", f"the run reads the data{source} {passes:,.0f} times, and more than "
+                                      f"about {most_passes} passes add little: take more data, or set "
+                                      f"MAX_STEPS={max(1, most_steps)} or a smaller TOTAL_BATCH_SIZE")
 
 
 def report_speed(config: Config, inputs: Inputs, device: torch.device, dtype: torch.dtype,
-                 report: Report) -> None:
+                 plan: StepPlan, report: Report) -> None:
     """Measure the speed, and print how long the run takes, if this machine can say so within seconds."""
+    if config.device_memory or report.exit_codes:
+        if config.device_memory:
+            report.line("ok", "speed", "not measured, because the device of DEVICE_MEMORY is not here")
+        return
+
     def how_long(step_seconds: float) -> str:
         minutes = config.max_steps * step_seconds / 60
         return f"about {minutes / 60:.1f} hours" if minutes >= 60 else f"about {minutes:.1f} minutes"
@@ -413,9 +515,7 @@ def report_speed(config: Config, inputs: Inputs, device: torch.device, dtype: to
         report.line("warn", "speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model needs "
                                      f"about {forecast / GIB:.1f}")
         return
-    one_rank = config.total_batch_size // config.world_size
-    flops = flops_per_token(config, vocab_size, config.max_seq_len)
-    at_best = one_rank * flops / matmul_flops(device, dtype)
+    at_best = plan.computed / config.world_size / matmul_flops(device, dtype)
     if at_best / config.accumulation_steps > TOO_LONG_SECONDS:
         report.line("warn", "speed", "not measured: a micro-batch takes about "
                                      f"{at_best / config.accumulation_steps:.0f} s here; the whole run at "
@@ -520,9 +620,8 @@ def memory_advice(config: Config, room: int, *known) -> str:
             "the same)")
 
 
-def check_disk(config: Config, vocab_size: int) -> tuple[int, str]:
+def check_disk(config: Config, size: int) -> tuple[int, str]:
     """The bytes of one checkpoint. Raises CheckpointError if there is no room for two."""
-    size = 3 * FLOAT32 * parameter_count(config, vocab_size)
     place = (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute()
     there = next(path for path in (place, *place.parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK):

@@ -139,6 +139,20 @@ def build_adapted(config: Config, start: Start, inputs: Inputs, dtype: torch.dty
     Raises:
         CheckpointError: the base has another shape than the settings, or the adapters belong to another base.
     """
+    generator = torch.Generator().manual_seed(config.seed)
+    model, adapter = adapted_on_meta(config, start, inputs, dtype, generator, ranks)
+    allocate_model(model, config, ranks)
+    ranks.raise_on_all(lambda: load_weights(start.base, model))
+    lora.init_adapters(model, generator)
+    if adapter:
+        ranks.raise_on_all(lambda: lora.load_adapter_state_dict(model, adapter.state))
+    return model
+
+
+def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.dtype,
+                    generator: torch.Generator, ranks: Ranks
+                    ) -> tuple[Transformer, Optional[peft_format.Adapter]]:
+    """The same without memory, and the adapters of the start, if any. Collective: every rank must call it."""
     model = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
     adapter, token_ids = None, {}
     if start.own:
@@ -148,15 +162,9 @@ def build_adapted(config: Config, start: Start, inputs: Inputs, dtype: torch.dty
         token_ids = adapter.token_ids
     elif config.lora_train_tokens != "none":
         token_ids = ranks.broadcast(ranks.on_rank0(lambda: token_ids_to_train(config, inputs, start.base)))
-    generator = torch.Generator().manual_seed(config.seed)
     ranks.raise_on_all(lambda: lora.add_adapters(model, config, generator, token_ids))
     lora.cast_base(model, dtype)
-    allocate_model(model, config, ranks)
-    ranks.raise_on_all(lambda: load_weights(start.base, model))
-    lora.init_adapters(model, generator)
-    if adapter:
-        ranks.raise_on_all(lambda: lora.load_adapter_state_dict(model, adapter.state))
-    return model
+    return model, adapter
 
 
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> hf_format.TokenIds:

@@ -289,7 +289,8 @@ def start_from(found: Found, loaded: Loaded, identity_of: Optional[Callable[[Con
         changes = ranks.raise_on_all(lambda: check_changes(state, config, identity_of(config), folder, own,
                                                            loaded.sources))
         notes, warnings = notes + changes.notes, warnings + changes.warnings
-    if conflicts := [*rules(config, start_is_read=True)]:
+    allowed = {*loaded.warnings} if loaded.is_plan else ()
+    if conflicts := [conflict for conflict in rules(config, start_is_read=True) if conflict not in allowed]:
         raise SettingsError(*conflicts)
 
     # What a later start needs to find the same base again.

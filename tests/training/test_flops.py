@@ -18,11 +18,11 @@ from model import Transformer
 from objectives.base import NextToken
 from objectives.distillation import Distillation
 from objectives.preference import DPO, ORPO, frozen_logprobs, stored_reference
-from objectives.teacher import HFTeacher, LlamaTeacher
+from objectives.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from tokenizer import load_tokenizer
 from training.build_objective import logprobs_without_adapters
 from training.diagnostics import flops_per_token
-from training.flops import StepFlops, Work, forward_flops
+from training.flops import StepFlops, Work, forward_flops, teacher_flops
 
 VOCAB, ROWS, LENGTH, PADDING = 250, 2, 64, 11
 # Attention is written out as matmuls, which torch counts in full; CPUs' fused kernel is not counted at all.
@@ -137,6 +137,14 @@ def test_a_low_budget_recomputes_what_a_block_does(budget):
         forward = forward_flops(make()[0], 0, LENGTH)
         assert found[2] == found[0] + forward
         assert found[1] == (found[2] if budget < 0.6 else found[0])
+
+
+def test_a_teacher_is_counted_without_its_weights(tmp_path):
+    teacher = hugging_face()
+    teacher.model.save_pretrained(tmp_path)
+    without_weights = teacher_on_meta(tmp_path, VOCAB)
+    assert next(without_weights.model.parameters()).is_meta
+    assert teacher_flops(without_weights, VOCAB, LENGTH) == teacher_flops(teacher, VOCAB, LENGTH)
 
 
 def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):

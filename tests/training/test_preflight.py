@@ -1,13 +1,26 @@
 import json
 import os
+import re
 import shutil
 import sys
 
 import pytest
 import torch
-from factories import UNMEASURED, TinyRun, assert_same_run, contents, flip_bit, prepare
+from factories import (
+    MODES,
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    assert_same_run,
+    contents,
+    flip_bit,
+    prepare,
+    prepare_stages,
+)
+from safetensors.torch import load_file
 
 import model
+import train
 from settings.load import load_config
 from tokenizer import load_tokenizer
 from training import preflight, speed_probe
@@ -24,6 +37,11 @@ def trained(prepared, tmp_path_factory) -> TinyRun:
     run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
     assert run.train(MAX_STEPS=4) == 0
     return run
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
 
 
 class Checked:
@@ -128,8 +146,69 @@ def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(
     flops = tokens * (6 * matrices + 12 * 2 * 32 * 32)
     assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:,.2f} per parameter (about 20 is compute-optimal by "
                               f"Chinchilla); {flops:.2e} FLOPs")
-    config = load_config(run.argv(), {}).config.model_copy(update={"training_stage": "sft"})
-    assert preflight.describe_length(config, 512).startswith("1,536 tokens in all; "), "Chinchilla is about pretraining"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, capsys, monkeypatch):
+    optimizer = "muon" if mode in ("distilled", "lora-sft") else "adamw"
+    run = stages.run(mode, tmp_path, MAX_STEPS=1, PEAK_TFLOPS=1, OPTIMIZER=optimizer, **UNMEASURED)
+    plans, plan_steps = [], preflight.plan_steps
+    monkeypatch.setattr(preflight, "plan_steps", lambda *facts: plans.append(plan_steps(*facts)) or plans[-1])
+    told = dict((name, text) for _, name, text in Checked(run, capsys).lines)
+    plan, _ = plans[0]
+    assert run.train() == 0
+    saved = sum(tensor.nbytes for file in run.checkpoint(1).glob("*.safetensors") for tensor in load_file(file).values())
+    assert plan.checkpoint_bytes == pytest.approx(saved, rel=0.02)
+    step = run.metrics()[-1]
+    assert plan.needed == pytest.approx(768 * step["mfu"] * 1e12 / step["tokens_per_second"], rel=1e-6)
+    assert told["length"].startswith("768 tokens in all") and told["length"].endswith(f"; {plan.needed:.2e} FLOPs")
+    assert ("Chinchilla" in told["length"]) == (mode in ("distilled", "distilled-stored")), "it is about random weights and all of them"
+
+
+def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensible(prepared, tmp_path, capsys):
+    """Of 183 rows a step reads four, so 183 steps are four passes."""
+    run = TinyRun(prepared, tmp_path, TOTAL_BATCH_SIZE=128, DIM=8, **UNMEASURED)
+
+    def warnings(**changes) -> str:
+        checked = Checked(run, capsys, **changes)
+        assert checked.code == 0 and checked.out.endswith("Ready to train.\n")
+        return checked.text("warn")
+
+    assert warnings(MAX_STEPS=180) == ""
+    told = warnings(MAX_STEPS=8000)
+    assert told.startswith("the run reads the data 175 times, and more than about 4 passes add little")
+    assert warnings(MAX_STEPS=re.search(r"MAX_STEPS=(\d+)", told)[1]) == ""
+    assert warnings(MAX_STEPS=150, DIM=32) == "few tokens for a model of this size: take more data, or a smaller model (DEPTH)"
+    assert warnings(MAX_STEPS=99, DIM=32) == "", "a trial of the machinery"
+
+
+def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--preset", "llama3-8b", "--check", "--device-memory", "80", "--world-size", "8"]
+
+    def planned(*more: str) -> str:
+        assert train.main([*flags, *more]) == 0
+        return capsys.readouterr().out
+
+    out = planned()
+    assert "PRETRAIN_DATA_PATH is not set" in out and "TOKENIZER_PATH is not set" in out and "FAIL" not in out
+    assert "8,030,261,248 parameters" in out and "memory: about 59." in out and out.endswith("is missing here.\n")
+    assert len(steps := re.findall(r"20 per parameter take MAX_STEPS=(\d+)\n", out)) == 1
+    assert " 20.00 per parameter" in (out := planned("--max-steps", *steps)) and "few tokens" not in out
+    out = planned("--tokenizer-path", "nowhere.model", "--pretrain-data-path", "nowhere")
+    assert "warn  tokenizer: TOKENIZER_PATH=nowhere.model: there is no file" in out and "8,030,261,248" in out
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(SystemExit):
+        train.main(flags[:3])
+    assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
+
+
+def test_a_plan_with_ranks_that_are_not_here_still_refuses_damaged_data(prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=2, PRETRAIN_DATA_PATH=tmp_path / "gone")
+    assert checked.code == 0 and "gone" in checked.text("warn") and "Ready" not in checked.out
+    shards = shutil.copytree(prepared.shards, tmp_path / "shards")
+    flip_bit(next(shards.glob("train-*.bin")))
+    assert Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=2, PRETRAIN_DATA_PATH=shards).code == 3
 
 
 def test_the_hours_follow_from_the_seconds_of_a_step(prepared, tmp_path, capsys, monkeypatch):
