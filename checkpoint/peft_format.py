@@ -1,25 +1,48 @@
 """LoRA adapters in PEFT's format, and the hash of their base in a file of ours beside them."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, NoReturn, Optional, Union
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from checkpoint import hf_format
-from checkpoint.hf_format import VOCABULARY, TokenIds, checked, on_cpu, permuted, read_json, write_json
+from checkpoint.hf_format import (
+    HUGGINGFACE_NAMES,
+    VOCABULARY,
+    TokenIds,
+    checked,
+    on_cpu,
+    permuted,
+    read_json,
+    write_json,
+)
 from checkpoint.hub import name_of_download
 from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.text import command
-from config import LoraConfig, ModelConfig
+from config import ALL_LINEAR, LORA_LAYERS, LoraConfig, ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
 PEFT_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
+
+# The fields of adapter_config.json that are read, or change nothing that is computed.
+READ_FIELDS = {
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
+    "layers_to_transform", "trainable_token_indices", "base_model_name_or_path", "revision", "task_type",
+    "auto_mapping", "peft_version", "inference_mode", "ensure_weight_tying", "fan_in_fan_out",
+    "megatron_core", "qalora_group_size", "runtime_config"}
+# What the others must be. Further values of init_lora_weights change the base's weights.
+PLAIN_VALUES = {"peft_type": ("LORA",), "bias": ("none", None),
+                "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+                "layers_pattern": (None, "", [], "layers", ["layers"])}
+NOTHING = (None, False, {}, [], "")
+MERGE = "merge the adapters into their base with PEFT (merge_and_unload), and use that model"
 
 
 class Adapter(NamedTuple):
@@ -125,20 +148,101 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
             "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
 
+class Targets(BaseModel):
+    """The fields of an adapter_config.json that choose modules of the base."""
+
+    model_config = ConfigDict(strict=True)
+
+    target_modules: Union[str, list[str]]
+    exclude_modules: Union[str, list[str], None] = None
+    modules_to_save: Optional[list[str]] = None
+    layers_to_transform: Union[int, list[int], None] = None
+
+    def why_not(self, module: str) -> Optional[str]:
+        """Return the field that leaves a module without adapters; None if it gets them.
+
+        Source: check_target_module_exists in PEFT's tuners/tuners_utils.py.
+        """
+        if matches(self.exclude_modules or [], module):
+            return "exclude_modules"
+        if matches(self.modules_to_save or [], module):
+            return "modules_to_save"
+        if not matches(self.target_modules, module):
+            return "target_modules"
+        layers = self.layers_to_transform
+        layers = [layers] if isinstance(layers, int) else layers
+        if not layers or isinstance(self.target_modules, str) or module in self.target_modules:
+            return None
+        in_layers = module.startswith(tuple(f"model.layers.{layer}." for layer in layers))
+        return None if in_layers else "layers_to_transform"
+
+
+def matches(names: str | Sequence[str], module: str) -> bool:
+    """Return whether a regular expression matches a module, or one of these names ends it."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
 def check_plain_lora(content: Mapping[str, Any]) -> None:
     """Raise CheckpointError if an adapter_config.json describes more than plain LoRA."""
-    # Other values of init_lora_weights change the base's weights.
-    plain = {"peft_type": ("LORA",), "bias": ("none", None),
-             "init_lora_weights": (True, False, None, "gaussian", "orthogonal")}
-    plain |= dict.fromkeys(("use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "use_qalora",
-                            "alora_invocation_tokens", "arrow_config", "layer_replication"),
-                           (None, False, {}, []))
-    unlike = [f"{key}={content.get(key)!r}" for key, values in plain.items()
-              if content.get(key) not in values]
-    missing = [key for key in ("r", "lora_alpha") if key not in content]
+    unlike = [f"{key}={value!r:.80}" for key, value in content.items()
+              if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
+    missing = [key for key in ("peft_type", "r", "lora_alpha") if key not in content]
     if unlike or missing:
-        what = ", ".join(unlike) or f"no {missing[0]}"
-        raise CheckpointError(f"{CONFIG_FILE} has {what}; only plain LoRA can be read")
+        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {missing[0]}'}; only plain LoRA "
+                              f"can be read: {MERGE}")
+
+
+def check_targets(content: Mapping[str, Any], names: Collection[str], model_config: ModelConfig,
+                  token_ids: TokenIds) -> None:
+    """Raise CheckpointError unless tensors of these names are what an adapter_config.json describes.
+
+    The adapters must be on the same linear layers of every block.
+    """
+    def refuse(field: str, problem: str, advice: str = "correct it, or download both files again"
+               ) -> NoReturn:
+        raise CheckpointError(f"{CONFIG_FILE} has {field}={content.get(field)!r:.80}, {problem}; {advice}")
+
+    layers = [f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}" for part in HUGGINGFACE_NAMES
+              for layer in range(model_config.n_layers) if part.rpartition(".")[2] in LORA_LAYERS]
+    modules = [*layers, "model.embed_tokens", "lm_head"]
+    try:
+        targets = Targets.model_validate({key: content.get(key) for key in Targets.model_fields})
+        if str(targets.target_modules).lower() == ALL_LINEAR:
+            targets.target_modules = [*LORA_LAYERS.values()]
+        why_not = {module: targets.why_not(module) for module in modules}
+    except (ValidationError, re.error) as error:
+        field = str(error.errors()[0]["loc"][0]) if isinstance(error, ValidationError) else "target_modules"
+        refuse(field, "which PEFT cannot read")
+
+    # Contradictions between the fields and the tensors.
+    for name in targets.target_modules if isinstance(targets.target_modules, list) else ():
+        if not any(matches([name], module) for module in modules):
+            refuse("target_modules", f"and {name!r} is not a linear layer of the base")
+    for module, field in why_not.items():
+        tensors = [name for name in names if name.startswith(f"base_model.model.{module}.lora_")]
+        if len(tensors) != (0 if field else 2):
+            refuse(field or "target_modules", f"but {WEIGHTS_FILE} has {len(tensors)} tensors of {module}")
+    whole = [name.rpartition(".")[2] for name in targets.modules_to_save or ()]
+    if unknown := {*whole} - {*PEFT_LAYERS.values()}:
+        refuse("modules_to_save", f"and of whole modules only embed_tokens and lm_head can be read, not "
+               f"{min(unknown)}", MERGE)
+    needed = {f"{layer}.weight": "modules_to_save" for layer, name in PEFT_LAYERS.items() if name in whole}
+    needed |= {f"{layer}.rows": "trainable_token_indices" for layer in token_ids}
+    for name, field in needed.items():
+        if peft_name(name) not in names:
+            refuse(field, f"but {WEIGHTS_FILE} lacks {peft_name(name)}")
+
+    # Adapters that this model does not have.
+    for module in modules[len(layers):]:
+        if not why_not[module]:
+            refuse("target_modules", f"and {module} cannot have adapters here", MERGE)
+    parts = {module.split(".", 3)[3] for module in layers if not why_not[module]}
+    for module in layers:
+        if why_not[module] and module.split(".", 3)[3] in parts:
+            refuse(why_not[module], f"which leaves out {module}: only adapters on the same linear layers of "
+                   "every block can be read", MERGE)
 
 
 def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
@@ -198,6 +302,7 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
     tensors = open_tensors(folder / WEIGHTS_FILE)
+    check_targets(content, tensors, model_config, token_ids)
     state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")

@@ -22,7 +22,7 @@ from checkpoint.tensor_files import lazy, open_tensors, read_all
 from common.errors import CheckpointError, SettingsError
 from config import Config, LoraConfig, ModelConfig
 from model import Linear, Transformer, padded
-from model_utils import wrap_model
+from model_utils import model_from_tensors, wrap_model
 from parallel.collectives import Ranks, start_ranks, stop_ranks
 from tokenizer import Tokenizer
 from training import setup
@@ -460,6 +460,8 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
     (False, {}), (False, dict(modules_to_save=["lm_head"])), (False, dict(modules_to_save=["embed_tokens", "lm_head"])),
     (True, dict(target_modules="all-linear", use_rslora=True)), (True, dict(target_modules=r".*\.(q_proj|up_proj)")),
     (True, dict(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
+    (True, dict(layers_to_transform=[0, 1], layers_pattern=["layers"])), (False, dict(exclude_modules=["k_proj"])),
+    (True, dict(target_modules="all-linear", exclude_modules=r".*\.(up|down)_proj")),
     (True, dict(trainable_token_indices=[3, 400])), (False, dict(trainable_token_indices=[3, 400])),
     (True, dict(trainable_token_indices={"model.embed_tokens": [3], "lm_head": [3]})),
     (False, dict(trainable_token_indices={"embed_tokens": [3, 400], "lm_head": [9]})),
@@ -519,6 +521,66 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
         peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
+
+
+def made_by_peft(peft, folder: Path, config: ModelConfig, **changes):
+    """PEFT's adapters in a folder, on q_proj and k_proj unless these changes say otherwise."""
+    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**{
+        **dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM"), **changes}))
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+ONE_LAYER = r".*layers\.0\..*q_proj"
+
+
+@pytest.mark.parametrize("made, field, named", [
+    (dict(layers_to_transform=[0]), r"layers_to_transform=\[0\]", "leaves out model.layers.1.self_attn.q_proj"),
+    (dict(layers_to_transform=1, layers_pattern="layers"), "layers_to_transform=1", "leaves out model.layers.0"),
+    (dict(target_modules=ONE_LAYER), "target_modules=", "leaves out model.layers.1.self_attn.q_proj"),
+    (dict(exclude_modules=r"model\.layers\.1\..*"), "exclude_modules=", "leaves out model.layers.1"),
+    (dict(target_modules=["q_proj", "embed_tokens"]), "target_modules=", "embed_tokens cannot have adapters"),
+    (dict(target_modules=["q_proj", "lm_head"]), "target_modules=", "lm_head cannot have adapters"),
+    (dict(modules_to_save=["norm"]), "modules_to_save=", "not norm"),
+    (dict(use_dora=True), "use_dora=True", "only plain LoRA"), (dict(rank_pattern={"q_proj": 8}), "rank_pattern=", "only plain"),
+    (dict(alpha_pattern={"k_proj": 1}), "alpha_pattern=", "only plain LoRA"),
+])
+def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field, named, peft, tmp_path, recwarn):
+    """What is advised works: PEFT's merged model has their logits here."""
+    config = shape(tie_embeddings=False)
+    theirs = made_by_peft(peft, tmp_path / "adapter", config, **made)
+    with pytest.raises(CheckpointError, match=f"{field}.*{named}.*merge_and_unload"):
+        peft_format.load_adapter_folder(tmp_path / "adapter", config, padded(VOCAB))
+    with torch.no_grad():
+        expected = theirs.eval()(tokens()).logits
+        theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+        merged = model_from_tensors(hf_format.load_model_weights(tmp_path / "merged"), config, VOCAB)
+        assert (merged.logits(tokens()) - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("made, changed, problem", [
+    ({}, dict(layers_to_transform=[0]), r"layers_to_transform=\[0\], but .* has 2 tensors of model.layers.1.self_attn.q_proj"),
+    (dict(layers_to_transform=[0]), dict(layers_to_transform=None), "target_modules=.*, but .* has 0 tensors of model.layers.1"),
+    ({}, dict(exclude_modules=["k_proj"]), r"exclude_modules=\['k_proj'\], but .* has 2 tensors of model.layers.0.self_attn.k_proj"),
+    ({}, dict(target_modules=["q_proj", "k_proj", "c_attn"]), "target_modules=.*, and 'c_attn' is not a linear layer"),
+    ({}, dict(target_modules=["q_proj"]), "target_modules=.*, but .* has 2 tensors of model.layers.0.self_attn.k_proj"),
+    ({}, dict(target_modules=["q_proj", "k_proj", "v_proj"]), "target_modules=.*, but .* has 0 tensors of .*v_proj"),
+    ({}, dict(target_modules="all-linear"), "target_modules='all-linear', but .* has 0 tensors of"),
+    ({}, dict(target_modules=".*(q_proj"), "target_modules=.*PEFT cannot read"), ({}, dict(target_modules=None), "target_modules=None"),
+    ({}, dict(layers_to_transform="0"), "layers_to_transform='0', which PEFT cannot read"),
+    ({}, dict(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\], but .* lacks base_model.model.lm_head.weight"),
+    ({}, dict(modules_to_save=["k_proj"]), "modules_to_save=.*, but .* has 2 tensors of .*k_proj"),
+    ({}, dict(trainable_token_indices=[3]), "trainable_token_indices=.*lacks .*embed_tokens.token_adapter"),
+    ({}, dict(target_parameters=["x"]), r"target_parameters=\['x'\]; only plain LoRA"),
+    ({}, dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
+])
+def test_adapters_whose_configuration_contradicts_their_tensors_are_refused(made, changed, problem, peft, tmp_path):
+    config = shape(tie_embeddings=False)
+    made_by_peft(peft, tmp_path, config, **made)
+    content = {**hf_format.read_json(tmp_path / "adapter_config.json"), **changed}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=f"^adapter_config.json has {problem}"):
+        peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
 
 
 def test_adapters_of_another_model_are_refused(tokenizer, tmp_path):
