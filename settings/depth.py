@@ -1,7 +1,8 @@
 """One dial for the size of a pretraining run: the settings that DEPTH decides where nothing else sets them.
 
 Parameters are those of the blocks' matrices: the vocabulary is not known when settings are read. A resumed
-run computes all this anew and compares it, so a formula that changes makes yesterday's runs others.
+run computes all this again and compares it with its checkpoint, so a changed formula would refuse old runs.
+The batch does not depend on the number of ranks, so that a run can continue on another number.
 """
 
 import math
@@ -58,3 +59,22 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
     choose(warmup_steps=min(2000, steps // 10, config.max_steps // 10))
     choose(learning_rate=float(f"{0.64 / config.dim:.2g}"))
     return chosen
+
+
+def unequal_shares(config: Config, given: Container[str]) -> str:
+    """Return the message for a batch that config.depth chose and the ranks cannot share equally.
+
+    Args:
+        given: the settings that config.depth did not choose.
+    """
+    rows, ranks, size = config.rows_per_step, config.world_size, config.max_seq_len
+    micro_batch = config.micro_batch_size if "micro_batch_size" in given else 1
+    whole = f" in micro-batches of {micro_batch} rows" if micro_batch > 1 else ""
+    at_once = ranks * micro_batch
+    sizes = [f"TOTAL_BATCH_SIZE={count * at_once * size}" for count in (rows // at_once, -(-rows // at_once))
+             if count]
+    fewer = next((n for n in range(ranks, 0, -1) if rows % (n * micro_batch) == 0), 0)
+    resumed = f"; to resume a run that has steps, use {fewer} ranks" if fewer else ""
+    return (f"DEPTH={config.depth} chose TOTAL_BATCH_SIZE={config.total_batch_size}, {rows} rows of "
+            f"MAX_SEQ_LEN={size}, which {ranks} rank{'s' * (ranks > 1)} cannot share equally{whole}; for a "
+            f"new run, set {' or '.join(sizes)}{resumed}")

@@ -26,7 +26,7 @@ from common.text import command, exit_if_unread, print_safely, show, without_pas
 from config import SECRETS, Config, input_rules, rules
 from parallel.exit_report import first_on_machine
 from parallel.gpus import configure_allocator
-from settings.depth import settings_of_depth
+from settings.depth import settings_of_depth, unequal_shares
 from settings.help import PRESETS_DIR, help_text
 from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag
 
@@ -302,8 +302,13 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
             problems += unused_teacher(config, layers)
         # A rule about a setting that is invalid in itself would only confuse.
         invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
-        problems += [message for message in rules(config)
-                     if message not in missing and not invalid_names.search(message)]
+        found = [message for message in rules(config)
+                 if message not in missing and not invalid_names.search(message)]
+        if merged.get("total_batch_size", ("", ""))[1] == f"DEPTH={config.depth}":  # which nobody set
+            given = [name for name, (_, where) in merged.items() if where != f"DEPTH={config.depth}"]
+            found = [unequal_shares(config, given) if message.startswith("TOTAL_BATCH_SIZE=") else message
+                     for message in found]
+        problems += found
     if problems:
         raise SettingsError(*problems)
     sources = {name: where for name, (_, where) in merged.items()}

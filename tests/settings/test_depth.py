@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,36 @@ def test_every_depth_is_valid_on_all_usual_numbers_of_ranks_which_read_the_same_
         assert config.accumulation_steps * config.micro_batch_size * world == config.rows_per_step
         safe = {"micro_batch_size": alone.micro_batch_size, "world_size": 1}
         assert config.model_copy(update=safe) == alone
+
+
+@pytest.mark.parametrize("world", [7, 32, 64, 128, 256])
+def test_where_ranks_cannot_share_the_batch_the_message_names_depth_and_what_works(world):
+    """The batch does not depend on the ranks, so a run can go on with another number of them."""
+    refused = 0
+    for depth in DEPTHS:
+        alone, ranks = sized(depth), ("--check", "--world-size", str(world))
+        try:
+            assert sized(depth, *ranks).total_batch_size == alone.total_batch_size
+            continue
+        except SettingsError as error:
+            told, refused = str(error), refused + 1
+        assert told.startswith(f"DEPTH={depth} chose TOTAL_BATCH_SIZE={alone.total_batch_size}, ") and "\n" not in told
+        sizes, fewer = re.findall(r"(?<!chose )TOTAL_BATCH_SIZE=([0-9]+)", told), re.search(r"use ([0-9]+) ranks$", told)[1]
+        assert 1 <= len(sizes) <= 2
+        for size in sizes:
+            config = sized(depth, *ranks, "--total-batch-size", size)
+            assert config.accumulation_steps * config.micro_batch_size * world == config.rows_per_step
+        assert sized(depth, "--check", "--world-size", fewer).total_batch_size == alone.total_batch_size
+    assert refused
+
+
+def test_the_message_about_a_batch_that_was_set_does_not_blame_depth():
+    with pytest.raises(SettingsError, match="^TOTAL_BATCH_SIZE=98305 must be a multiple of "):
+        sized(12, "--total-batch-size", "98305")
+    with pytest.raises(SettingsError, match="cannot share equally in micro-batches of 7 rows; for a new run, set ") as told:
+        sized(12, "--micro-batch-size", "7")
+    for size in re.findall(r"(?<!chose )TOTAL_BATCH_SIZE=([0-9]+)", str(told.value)):
+        assert sized(12, "--micro-batch-size", "7", "--total-batch-size", size).accumulation_steps
 
 
 def test_the_shape_has_the_proportions_of_llama_3():
@@ -128,13 +159,6 @@ def test_any_other_settings_beside_it_load_or_are_a_settings_error(depth, others
     except SettingsError:
         return
     assert all(getattr(config, name) == value for name, value in others.items() if name != "micro_batch_size" or value)
-
-
-def test_ranks_that_cannot_share_the_rows_are_told_a_size_that_they_can():
-    with pytest.raises(SettingsError, match="try (?P<size>[0-9]+) or") as told:
-        sized(12, "--check", "--world-size", "7")
-    size = str(told.value).rpartition("try ")[2].split()[0]
-    assert sized(12, "--check", "--world-size", "7", "--total-batch-size", size).accumulation_steps > 0
 
 
 def test_a_depth_trains_and_resumes(prepared, tmp_path, capsys):
