@@ -220,10 +220,14 @@ def test_hash_follows_content_and_not_place(ranks, ours, theirs, folder, tmp_pat
     for file in folder.iterdir():
         (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
     assert load_tokenizer(str(tmp_path / "copy")).sha256 == theirs.sha256
-    changed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    changed["model"]["merges"].pop()
-    (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(changed))
-    assert load_tokenizer(str(tmp_path / "copy")).sha256 != theirs.sha256
+    hashes = {theirs.sha256}
+    for change in (lambda file: file["model"]["merges"].pop(), lambda file: file.update(normalizer={"type": "Lowercase"}),
+                   lambda file: file["pre_tokenizer"]["pretokenizers"].pop(0), lambda file: file["added_tokens"].pop()):
+        changed = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        change(changed)
+        (tmp_path / "copy" / "tokenizer.json").write_text(json.dumps(changed))
+        hashes.add(load_tokenizer(str(tmp_path / "copy")).sha256)
+    assert len(hashes) == 5
 
 
 def test_transformers_puts_the_bos_in_front_unless_told_not_to(ours, transformers_tokenizer):

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import socket
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -264,9 +265,11 @@ def test_what_may_pass(error, passes):
     assert is_transient(wrapped) == passes
 
 
-def test_a_host_that_does_not_exist_is_not_asked_for_again():
+@pytest.mark.parametrize("cause", [socket.gaierror(socket.EAI_NONAME, "no such host"), ssl.SSLCertVerificationError("self-signed")])
+def test_a_host_that_does_not_exist_or_whose_certificate_is_refused_is_not_asked_again(cause):
     lost = ConnectionError("cannot connect")
-    lost.__cause__ = socket.gaierror(socket.EAI_NONAME, "no such host")
+    assert is_transient(lost)
+    lost.__cause__ = cause
     assert not is_transient(lost)
 
 

@@ -181,6 +181,17 @@ def test_contents_are_read_once_and_again_where_a_file_changed(prepared, monkeyp
     assert sorted(names[1:]) == ["train-00000.bin", "train-00001.bin", "train-00002.bin"]
 
 
+def test_a_file_is_read_again_also_if_its_modification_time_was_put_back(prepared):
+    """As by a copy that keeps times."""
+    open_train(prepared)
+    path = prepared / "train-00001.bin"
+    before = path.stat()
+    spoil(path, flip(1030, 0))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DataError, match="is damaged"):
+        open_train(prepared)
+
+
 def test_a_bad_file_is_refused_at_the_second_start_too(prepared):
     spoil(prepared / "train-00000.bin", flip(1030, 0))
     for _ in range(2):

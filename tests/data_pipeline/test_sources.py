@@ -6,7 +6,7 @@ import json
 import lzma
 import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import zstandard
@@ -333,6 +333,16 @@ def test_a_hub_dataset_is_streamed_at_the_commit_of_its_identity(tmp_path, monke
     assert [document.text for document in read_texts(source, Reading())] == [" = A = \none\n", " = B = \n"]
     with pytest.raises(DataError, match="row 1: has no column 'body'"):
         list(read_texts(Source(name=str(tmp_path), column="body"), Reading()))
+
+
+def test_all_that_decides_the_rows_of_a_hub_dataset_is_in_its_identity(monkeypatch):
+    monkeypatch.setattr(sources, "hub_revision", lambda name, revision, config: revision or COMMIT)
+    changes = {"name": "other/texts", "config": "small", "split": "test", "revision": "v1", "files": "en/*.gz", "column": "body",
+               "map": "text=body", "documents": "line"}
+    assert {field.name for field in fields(Source)} == {*changes, "path"}
+    source = Source(name="my/texts")
+    identities = [json.dumps(identify(replace(source, **{name: value}), {})) for name, value in changes.items()]
+    assert len({json.dumps(identify(source, {})), *identities}) == 1 + len(changes)
 
 
 def test_the_hub_out_of_reach_is_one_error(monkeypatch):

@@ -127,6 +127,8 @@ def in_parts(tiny_run) -> TinyRun:
 def test_each_part_of_a_run_is_replayed_with_its_own_settings(in_parts):
     parts = {path.name: json.loads(path.read_text())["LEARNING_RATE"] for path in (in_parts.folder / "configs").iterdir()}
     assert parts == {"step-00000001.json": 0.01, "step-00000004.json": 0.03}
+    for step, rate in ((1, 0.01), (3, 0.01), (4, 0.03), (6, 0.03)):
+        assert read_settings(in_parts.folder, Layer({}, []), step)[0].learning_rate == rate
     for step in (3, 6):
         text = replayed(in_parts, step)
         check_same(text)

@@ -477,6 +477,39 @@ def test_rows_that_were_written_but_not_committed_are_asked_for_again(tmp_path, 
     assert store.missing(np.arange(9)).tolist() == [3, 4, 5, 6, 7, 8]
 
 
+def test_a_row_is_marked_as_stored_when_its_record_is_on_the_disk(tmp_path, tokenizer, monkeypatch):
+    """The order of the calls shows what a power cut would leave."""
+    rows, calls, fsync, pwrite = token_rows(tmp_path / "data", tokenizer), [], os.fsync, os.pwrite
+
+    def noted(name, call):
+        def noting(descriptor, *arguments):
+            calls.append((name, Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+            return call(descriptor, *arguments)
+        return noting
+
+    store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
+    with RowWriter(store) as writer:
+        monkeypatch.setattr(os, "fsync", noted("sync", fsync))
+        monkeypatch.setattr(os, "pwrite", noted("write", pwrite))
+        writer.write(rows(np.arange(2)), np.arange(2), np.zeros(2, store.record))
+    assert calls == [("write", "rows.bin")] * 2 + [("sync", "rows.bin")] + [("write", "checksums.bin")] * 2 + [("sync", "checksums.bin")]
+
+
+@pytest.mark.parametrize("part", ["tokens_BT", "targets_BT", "document_ids_BT"])
+def test_a_record_of_a_row_with_other_tokens_targets_or_documents_is_damaged(part, tmp_path, tokenizer):
+    rows = token_rows(tmp_path / "data", tokenizer)
+    store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
+    with RowWriter(store) as writer:
+        writer.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
+
+    def changed(indices: np.ndarray) -> Batch:
+        batch = rows(indices)
+        getattr(batch, part)[1, 5] += 1
+        return batch
+
+    assert store.damaged(rows, np.arange(3)).tolist() == [] and store.damaged(changed, np.arange(3)).tolist() == [1]
+
+
 def store_as_a_rank(folder: str, tokenizer_path: str) -> int:
     """Store outputs as one of several ranks."""
     tokenizer = load_tokenizer(tokenizer_path)

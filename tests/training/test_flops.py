@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from tokenizer import load_tokenizer
 from training.build_objective import logprobs_without_adapters
 from training.diagnostics import flops_per_token
 from training.flops import StepFlops, Work, forward_flops, teacher_flops
+from training.utilization import Utilization
 
 VOCAB, ROWS, LENGTH, PADDING = 250, 2, 64, 11
 # Attention is written out as matmuls, which torch counts in full; CPUs' fused kernel is not counted at all.
@@ -126,6 +128,16 @@ def test_what_was_needed_is_what_a_row_without_padding_computes(name):
     # The formula has a token attend to MAX_SEQ_LEN tokens, here there are fewer; and no padded ids.
     found = counted(model, objective, dense) + sum(needed[1:2]) * (1 - (LENGTH - PADDING) / LENGTH)
     assert sum(needed) == pytest.approx(found, rel=0.02)
+
+
+def test_mfu_is_of_the_work_and_the_peak_of_all_ranks():
+    """Two ranks, of which the second has padding: 16 real tokens of 20, at 50 tokens/s, 100 FLOPs each, and twice 1,000 FLOP/s."""
+    own, other = Work(10, 0, 5), Work(10, 4, 5)
+    ranks = SimpleNamespace(world_size=2, all_gather_floats=lambda numbers: [[*map(float, own)], [*map(float, other)]])
+    flops = SimpleNamespace(of=lambda work: ((100 * (work.tokens - work.padding),), (100 * work.tokens,)))
+    measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks))
+    assert Utilization.read(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
+    assert measured.work == Work(), "what was read is not counted again"
 
 
 @pytest.mark.parametrize("budget", [0.9, 0.5])

@@ -133,8 +133,10 @@ def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
             take_step(clock, step, scale)
         read = measured.read_steps()
         assert read == {"step_seconds": 102, **{f"{name}_seconds": 2 * value for name, value in SECONDS.items()}}
+        assert [step.total() for step in measured.to_compare] == [153], "without the first step, which compiles"
         take_step(clock, 3)
         assert measured.read_steps()["step_seconds"] == 51, "only the steps since the last reading"
+        assert [step.total() for step in measured.to_compare] == [153, 51]
     assert HEARTBEAT.on_mark.__name__ == "ignore"
 
 

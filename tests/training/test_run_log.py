@@ -434,6 +434,17 @@ def test_tensorboard_files_hold_the_metrics(tmp_path):
     assert [(event.step, round(event.value, 3)) for event in events.Scalars("train_loss")] == [(200, 2.234)]
 
 
+def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_saved_one(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for loss, saved, last in ((1.0, 0, 4), (2.0, 2, 5)):  # killed after step 4, resumed from step 2
+        log = make_log(tmp_path, step=saved, tensorboard_enabled=True)
+        for step in range(saved + 1, last + 1):
+            log.step({**METRICS, "step": step, "train_loss": loss})
+        log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
 def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
     """In a separate process, because wandb leaves threads and a service behind."""
     pytest.importorskip("wandb")

@@ -24,6 +24,7 @@ from factories import UNMEASURED, assert_same_run, do_in_step
 import train
 from checkpoint import hf_format, store
 from common.errors import DataError
+from common.files import write_json
 from config import Config
 from data_pipeline import prepare
 from data_preparation_utils import PreparationOptions, prepare_pretrain
@@ -303,6 +304,23 @@ def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tiny_
     run = tiny_run(MAX_STEPS=1, **UNMEASURED)
     assert run.train() == 0
     assert missing == [set()] and synced[-1] == str(run.folder / "checkpoints"), "and then the name itself"
+
+
+def test_a_file_that_replaces_another_is_on_the_disk_first_and_its_name_then(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def noted_fsync(descriptor):
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    def noted_replace(old, new):
+        calls.append(("replace", Path(new).name))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    write_json(tmp_path / "facts.json", {})
+    assert calls == [("sync", f"facts.json.tmp-{os.getpid()}"), ("replace", "facts.json"), ("sync", tmp_path.name)]
 
 
 @pytest.mark.parametrize("near_duplicates", [0.0, 0.8])

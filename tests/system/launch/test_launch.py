@@ -358,6 +358,15 @@ def test_folders_of_live_launches_are_kept_and_no_two_share_one(launcher, tmp_pa
             begin()
 
 
+def test_the_folders_of_the_newest_launches_are_kept(launcher, tmp_path, monkeypatch):
+    for number in range(launcher.KEPT_FOLDERS + 3):
+        monkeypatch.setattr(time, "strftime", lambda form, second=number: f"20261121-0000{second:02}")
+        with launcher.open_logs(Config(output_dir=str(tmp_path)), 0).lock:
+            pass
+    left = sorted(folder.name for folder in (tmp_path / "launch").iterdir())
+    assert left == [f"20261121-0000{number:02}-node-0" for number in range(3, launcher.KEPT_FOLDERS + 3)]
+
+
 @pytest.mark.parametrize(("nnodes", "found", "told"), [
     (1, OSError(99, "not here"), "192.0.2.7:9 (EADDRNOTAVAIL); --master-addr must be an address of this machine"),
     (2, ("127.0.1.1", 9), "is 127.0.1.1 on this machine, which other machines cannot reach"), (2, ("192.0.2.7", 9), "")])
@@ -377,7 +386,21 @@ def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
     told = launcher.rank_exit(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
     assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was truncated while it was read?")
     assert launcher.rank_exit(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
+    assert launcher.rank_exit(1, None, 0, None, joined=False).code == 143
+    # With something to save that it did not save, it is not preempted.
+    for exit_code, words in ((-signal.SIGTERM, "was killed by SIGTERM"), (None, "was killed before it had saved")):
+        assert launcher.rank_exit(1, exit_code, 0, None, joined=True)[3:5] == (1, f"rank 1 {words}")
     assert launcher.rank_exit(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
+
+
+def test_the_cause_is_the_first_rank_that_did_not_only_lose_another(launcher):
+    def ended(rank: int, at: int, is_secondary: bool):
+        return launcher.rank_exit(rank, 1, 99, {"is_secondary": is_secondary, "at": at, "errorCode": 3, "message": f"rank {rank}",
+                                                "extraInfo": {"py_callstack": ""}}, joined=True)
+
+    first, lost, later = ended(2, at=5, is_secondary=False), ended(0, at=4, is_secondary=True), ended(1, at=6, is_secondary=False)
+    killed = launcher.rank_exit(3, -signal.SIGKILL, 7, "<NONE>", joined=True)
+    assert min(lost, later, first, killed) == first and min(lost, killed) == killed and (first.code, first.sentence) == (3, "rank 2")
 
 
 # ---------------------------------------------------------------------------------------- signals
