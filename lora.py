@@ -259,10 +259,10 @@ def init_adapters(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def cast_base(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the frozen matrices to the compute dtype, as each use would; norms stay float32."""
+    """Cast what is frozen as each use would: matrices to the compute dtype, vectors to float32."""
     for parameter in model.parameters():
-        if not parameter.requires_grad and parameter.ndim >= 2 and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype if parameter.ndim >= 2 else torch.float32)
 
 
 @contextmanager

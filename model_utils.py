@@ -347,6 +347,8 @@ def load_model(folder: Path, device: Optional[torch.device] = None,
                dtype: Optional[torch.dtype] = None) -> tuple[Transformer, Any]:
     """Return the folder's model, which computes on the device in `dtype`, and its tokenizer.
 
+    The weights have the dtypes of the folder; `load_for_use` holds them in the dtype of the computation.
+
     Args:
         device, dtype: None: as `device_and_dtype` chooses them.
     Raises:
@@ -364,7 +366,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None,
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
     device, dtype = device_and_dtype(device, dtype)
-    return model_from_tensors(tensors, config, vocab_size, dtype, device).float(), tokenizer
+    return model_from_tensors(tensors, config, vocab_size, dtype, device), tokenizer
 
 
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:

@@ -109,12 +109,12 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
 
     with requires_package("transformers", "this comparison"):
         from transformers import LlamaConfig, LlamaForCausalLM
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    if args.model:
-        from model_utils import find_model
-        from training.adapters import load_for_use
+    from lora import cast_base
+    from model_utils import DTYPES, device_and_dtype, find_model
+    from training.adapters import load_for_use
 
+    device, dtype = device_and_dtype(args.device and torch.device(args.device), DTYPES.get(args.dtype))
+    if args.model:
         model, _ = load_for_use(find_model(args.model), None, device, dtype)
         config = model.config
     else:
@@ -122,6 +122,7 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
         config = ModelConfig(**shape, init_std=0.04)
         model = Transformer(config, vocab, dtype).to(device)
         model.init_weights()
+        cast_base(model.requires_grad_(False), dtype)
     length = args.prompt_tokens + args.new_tokens
     settings = huggingface_config(config, model.vocab_size, length, 0, 0, "float32")
     peer = LlamaForCausalLM(LlamaConfig(**settings)).to(dtype)
@@ -130,7 +131,7 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     assert {*missing} <= {"lm_head.weight"}, missing
     peer.tie_weights()
     peer.generation_config.eos_token_id = None
-    return model.to(dtype).eval(), peer.to(device).eval()
+    return model.eval(), peer.to(device).eval()
 
 
 def spread(ratios: list[float]) -> str:
@@ -186,7 +187,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--caches", nargs="+", choices=("dynamic", "static"), default=["dynamic"],
                         metavar="NAME", help="transformers' caches: dynamic, static (default: dynamic)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="on a CPU; 0 = torch's default")
     parser.add_argument("--skip-batching", action="store_true", help="do not measure continuous batching")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the figures to this file")
@@ -204,9 +205,9 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     model, peer = open_models(args)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    of_all = {"model": args.model or args.shape, "threads": torch.get_num_threads(), "dtype": args.dtype,
-              "device": str(model.norm.weight.device), "weights_bytes": weights,
-              "read_gb_per_second": read_bandwidth()}
+    of_all = {"model": args.model or args.shape, "threads": torch.get_num_threads(),
+              "dtype": str(model.compute_dtype), "device": str(model.norm.weight.device),
+              "weights_bytes": weights, "read_gb_per_second": read_bandwidth()}
     show(f"{of_all['model']}: {weights / 1e9:.2f} GB of weights, {of_all['threads']} threads; memory is read "
          f"at {of_all['read_gb_per_second']:.1f} GB/s")
     generator = torch.Generator().manual_seed(0)

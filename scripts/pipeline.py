@@ -49,8 +49,8 @@ from data_pipeline.chat_templates import load_chat_format  # noqa: E402
 from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
 from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
 from inference.generate import generate  # noqa: E402
-from model_utils import load_model  # noqa: E402
 from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from training.adapters import load_for_use  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)
@@ -111,7 +111,7 @@ def curve(name: str, metric: str) -> list[tuple[int, float]]:
 @torch.no_grad()
 def exact_answers(folder: Path) -> tuple[float, float]:
     """The shares of held-out questions with exactly the right greedy answer, and with an answer that ends."""
-    model, tokenizer = load_model(folder)
+    model, tokenizer = load_for_use(folder)
     chat_format = load_chat_format(tokenizer)
     lines = (SAMPLE / "questions-held-out.jsonl").read_text().splitlines()
     chats = [json.loads(line)["messages"] for line in lines]
@@ -129,7 +129,7 @@ def exact_answers(folder: Path) -> tuple[float, float]:
 @torch.no_grad()
 def preference_accuracy(folder: Path) -> float:
     """The share of held-out pairs whose chosen answer has a higher probability than the rejected one."""
-    model, tokenizer = load_model(folder)
+    model, tokenizer = load_for_use(folder)
     pairs = open_example_set(SAMPLE / "dpo-held-out", "train", "pairs", TokenizerFacts(tokenizer.vocab_size))
     rows, right, count = ExampleRows(pairs, 512), 0, 0
     for start in range(0, len(rows), 16):

@@ -12,7 +12,7 @@ from checkpoint.hf_format import read_json
 from common.errors import CheckpointError
 from common.text import print_safely
 from config import START_FROM, ModelConfig
-from lora import add_adapters, load_adapter_state_dict, merged_state_dict
+from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
 from model_utils import device_and_dtype, load_model, model_from_tensors
 from tokenizer import load_tokenizer
@@ -93,7 +93,8 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
                  dtype: Optional[torch.dtype] = None) -> tuple[Transformer, Any]:
     """Return the model in a folder, with its adapters if it holds some, and its tokenizer.
 
-    A base that was quantized in training is quantized here too.
+    A base that was quantized in training is quantized here too. All parameters are frozen, and matrices have
+    the dtype of the computation; `load_model` and `load_adapted` return weights that can be saved.
 
     Args:
         base: of the adapters; None: where it was in training.
@@ -101,12 +102,15 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
     Raises:
         CheckpointError: there is no such model, or its base was not found.
     """
-    if not (folder / peft_format.CONFIG_FILE).exists():
-        return load_model(folder, device, dtype)
-    device, dtype = device_and_dtype(device, dtype)
-    quantization = store.read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
-    model, tokenizer, _ = load_adapted(folder, base_of_adapters(folder, base), device, dtype, quantization)
-    return model.float(), tokenizer
+    if (folder / peft_format.CONFIG_FILE).exists():
+        device, dtype = device_and_dtype(device, dtype)
+        quantization = store.read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
+        source = base_of_adapters(folder, base)
+        model, tokenizer, _ = load_adapted(folder, source, device, dtype, quantization)
+    else:
+        model, tokenizer = load_model(folder, device, dtype)
+    cast_base(model.requires_grad_(False), model.compute_dtype)
+    return model, tokenizer
 
 
 def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,

@@ -17,11 +17,14 @@ from checkpoint.tensor_files import lazy
 from common.errors import CheckpointError
 from common.text import printable
 from config import Config, LoraConfig, ModelConfig
+from fused import matmul
 from inference.generate import Part, Writer
+from inference.row_cache import RowCache
 from inference.sampling import Sampling
 from model import Transformer
 from model_utils import load_model
 from tokenizer import load_tokenizer
+from training import adapters
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
 PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
@@ -111,6 +114,52 @@ def test_adapters_are_applied_to_their_base_as_peft_does(script, folder, tokeniz
         ours = continued(script, *script.load(name), PROMPTS, 24, Sampling())
         assert ours == [greedy_by_transformers(folder, tokenizer, prompt, 24, adapter) for prompt in PROMPTS] != alone
     assert capsys.readouterr().err.count("Using runs/adapted/checkpoints/step-00000001") == 2
+
+
+@pytest.mark.parametrize("multiplies_bf16", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["tied", "untied", "adapters", "trained rows", "int8"])
+def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_bf16, folder, adapter, tokenizer, tmp_path,
+                                                       monkeypatch):
+    """Norms and scales stay float32; a model that holds float32 and casts for each use gives the same logits."""
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", multiplies_bf16)
+    if kind == "untied":
+        config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, tie_embeddings=False)
+        model = Transformer(config, tokenizer.vocab_size)
+        model.init_weights(torch.Generator().manual_seed(2))
+        for name, parameter in model.named_parameters():  # as on the hub: norms and matrices in bf16
+            parameter.data = (parameter.data + 0.01 * len(name)).bfloat16()
+        (tmp_path / "untied").mkdir()
+        hf_format.save_model_folder(tmp_path / "untied", model.state_dict(), config, tokenizer, 256)
+    if kind in ("tied", "untied"):
+        place = folder if kind == "tied" else tmp_path / "untied"
+        expected = load_model(place, None, dtype)[0].float()
+    else:
+        if kind == "int8":
+            pytest.importorskip("bitsandbytes")
+        place, quantization = adapter, "int8" if kind == "int8" else "none"
+        original = adapters.load_adapted
+
+        def loaded(*args):
+            found = original(*args[:4], quantization)
+            if kind == "trained rows":
+                found.model.tok_embeddings = lora.TrainableTokens(found.model.tok_embeddings, [3, 70])
+                found.model.tok_embeddings.rows.data += 0.3
+            return found
+
+        monkeypatch.setattr(adapters, "load_adapted", loaded)
+        expected = loaded(adapter, folder, torch.device("cpu"), dtype).model.float()
+    model, _ = adapters.load_for_use(place, str(folder) if place == adapter else None, torch.device("cpu"), dtype)
+    assert {parameter.dtype for parameter in model.parameters() if parameter.ndim >= 2} <= {dtype, torch.int8}
+    assert {parameter.dtype for parameter in model.parameters() if parameter.ndim < 2} <= {torch.float32, torch.int64}
+    assert model.head_weight.values_VD.dtype == dtype and not any(each.requires_grad for each in model.parameters())
+    tokens_BT = torch.tensor([[1, 3, 70, 5], [2, 3, 4, 70]])
+    with torch.inference_mode():
+        caches = [RowCache(each.config, 2, 8, torch.device("cpu"), dtype) for each in (model, expected)]
+        for part_BT in (tokens_BT, tokens_BT[:, :1]):
+            found, wanted = (each.logits(part_BT, cache=cache) for each, cache in zip((model, expected), caches))
+            assert torch.equal(found, wanted)
+        assert torch.equal(model(tokens_BT, tokens_BT), expected(tokens_BT, tokens_BT))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs pip install bitsandbytes")
