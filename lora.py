@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
-from fused.chunked_head import HeadWeight
+from fused.chunked_head import HeadWeight, embed
 from fused.matmul import QuantizedLinear, dequantize, linear, quantize
-from model import Linear, Transformer
+from model import Linear, Transformer, VocabularyMatrix
 from parallel.sharding import ReadRows, load_rows, own, put
 
 # -------------------------------------------------------------------------------------- the layers
@@ -95,22 +95,22 @@ class LoRALinear(FrozenLinear):
         return super().merged() + self.scale * (self.lora_B @ self.lora_A)
 
 
-class TrainedWhole(nn.Module):
+class TrainedWhole(VocabularyMatrix):
     """An embedding or head that is trained in float32, beside a frozen copy for `disable_adapters`.
 
     Args:
         base: the layer to replace.
     """
 
-    def __init__(self, base: nn.Embedding | Linear):
-        super().__init__()
+    def __init__(self, base: VocabularyMatrix):
+        nn.Module.__init__(self)
         self.enabled = True
         self.weight = nn.Parameter(base.weight.detach().float())
         self.frozen_weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed ids of any shape."""
-        return F.embedding(tokens, self.weight if self.enabled else self.frozen_weight)
+        return embed(tokens, self.weight if self.enabled else self.frozen_weight)
 
     def as_head(self) -> HeadWeight:
         """The head's matrix."""
@@ -123,7 +123,7 @@ class TrainedWhole(nn.Module):
         load_rows(self.frozen_weight, read)
 
 
-class TrainableTokens(nn.Module):
+class TrainableTokens(VocabularyMatrix):
     """A frozen embedding or head in which the rows of some tokens are trained, in float32.
 
     Like PEFT's `trainable_token_indices`. The matrix keeps its name and values; the head uses a copy.
@@ -133,8 +133,8 @@ class TrainableTokens(nn.Module):
         ids: of the tokens, ascending.
     """
 
-    def __init__(self, base: nn.Embedding | Linear, ids: Sequence[int]):
-        super().__init__()
+    def __init__(self, base: VocabularyMatrix, ids: Sequence[int]):
+        nn.Module.__init__(self)
         self.weight, self.ids, self.enabled = base.weight, ids, True
         # Not a buffer, which DDP would broadcast in every forward.
         self.ids_K = nn.Parameter(torch.tensor(ids, device=base.weight.device), requires_grad=False)
@@ -154,7 +154,7 @@ class TrainableTokens(nn.Module):
         if not self.enabled:
             return embedded
         slot = torch.searchsorted(self.ids_K, tokens.contiguous()).clamp(max=len(self.ids_K) - 1)
-        return torch.where((self.ids_K[slot] == tokens)[..., None], F.embedding(slot, self.rows), embedded)
+        return torch.where((self.ids_K[slot] == tokens)[..., None], embed(slot, self.rows), embedded)
 
     def as_head(self) -> HeadWeight:
         """The head's matrix with the trained rows, in the dtype of the frozen one."""
@@ -219,9 +219,7 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
     Raises:
         SettingsError: a layer is unknown, or LORA_BASE_QUANTIZATION cannot be used here.
     """
-    # Without the head, whose weight is used without its forward.
-    layers = [(name, module) for name, module in model.named_modules()
-              if type(module) is Linear and module is not model.output]
+    layers = [(name, module) for name, module in model.named_modules() if type(module) is Linear]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in layers))
     targets = [name.strip() for name in config.lora_target_modules.split(",") if name.strip()]
     unknown = [name for name in targets if name not in known]

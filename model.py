@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from fused.attention import VARLEN, attend, choose_kernel, compute_cu_seqlens
-from fused.chunked_head import ChunkedHead, HeadWeight, LogitsLoss
+from fused.chunked_head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
 
 SHARED_PREFIX = 0  # id of the document that every later document of its row attends to
@@ -196,6 +196,26 @@ class TransformerBlock(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD), store is not None)
 
 
+class VocabularyMatrix(nn.Module):
+    """A matrix with a row for each id, which embeds ids, or is the head, or both."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, dim))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embed ids of any shape."""
+        return embed(tokens, self.weight)
+
+    def as_head(self) -> HeadWeight:
+        """Return the head's matrix, and its trainable part."""
+        return HeadWeight(self.weight, self.weight)
+
+    def use_as_head(self, hidden: Tensor, function: Callable[[HeadWeight, Tensor], Tensor]) -> Tensor:
+        """Return the function's result; a sharded matrix is gathered in here alone."""
+        return function(self.as_head(), hidden)
+
+
 class Transformer(nn.Module):
     """Llama 3.
 
@@ -207,19 +227,16 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.vocab_size, self.compute_dtype = config, vocab_size, compute_dtype
-        # from_pretrained, as nn.Embedding's initialisation on the meta device imports torch._dynamo: 1.5 s.
-        embeddings = torch.empty(padded(vocab_size), config.dim)
-        self.tok_embeddings = nn.Embedding.from_pretrained(embeddings, freeze=False)
+        self.tok_embeddings = VocabularyMatrix(padded(vocab_size), config.dim)
         self.layers = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.output = None if config.tie_embeddings else Linear(config.dim, padded(vocab_size))
+        self.output = None if config.tie_embeddings else VocabularyMatrix(padded(vocab_size), config.dim)
         self.head = ChunkedHead(vocab_size, config.head_chunk_tokens)
 
     @property
-    def head_weight(self) -> HeadWeight:
-        """The head's matrix, which is the embedding's when tied, and its trainable part."""
-        head = self.tok_embeddings if self.output is None else self.output
-        return head.as_head() if hasattr(head, "as_head") else HeadWeight(head.weight, head.weight)
+    def head_matrix(self) -> VocabularyMatrix:
+        """The head's matrix, which is the embedding's when tied."""
+        return self.tok_embeddings if self.output is None else self.output
 
     @torch.no_grad()
     def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
@@ -297,7 +314,9 @@ class Transformer(nn.Module):
     def logprobs(self, hidden_BTD: Tensor, targets_BT: Tensor, *, target_index_M: Optional[Tensor] = None,
                  reduction: str | LogitsLoss = "none") -> Tensor:
         """Run the head's part of `forward` on hidden states of any leading shape."""
-        return self.head.logprobs(self.head_weight, hidden_BTD, targets_BT, target_index_M, reduction)
+        compute = partial(self.head.logprobs, targets_BT=targets_BT, target_index_M=target_index_M,
+                          reduction=reduction)
+        return self.head_matrix.use_as_head(hidden_BTD, compute)
 
     def logits(self, tokens_BT: Tensor, document_ids_BT: Optional[Tensor] = None,
                cache: Optional[KVCache] = None, *, only_B: Optional[Tensor] = None) -> Tensor:
@@ -310,4 +329,5 @@ class Transformer(nn.Module):
         hidden = Transformer.hidden(self, tokens_BT, document_ids_BT, cache)
         if only_B is not None:
             hidden = hidden[torch.arange(len(only_B), device=only_B.device), only_B]
-        return linear(hidden, self.head_weight.values_VD)[..., :self.vocab_size].float()
+        logits = self.head_matrix.use_as_head(hidden, lambda weight, hidden: linear(hidden, weight.values_VD))
+        return logits[..., :self.vocab_size].float()

@@ -90,7 +90,34 @@ def gradient_of_logprob(logits_MV: Tensor, targets_M: Tensor, lse_M: Tensor, fac
     return add_at(softmax_MV.mul_(-factor_M1), targets_M.clamp(min=0)[:, None], factor_M1).to(logits_MV.dtype)
 
 
-# The head
+# The matrix over the vocabulary: its look-up, and the head
+
+
+def sum_gradients_in_float32(parameter: Tensor) -> None:
+    """Give a parameter that ranks gathered in bf16 a float32 gradient."""
+    if parameter.requires_grad and parameter.is_leaf and parameter.dtype != torch.float32:
+        parameter.grad_dtype = torch.float32
+
+
+class Lookup(torch.autograd.Function):
+    """The rows of ids, whose gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx, ids, weight_VD):
+        ctx.save_for_backward(ids)
+        ctx.rows = len(weight_VD)
+        return F.embedding(ids, weight_VD)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), *ctx.saved_tensors, ctx.rows,
+                                                             -1, False)
+
+
+def embed(ids: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return the rows of ids of any shape."""
+    sum_gradients_in_float32(weight_VD)
+    return Lookup.apply(ids, weight_VD)
 
 
 class HeadWeight(NamedTuple):
@@ -128,6 +155,7 @@ class ChunkedHead:
     def logprobs(self, weight: HeadWeight, hidden_BTD: Tensor, targets_BT: Tensor,
                  target_index_M: Optional[Tensor], reduction: str | LogitsLoss) -> Tensor:
         """Return what `Transformer.forward` describes, for hidden states of any leading shape."""
+        sum_gradients_in_float32(weight.learned)
         hidden_MD, targets_M = hidden_BTD.flatten(0, -2), targets_BT.flatten()
         if target_index_M is not None:
             hidden_MD, targets_M = hidden_MD[target_index_M], targets_M[target_index_M]
@@ -157,7 +185,7 @@ class ChunkedHead:
 
 
 class HeadGradients:
-    """The gradients of the head's matmul, accumulated chunk by chunk; the weight's in its own dtype.
+    """The gradients of the head's matmul, accumulated chunk by chunk; the weight's in float32.
 
     Args:
         learned, ids_K: of HeadWeight; None where nothing of it is trained.
@@ -165,7 +193,9 @@ class HeadGradients:
 
     def __init__(self, hidden_MD: Tensor, learned: Optional[Tensor], ids_K: Optional[Tensor]):
         self.hidden_MD = torch.empty_like(hidden_MD)
-        self.learned, self.ids_K = None if learned is None else torch.zeros_like(learned), ids_K
+        self.learned, self.ids_K = None, ids_K
+        if learned is not None:
+            self.learned = torch.zeros_like(learned, dtype=torch.float32)
 
     def add(self, part: slice, gradient_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
         """Add a chunk.
@@ -181,11 +211,10 @@ class HeadGradients:
             return
         if self.ids_K is not None:
             gradient_MV = gradient_MV[:, self.ids_K]
-        if gradient_MV.dtype == self.learned.dtype:
+        if gradient_MV.dtype == torch.float32:
             torch.addmm(self.learned, gradient_MV.T, hidden_MD, out=self.learned)
         elif gradient_MV.device.type == "cuda":  # whose matmul can accumulate bf16 products in float32
-            dtype = self.learned.dtype
-            torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=dtype, out=self.learned)
+            torch.addmm(self.learned, gradient_MV.T, hidden_MD, out_dtype=torch.float32, out=self.learned)
         else:
             self.learned += gradient_MV.T @ hidden_MD
 

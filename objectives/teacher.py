@@ -30,6 +30,7 @@ from fused.matmul import linear
 from model import Transformer
 from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
 from parallel.collectives import Ranks
+from parallel.sharding import gather
 from tokenizer import load_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -124,7 +125,8 @@ class LlamaTeacher:
         """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
         hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
         hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
-        weight_VD = self.model.head_weight.values_VD
+        gather(self.model.head_matrix)
+        weight_VD = self.model.head_matrix.as_head().values_VD
         return lambda part: linear(hidden_MD[part], weight_VD)[:, :self.vocab_size].float()
 
 

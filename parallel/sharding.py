@@ -52,26 +52,31 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
                 gradient_dtype: torch.dtype = torch.float32, offload: bool = False) -> None:
     """Divide a model's matrices over the ranks of the mesh; best on the meta device, before it has memory.
 
-    Blocks are gathered in `compute_dtype` for each forward and backward; embedding and head once, in their
-    own dtype, so that gradients are summed over tokens and chunks as precisely as without sharding.
+    Everything is gathered in `compute_dtype`: a block for its forward and for its backward, the embedding for
+    its look-up, and the head from its forward to its backward. Gradients of embedding and head are float32,
+    so that they are summed over tokens and chunks as precisely as without sharding.
 
     Args:
         gradient_dtype: in which ranks exchange gradients.
         offload: keep parameters, gradients and optimizer state in the host's memory.
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
-    shared = {"mesh": mesh, "ignored_params": vectors,
-              "offload_policy": CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()}
     # Inputs are not cast: cosines and sines stay float32.
-    of_blocks, of_root = (MixedPrecisionPolicy(dtype, gradient_dtype, cast_forward_inputs=False)
-                          for dtype in (compute_dtype, None))
-    for block in model.layers:
-        fully_shard(block, mp_policy=of_blocks, reshard_after_forward=True, **shared)
-    fully_shard(model, mp_policy=of_root, reshard_after_forward=False, **shared)
+    policy = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
+    place = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, ignored_params=vectors, mp_policy=policy, offload_policy=place)
+    head = model.head_matrix
+    has_backward = any(parameter.requires_grad for parameter in model.parameters())
+    for module in (model.tok_embeddings, *model.layers, head):
+        if not isinstance(module, FSDPModule):  # the head may be the embedding
+            shard(module, reshard_after_forward=module is not head or not has_backward)
+    register_fsdp_forward_method(head, "use_as_head")
+    model.tok_embeddings.set_unshard_in_backward(False)  # a look-up's gradient does not need the matrix
+    shard(model)  # which holds nothing else
     # fully_shard would copy the document ids, which the host reads, to the GPU: so it sees no arguments.
     model.register_forward_pre_hook(lambda _, *given: ((lambda: given,), {}), prepend=True, with_kwargs=True)
     model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
-    # Called outside of forward; `logprobs` follows one of them, and the root stays gathered in between.
+    # Called outside of forward
     model.call = lambda method: method()
     register_fsdp_forward_method(model, "call")
     for method in (model.hidden, model.logits):
@@ -81,6 +86,15 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
 def call_without_arguments(model: nn.Module, method: Callable[..., T], *args, **kwargs) -> T:
     """Call a method of a sharded model, which gathers what it needs."""
     return model.call(partial(method, *args, **kwargs))
+
+
+def gather(module: nn.Module) -> None:
+    """Gather the parameters of a module if it is sharded, until its next forward ends.
+
+    Collective within a shard group.
+    """
+    if is_sharded(module):
+        module.unshard()
 
 
 def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> None:
@@ -180,8 +194,8 @@ def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters by name: of a sharded model the sharded ones, also after an evaluation."""
-    if is_sharded(model):
-        model.reshard()
+    for module in filter(is_sharded, model.modules()):
+        module.reshard()
     return dict(model.named_parameters())
 
 
@@ -346,14 +360,11 @@ class FiniteGradients:
 
     def __init__(self, model: nn.Module):
         self.finite, self.handles = [], []
-        # After the hooks of fully_shard, which gather the parameters.
-        for module in (*model.layers, model):
-            self.handles.append(module.register_forward_pre_hook(self._watch))
-
-    def _watch(self, module: nn.Module, _) -> None:
-        for parameter in module.parameters():
-            if parameter.requires_grad and not is_divided(parameter):
-                self.handles.append(parameter.register_hook(self._look))
+        for module in filter(is_sharded, model.modules()):
+            module.unshard()  # each gathering fills the same parameters
+            self.handles += [parameter.register_hook(self._look) for parameter in module.parameters()
+                             if parameter.requires_grad and not is_divided(parameter)]
+            module.reshard()
 
     def _look(self, gradient: Tensor) -> None:
         self.finite.append(gradient.isfinite().all())

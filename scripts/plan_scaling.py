@@ -35,9 +35,10 @@ class Sizes(NamedTuple):
 
     layers: int
     block: int  # the matrices of one block
-    root: int  # embedding and head
+    vocabulary: int  # embedding or head
+    matrices: int  # of the vocabulary: 1 if tied
     trained_block: int
-    trained_root: int
+    trained_vocabulary: int
     trained_vectors: int  # in the whole model; they are not sharded
     compute_bytes: int = 2
     gradient_bytes: int = FLOAT32
@@ -87,18 +88,20 @@ def sizes_of(config, vocab_size: int) -> Sizes:
     from training.memory_estimate import adapter_count
 
     block = config.matrix_count // config.n_layers
-    root = (1 if config.tie_embeddings else 2) * vocab_size * config.dim
-    trained = (block, root, (2 * config.n_layers + 1) * config.dim)
+    vocabulary = vocab_size * config.dim
+    trained = (block, vocabulary, (2 * config.n_layers + 1) * config.dim)
     if config.lora_enabled:
         trained = (adapter_count(config) // config.n_layers, 0, 0)
-    return Sizes(config.n_layers, block, root, *trained, compute_bytes=4 if config.precision == "fp32" else 2,
+    return Sizes(config.n_layers, block, vocabulary, 1 if config.tie_embeddings else 2, *trained,
+                 compute_bytes=4 if config.precision == "fp32" else 2,
                  gradient_bytes=2 if config.gradient_dtype == "bf16" else FLOAT32)
 
 
 def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int,
                 micro_batches: int = 1) -> list[Collective]:
     """What one rank exchanges in a step under SHARDING=mode; a copy of hybrid takes one machine."""
-    trained = sizes.layers * sizes.trained_block + sizes.trained_root + sizes.trained_vectors
+    trained = sizes.layers * sizes.trained_block + sizes.matrices * sizes.trained_vocabulary
+    trained += sizes.trained_vectors
     machines, compute_bytes, gradient_bytes = math.ceil(ranks / per_machine), *sizes[-2:]
     if mode == "none":
         size = trained * gradient_bytes
@@ -108,18 +111,17 @@ def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int,
     shard = min(ranks, per_machine) if mode == "hybrid" else ranks
     copies, shard_machines = ranks // shard, math.ceil(shard / per_machine)
     blocks = sizes.layers * micro_batches
-    frozen = sizes.trained_root == 0
+    matrices, learned = sizes.matrices, sizes.trained_vocabulary * gradient_bytes
     work = [
         # Each block for the forward and again for the backward; embedding and head once.
         Collective("all_gather", sizes.block * compute_bytes, 2 * blocks, shard, shard_machines),
-        Collective("all_gather", sizes.root * (compute_bytes if frozen else FLOAT32), micro_batches, shard,
+        Collective("all_gather", sizes.vocabulary * compute_bytes, matrices * micro_batches, shard,
                    shard_machines),
         Collective("reduce_scatter", sizes.trained_block * gradient_bytes, blocks, shard, shard_machines),
-        Collective("reduce_scatter", sizes.trained_root * gradient_bytes, micro_batches, shard,
-                   shard_machines),
+        Collective("reduce_scatter", learned, matrices * micro_batches, shard, shard_machines),
         # Once a step, with the last micro-batch. Of each copy the same rows go around, one GPU of a machine.
         Collective("all_reduce", sizes.trained_block * gradient_bytes / shard, sizes.layers, copies, copies),
-        Collective("all_reduce", sizes.trained_root * gradient_bytes / shard, 1, copies, copies),
+        Collective("all_reduce", learned / shard, matrices, copies, copies),
         Collective("all_reduce", sizes.trained_vectors * FLOAT32, 1, ranks, machines)]
     return [each for each in work if each.ranks > 1 and each.bytes]
 
@@ -164,7 +166,7 @@ def main() -> None:
     hardware = Hardware(args.per_machine, args.nvlink * args.achieved * 1e9,
                         args.network * args.achieved * 1e9, peak * args.utilization)
     sizes = sizes_of(config, args.vocab_size)
-    weights = sizes.layers * sizes.block + sizes.root
+    weights = sizes.layers * sizes.block + sizes.matrices * sizes.vocabulary
     for count in args.micro_batches:
         seconds = compute_seconds(config, args.vocab_size, count, hardware.flops)
         tokens = f"{count} x {config.micro_batch_size} x {config.max_seq_len}"

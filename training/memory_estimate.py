@@ -95,8 +95,8 @@ class Sizes(NamedTuple):
     copies: float  # of its weights, cast or concatenated, that autograd keeps with them
     block_weights: float  # of one block, whole, in the compute dtype
     block_count: float  # its number of trained weights
-    vocabulary: float  # one of the matrices with a row for each id
-    learned: float  # its gradient
+    vocabulary: float  # one of the matrices with a row for each id, in the compute dtype
+    learned: float  # its gradient, in float32
     matrices: int  # such matrices
     trained_matrices: int
 
@@ -128,7 +128,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
                  copies=copied * compute_bytes,
                  block_weights=in_block * compute_bytes,
                  block_count=adapter_count(config) / config.n_layers if config.lora_enabled else in_block,
-                 vocabulary=padded * (FLOAT32 if trained else compute_bytes),
+                 vocabulary=padded * compute_bytes,
                  learned=padded * FLOAT32 if trained else 0, matrices=matrices, trained_matrices=trained)
 
 
@@ -154,7 +154,8 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, device_type:
         logit = before + compute_bytes + 2 * FLOAT32
         if device_type == "cuda":
             logit += FLOAT32 if config.compile else 4 * FLOAT32
-    cast = padded * config.dim * compute_bytes if half and sizes.learned else 0
+    # The ranks of a sharded model gather it in the compute dtype.
+    cast = sizes.vocabulary if half and sizes.learned and config.sharding == "none" else 0
     hidden = tokens * config.dim * compute_bytes  # its gradient
     return -(-tokens // chunks) * padded * logit + cast + sizes.learned + hidden
 
@@ -202,24 +203,30 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     # DDP's buckets keep the gradients; otherwise the second micro-batch finds those of the first.
     ddp = config.world_size > 1 and not sharded
     before = gradients if ddp or config.accumulation_steps > 1 else 0.0
-    gathered = sizes.matrices * sizes.vocabulary if sharded else 0
+    gathered = sizes.vocabulary if sharded else 0  # the head, under LoRA with its frozen copy
+    if config.lora_enabled and sizes.trained_matrices:
+        gathered *= 2
     # A block's gradients before they are exchanged, or as its compiled backward returns them together; its
     # gathered weights and those of the next one.
     exchanged = FLOAT32 * sizes.block_count if sharded or config.compile else 0
     blocks = 2 * sizes.block_weights if sharded else 0
 
-    # The head: the last norm's input, in float32 once more normalized, and its output.
+    # The head: the last norm's input, in float32 once more normalized, and its output. What was gathered last
+    # exists once more, as it arrived: the head or, if that is the embedding, the last block. DPO's peak is in
+    # the backward, when the last block arrives.
     norm = tokens * config.dim * compute_bytes
     norm += tokens * config.dim * (compute_bytes if config.compile else FLOAT32 * (1 + bool(sizes.learned)))
-    head = norm + gathered + blocks / 2 + head_bytes(config, vocab_size, compute_bytes, device_type, sizes)
+    arrived = blocks / 2 if config.tie_embeddings or config.training_stage == "dpo" else gathered
+    head = norm + gathered + arrived + head_bytes(config, vocab_size, compute_bytes, device_type, sizes)
     # The backward: its first blocks, with the gradients of product, gate, up and the residual stream. The
-    # head's gradient waits for the embedding's if they are one matrix, or are exchanged together.
-    learned = sizes.learned if config.tie_embeddings or sharded or not before else 0
-    inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks + gathered + learned
-    last_norm = 0 if config.compile else FLOAT32 * 6 * tokens * config.dim + gathered + learned
+    # head's gradient waits for the embedding's if they are one matrix, and for its exchange.
+    waiting = sizes.learned if config.tie_embeddings or not (before or sharded) else 0
+    learned = sizes.learned if sharded else waiting
+    inside = compute_bytes * tokens * 2 * (config.dim + config.hidden_dim) + blocks
+    last_norm = 0 if config.compile else FLOAT32 * 6 * tokens * config.dim + blocks / 2 + learned
     inside += whole if recomputed else 0
     later = kept * (1 - 1 / config.n_layers)
-    backward = [Phase(before, kept, inside), Phase(before, later, inside + exchanged)]
+    backward = [Phase(before, kept, inside + learned), Phase(before, later, inside + exchanged + waiting)]
     # A live reference, whose forward follows the model's, which keeps the logits if they are one chunk.
     reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered + norm
     padded = -(-vocab_size // 128) * 128
@@ -229,7 +236,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     whole_gradients = 3 if config.tie_embeddings else 2 if sharded else 1
     if not (before or sharded):  # the last of them becomes the gradient
         whole_gradients -= 1
-    end = gathered + exchanged * sharded + whole_gradients * sizes.learned
+    end = exchanged * sharded + whole_gradients * sizes.learned
     phases = [Phase(before, kept, head), Phase(before, kept, last_norm), *backward,
               Phase(before, kept, reference if reference_is_live(config) else 0),
               Phase(gradients, 0, end), Phase(gradients, 0, muon_bytes(config, device_type))]
@@ -262,8 +269,6 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     held = [weights / ranks, trained * FLOAT32 / ranks, moments * FLOAT32 / ranks]
     if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
-        if config.sharding != "none":  # without a backward, its embedding and head stay gathered
-            frozen += rows * config.dim * compute_bytes
     peak = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
     if config.cpu_offload:
         return MemoryEstimate(0, 0, 0, *map(round, (frozen, peak.activations, peak.working, sum(held))))

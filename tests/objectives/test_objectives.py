@@ -160,7 +160,7 @@ def test_the_head_runs_on_target_positions_only_and_gives_the_same(mode):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     seen = []
     model = model_of(0)
-    original = model.head_weight.values_VD.shape[0]
+    original = model.head_matrix.weight.shape[0]
     from fused import chunked_head
     linear = chunked_head.linear
 

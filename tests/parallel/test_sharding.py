@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import train
+from fused.chunked_head import ChunkedHead
 from model_utils import build_model
 from objectives.base import LossSum, NextToken
 from parallel.collectives import start_ranks, stop_ranks
-from parallel.sharding import own
+from parallel.sharding import is_divided, own
 from settings.load import load_config
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain"}
@@ -112,11 +113,12 @@ def test_a_sharded_run_equals_that_of_one_process(feature, layout, stages, whole
         assert furthest(run, whole, 2) < 3e-5, "weights and optimizer state"
 
 
+@pytest.mark.parametrize("feature", ["pretrain", "untied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_copies_on_single_ranks_compute_the_bits_of_ddp(precision, stages, tmp_path):
+def test_copies_on_single_ranks_compute_the_bits_of_ddp(precision, feature, stages, tmp_path):
     runs = []
     for settings in ({}, {"SHARDING": "hybrid", "SHARD_DEGREE": 1}):
-        runs.append(run_with(stages, "untied", tmp_path / str(len(runs))))
+        runs.append(run_with(stages, feature, tmp_path / str(len(runs))))
         job = runs[-1].start(2, PRECISION=precision, **settings)
         assert job.wait() == [0, 0], job.text()
     assert_same_run(*runs, step=4)
@@ -230,9 +232,9 @@ def test_a_copy_that_drifts_is_named(tiny_run):
 
 
 def check_dtypes(argv: list[str]) -> None:
-    """Sines, cosines and norms are computed in float32, the matrices of a block gathered in bf16."""
+    """Sines, cosines and norms are computed in float32, all matrices gathered in bf16, and no longer than they are used."""
     ranks, seen, rotate, normalise = start_ranks("cpu", 60), set(), model.apply_rotary_emb, model.RMSNorm.forward
-    config = load_config(argv).config
+    config, logprobs = load_config(argv).config, ChunkedHead.logprobs
 
     def rotary(x_BTNH, cos_BT1H, sin_BT1H):
         seen.add((x_BTNH.dtype, cos_BT1H.dtype, sin_BT1H.dtype))
@@ -244,17 +246,26 @@ def check_dtypes(argv: list[str]) -> None:
 
     def projection(self, x):
         seen.add((x.dtype, self.weight.dtype))
+        assert is_divided(sharded.tok_embeddings.weight) and is_divided(sharded.output.weight)
         return torch.nn.functional.linear(x, self.weight)
 
+    def head(self, weight, *arguments, **options):
+        seen.add(weight.values_VD.dtype)
+        assert is_divided(sharded.tok_embeddings.weight)
+        return logprobs(self, weight, *arguments, **options)
+
     model.apply_rotary_emb, model.RMSNorm.forward, model.Linear.forward = rotary, norm, projection
+    ChunkedHead.logprobs = head
     sharded = build_model(config, 300, ranks, torch.bfloat16)
+    sharded.tok_embeddings.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
     tokens_BT = torch.arange(20).view(2, 10)
     sharded(tokens_BT, tokens_BT, reduction="sum").backward()
     bf16, fp32 = torch.bfloat16, torch.float32
-    assert seen == {(bf16, fp32, fp32), (bf16, fp32, torch.Tensor), (bf16, bf16)}, seen
+    assert seen == {(bf16, fp32, fp32), (bf16, fp32, torch.Tensor), (bf16, bf16), bf16}, seen
+    assert all(map(is_divided, (sharded.tok_embeddings.weight, sharded.output.weight)))
     assert all(own(parameter).dtype == own(parameter.grad).dtype == fp32 for parameter in sharded.parameters())
     stop_ranks()
 
 
-def test_sines_and_norms_are_float32_over_bf16_matrices(tiny_run, tmp_path):
-    run_ranks(check_dtypes, tiny_run(SHARDING="full", WORLD_SIZE=2).argv(), world_size=2, folder=tmp_path)
+def test_sines_and_norms_are_float32_over_bf16_matrices_that_are_gathered_when_used(tiny_run, tmp_path):
+    run_ranks(check_dtypes, tiny_run(SHARDING="full", WORLD_SIZE=2, TIE_EMBEDDINGS="false").argv(), world_size=2, folder=tmp_path)

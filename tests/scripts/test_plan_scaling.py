@@ -66,7 +66,7 @@ def test_a_ring_and_a_tree_take_the_time_of_the_formula():
     hardware = Hardware(per_machine=8, nvlink=400e9, network=40e9, flops=1)
     sizes = sizes_of(Config(**{"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336,
                                "tie_embeddings": False}), 128_256)
-    assert sizes.layers * sizes.block + sizes.root == 8_030_261_248 - sizes.trained_vectors  # Llama 3 8B
+    assert sizes.layers * sizes.block + sizes.matrices * sizes.vocabulary == 8_030_261_248 - sizes.trained_vectors  # Llama 3 8B
     one, = (each for each in collectives("full", sizes, 16, 8) if each.bytes == sizes.block * 2)
     # 64 blocks gathered, over 16 GPUs of 2 machines: 8 network cards, 14 near hops and a far one.
     assert hardware.seconds(one) == pytest.approx(64 * (sizes.block * 2 * 15 / 16 / 320e9 + 14 * 3.4e-6 + 14e-6 + 8.4e-6))

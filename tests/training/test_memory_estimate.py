@@ -45,7 +45,8 @@ TRACED = [
         (FULL | {"world_size": 2}, SMALL, "bf16"), (FULL | {"world_size": 64}, SMALL, "bf16"), (FULL, SMALL, "fp32"),
         (FULL | LONG, LARGE, "bf16"), (HYBRID | UNTIED, 32_000, "bf16"), (FULL | {"optimizer": "muon"}, SMALL, "bf16"),
         (LORA | BLOCK, 32_000, "bf16"), (LORA | {"lora_target_modules": "wq,wv"}, SMALL, "bf16"), (LORA, SMALL, "fp32"),
-        (LORA | {"lora_train_head": True}, 32_000, "bf16"), (DPO, 32_000, "bf16"), (DPO | LORA, 32_000, "bf16"),
+        (LORA | {"lora_train_head": True}, 32_000, "bf16"), (LORA | FULL | UNTIED | {"lora_train_head": True}, 32_000, "bf16"),
+        (DPO | FULL | LONG | UNTIED, LARGE, "bf16"), (DPO, 32_000, "bf16"), (DPO | LORA, 32_000, "bf16"),
         (FULL | BLOCK | {"cpu_offload": True}, 32_000, "bf16"), (B1 | BLOCK, LARGE, "bf16"), (B1 | FULL, LARGE, "bf16"),
         (B8 | FULL | BLOCK, LARGE, "bf16"), (B8 | HYBRID, LARGE, "bf16")))]
 

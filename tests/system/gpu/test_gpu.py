@@ -154,11 +154,11 @@ def test_values_of_the_head_are_those_of_cross_entropy_in_float64(device, dtype,
     total = -model.logprobs(ours, targets_M.to(device), reduction="sum")
     total.backward()
     exact = hidden_MD.double().cpu().requires_grad_()
-    weight = model.head_weight.values_VD.detach().to(dtype).double().cpu().requires_grad_()
+    weight = model.head_matrix.weight.detach().to(dtype).double().cpu().requires_grad_()
     expected = F.cross_entropy((exact @ weight.T)[:, :VOCAB], targets_M, ignore_index=IGNORE_INDEX, reduction="sum")
     expected.backward()
     assert abs(float(total.detach()) - float(expected.detach())) <= APART[dtype] / 10 * float(expected.detach())
-    for mine, other in ((ours.grad, exact.grad), (model.head_weight.values_VD.grad, weight.grad)):
+    for mine, other in ((ours.grad, exact.grad), (model.head_matrix.weight.grad, weight.grad)):
         assert (mine.double().cpu() - other).norm() <= APART[dtype] * other.norm()
 
 
