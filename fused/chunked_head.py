@@ -116,6 +116,8 @@ class Lookup(torch.autograd.Function):
 
 def embed(ids: Tensor, weight_VD: Tensor) -> Tensor:
     """Return the rows of ids of any shape."""
+    if not (weight_VD.requires_grad and torch.is_grad_enabled()):
+        return F.embedding(ids, weight_VD)
     sum_gradients_in_float32(weight_VD)
     return Lookup.apply(ids, weight_VD)
 

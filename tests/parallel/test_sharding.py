@@ -267,5 +267,5 @@ def check_dtypes(argv: list[str]) -> None:
     stop_ranks()
 
 
-def test_sines_and_norms_are_float32_over_bf16_matrices_that_are_gathered_when_used(tiny_run, tmp_path):
+def test_sines_and_norms_are_float32_over_bf16_matrices(tiny_run, tmp_path):
     run_ranks(check_dtypes, tiny_run(SHARDING="full", WORLD_SIZE=2, TIE_EMBEDDINGS="false").argv(), world_size=2, folder=tmp_path)
