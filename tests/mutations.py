@@ -186,7 +186,7 @@ FAULTS = [
           f"{HF}::test_folder_gives_our_logits_in_transformers"),
     fault("Hugging Face: heads not permuted", "checkpoint/hf_format.py", "if to_huggingface else",
           "if not to_huggingface else", HF),
-    fault("PEFT: other names", "checkpoint/peft_format.py", "base_model.model.{", "base_model.{",
+    fault("PEFT: other names", "checkpoint/peft_format.py", "base_model.model.{hf_format", "base_model.{hf_format",
           "tests/test_lora.py::test_peft_loads_our_folder_and_we_load_it_back_to_the_bit"),
     fault("resume: a step is skipped", "train.py", "run.objective, progress.step)",
           "run.objective, progress.step + (progress.step > 0))", RESUMED),

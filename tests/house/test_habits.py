@@ -103,7 +103,8 @@ def test_under_ci_only_named_skips_are_allowed(tmp_path):
         "@pytest.mark.xfail(reason='known')\ndef test_known(): assert False\n")
     for ci, codes, summary in (("true", (1, 2), "2 skipped, 1 xfailed"), ("", (0,), "4 skipped, 1 xfailed")):
         done = subprocess.run([sys.executable, "-m", "pytest", "--continue-on-collection-errors", "-p", "no:cacheprovider"], cwd=tmp_path,
-                              env={**os.environ, "CI": ci, "PADDOCK_TEST_DATA": "nowhere"}, capture_output=True, text=True)
+                              env={**os.environ, "CI": ci, "PADDOCK_TEST_DATA": "nowhere", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+                              capture_output=True, text=True)
         assert done.returncode in codes and summary in done.stdout, done.stdout + done.stderr
         for reason in ("could not import 'no_such_oracle'", "playwright is not installed"):
             assert (f"{reason}" in done.stdout and "CI must have it: install it" in done.stdout) == bool(ci), done.stdout
