@@ -2,16 +2,19 @@
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.schema import read_entries
+from checkpoint.schema import read_lines
+from common.errors import CheckpointError
 
 BITS = ("correct", "correct_norm", "exact")  # right or wrong, in the order of the items
 NUMBERS = ("loss", "count", "rouge_l")
+LARGEST = 1e30  # of a number, so that sums of squares are finite
 VALIDATION, GENERATION = "validation", "generation"  # lines of other names are of multiple-choice sets
 
 
@@ -37,25 +40,32 @@ def unpacked_bits(text: str, count: int) -> np.ndarray:
     return np.unpackbits(data, count=count).astype(bool)
 
 
-def read_item_scores(path: Path) -> Iterator[ItemScores]:
-    """Yield the evaluations of a run, as they were made; a line that is not valid is left out.
-
-    Raises:
-        CheckpointError: the file exists and cannot be read.
-    """
-    for entry in read_entries(path):
-        try:
-            yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
-        except (TypeError, ValueError):
-            continue
+def read_item_scores(path: Path, aside: Optional[Counter[str]] = None) -> Iterator[ItemScores]:
+    """Yield the evaluations of a run, as they were made; lines that are not valid are counted in `aside`."""
+    aside = Counter() if aside is None else aside
+    try:
+        for _, line in read_lines(path):
+            try:
+                entry = line.model_dump() if line else {}
+                yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
+            except (KeyError, TypeError, ValueError, OverflowError):
+                aside[f"lines of {path.name}"] += 1
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; check what is at this path") from error
 
 
 def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return the scores of a line. Raises TypeError or ValueError if one does not fit the number of items."""
+    """Return the scores of a line. Raises ValueError and others if one does not fit its items."""
     scores = {name: unpacked_bits(entry[name], entry["n"]) for name in BITS if name in entry}
     scores |= {name: np.array(entry[name], np.float64) for name in NUMBERS if name in entry}
-    if any(values.shape != (entry["n"],) for values in scores.values()):
+    if not entry["n"] or any(values.shape != (entry["n"],) for values in scores.values()):
         raise ValueError("not one value for each item")
+    if not all((np.abs(values) < LARGEST).all() for values in scores.values()):
+        raise ValueError("not finite")
+    if "count" in scores and (scores["count"].min() < 0 or not scores["count"].any()):
+        raise ValueError("not a number of targets")
     return scores
 
 

@@ -3,6 +3,7 @@
 A field that an older version did not write has a default; an unknown field means a newer version wrote it.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ NEWER = "it was written by a newer Paddock; use that version"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
+MOST_SECONDS = 1e11  # of a time in a log, in Unix seconds: the year 5138
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=-MOST_SECONDS, lt=MOST_SECONDS)]
 PathText = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
 KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid")
 ANY_FIELDS = ConfigDict(strict=True, extra="allow")
@@ -73,6 +77,47 @@ class SavedProgress:
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
 
 
+class RunSettings(BaseModel):
+    """The settings in a run's config.json that its report reads; each version has others besides."""
+
+    model_config = ANY_FIELDS
+
+    TRAINING_STAGE: str = ""
+    MAX_STEPS: Count = 0
+    WORLD_SIZE: Optional[WorldSize] = None
+    HELLASWAG_NAME: str = "HellaSwag"
+    LORA_ENABLED: bool = False
+    DISTILLATION_ENABLED: bool = False
+
+
+class Tensor(BaseModel):
+    """A tensor in the header of a safetensors file."""
+
+    model_config = ANY_FIELDS
+
+    shape: list[Count] = []
+
+
+class Source(BaseModel):
+    """An entry of `sources` in a run's data.json."""
+
+    model_config = ANY_FIELDS
+
+    source: str
+    share: Optional[Number] = None
+    tokens: Optional[Number] = None
+    documents: Optional[Number] = None
+    passes: Optional[Number] = None
+
+
+class RunData(BaseModel):
+    """A run's data.json."""
+
+    model_config = ANY_FIELDS
+
+    sources: Optional[list[Source]] = None
+
+
 class Settings(BaseModel):
     """The settings that a checkpoint was written with; each version has its own."""
 
@@ -115,7 +160,7 @@ class State(BaseModel):
 
 
 class Line(BaseModel):
-    """One line of metrics.jsonl or samples.jsonl."""
+    """One line of a log; in metrics.jsonl with a field for each metric."""
 
     model_config = ANY_FIELDS
 
@@ -131,6 +176,25 @@ class LedgerLine(Line):
     updated: bool
 
 
+class EventLine(Line):
+    """One line of events.jsonl: what happened after a step, and when."""
+
+    time: Seconds
+    event: str
+    seconds: Optional[Seconds] = None  # that it took
+    reason: Optional[str] = None  # of an end
+    previous_step: Optional[Count] = None  # at a start: the newest step that was logged before, and its time
+    previous_time: Optional[Seconds] = None
+    ratio: Optional[Number] = None  # of a slow rank, to the others
+
+
+class SampleLine(Line):
+    """One line of samples.jsonl."""
+
+    prompt: str = ""
+    text: str = ""
+
+
 class EvaluationLine(Line):
     """One line of evaluations.jsonl, apart from its scores (`item_scores`)."""
 
@@ -139,7 +203,14 @@ class EvaluationLine(Line):
     n: Count
 
 
-SCHEMAS = {"ledger.jsonl": LedgerLine, "evaluations.jsonl": EvaluationLine}  # of other logs: Line
+SCHEMAS = {"metrics.jsonl": Line, "ledger.jsonl": LedgerLine, "events.jsonl": EventLine,
+           "samples.jsonl": SampleLine, "evaluations.jsonl": EvaluationLine}
+
+
+def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:
+    """The value if it is a number between -most and most, else None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= most else None
 
 
 def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:

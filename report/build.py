@@ -38,11 +38,10 @@ class Report:
 
     def data(self, live: bool = False) -> dict[str, Any]:
         """The page's data, as JSON; docs/contracts.md describes it."""
-        curves = {name: curve for run in self.runs for name, curve in run.curves.items()}
-        last = {name: curve.last() for name, curve in curves.items()}
+        last = {name: run.value(name) for run in self.runs for name in run.curves}
         made = {"format": FORMAT, "title": " and ".join(run.name for run in self.runs),
                 "generated": time.time(), "live": live, "runs": [],
-                "charts": charts(curves, last, self.runs[0].settings.get("HELLASWAG_NAME", "HellaSwag")),
+                "charts": charts(last, self.runs[0].settings.get("HELLASWAG_NAME", "HellaSwag")),
                 "comparison": comparison(self.runs)}
         lengths = [len(curve) for run in self.runs for curve in run.curves.values()]
         share, all_settings, budget = 1 / len(self.runs), len(self.runs) <= MOST_RUNS, MOST_POINTS
@@ -51,7 +50,7 @@ class Report:
             made["runs"] = [run.data(most, share, all_settings) for run in self.runs]
             if most <= FEWEST_POINTS or len(as_text(made).encode()) <= MOST_BYTES:
                 return made
-            budget //= 2
+            budget = budget * 2 // 3
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -65,5 +64,6 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def as_text(data: dict[str, Any]) -> str:
-    """The page's data as JSON, in which everything is finite."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """The page's data as JSON, in which everything is finite and Unicode."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode()  # a folder's name may be no Unicode

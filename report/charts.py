@@ -29,7 +29,7 @@ KNOWN: tuple[tuple[str, str, str, tuple[str, ...], dict[str, str]], ...] = (
     ("clock", "SM clock", "MHz", (), {"gpu_clock_mhz": "slowest GPU"}),
     ("throttling", "Time with a throttle reason", "%", ("percent",), {"gpu_throttled": "throttled"}))
 # What is not drawn: times and counts that other curves rest on, and bands and references of other curves.
-HIDDEN = {"step_seconds", "tokens_seen", "val_perplexity"}
+HIDDEN = {"time", "step_seconds", "tokens_seen", "val_perplexity"}
 SUFFIXES = ("_stderr", "_chance", "_n")
 ACCURACIES = {"_acc": "", "_acc_norm": " (by length)"}
 
@@ -40,20 +40,19 @@ def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:
             for name in names for end, text in ACCURACIES.items() if name.endswith(end)}
 
 
-def charts(names: Iterable[str], last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, Any]]:
-    """The charts of curves with these names, those of unknown ones last.
+def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, Any]]:
+    """The charts of these curves, those of unknown ones last.
 
     Args:
         last: the last value of each curve, of which the chances are taken.
         hellaswag: the name of HellaSwag's items, HELLASWAG_NAME.
     """
-    names = list(dict.fromkeys(names))
-    left = [name for name in names if name not in HIDDEN and not name.endswith(SUFFIXES)]
+    left = [name for name in last if name not in HIDDEN and not name.endswith(SUFFIXES)]
     made = []
 
     def series(curve: str, label: str) -> dict[str, Any]:
         stem = next((curve.removesuffix(end) for end in ACCURACIES if curve.endswith(end)), curve)
-        error = f"{stem}_stderr" if f"{stem}_stderr" in names and not curve.endswith("_acc_norm") else None
+        error = f"{stem}_stderr" if f"{stem}_stderr" in last and not curve.endswith("_acc_norm") else None
         is_rare = curve in tasks or curve.startswith(("val_", "generation_", "evaluation_", "save_"))
         reference = last.get(f"{stem}_chance", 0.25 if stem == "hellaswag" else None)
         return {"curve": curve, "label": label, "error": error, "kind": "points" if is_rare else "line",

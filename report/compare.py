@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any, Optional
 
-import numpy as np
-
-from checkpoint.item_scores import ItemScores, read_item_scores
+from checkpoint.item_scores import ItemScores
 from report.charts import task_names
+from report.curves import Curve
 from report.paired_tests import Kind, describe, mcnemar, paired_t
 from report.run_data import RunReader
 from report.run_facts import NOT_COMPARED, spelt
@@ -27,7 +26,9 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     """The comparison as in the page's data; None of a single run."""
     if len(runs) < 2:
         return None
-    return {"settings": [*differing_settings(runs)], "results": [*results(runs)], "tests": [*tests(runs)]}
+    paired, refused = tests(runs)
+    return {"settings": [*differing_settings(runs)], "results": [*results(runs)], "tests": paired,
+            "refused": refused}
 
 
 def differing_settings(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
@@ -40,18 +41,34 @@ def differing_settings(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield a row for each result, at the last step that has it, and validation also at its best."""
-    def row(name: str, better: str, curve: str, error: str = "", best: bool = False) -> dict[str, Any]:
-        return {"name": name, "better": better, "cells": [cell(run, curve, error, best) for run in runs]}
+    """Yield a row for each result, at the last step that all runs have, and validation also at its best.
 
-    names = list(dict.fromkeys(name for run in runs for name in run.curves))
+    Without a common step each run has its own last one, which the page names.
+    """
+    def row(name: str, better: str, curve: str, error: str = "") -> dict[str, Any]:
+        curves = [run.curves.get(curve, Curve()) for run in runs]
+        steps = [set(each.steps().tolist()) for each in curves if each.newest]
+        step = max(set.intersection(*steps), default=None)
+        if step is None:
+            return {"name": f"{name} (last)", "better": None,
+                    "cells": cells(error, [each.newest for each in curves])}
+        pairs = [(each.at(step), step) if each.newest else None for each in curves]
+        return {"name": f"{name} at step {step:,}", "better": better, "cells": cells(error, pairs)}
+
+    def cells(error: str, found: list[Optional[tuple[float, int]]]) -> list[Optional[dict[str, Any]]]:
+        errors = [run.curves.get(error, Curve()) for run in runs]
+        return [pair and {"value": pair[0], "stderr": each.at(pair[1]), "step": pair[1]}
+                for pair, each in zip(found, errors)]
+
+    names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
     settings = runs[0].settings
     if "val_loss" in names:
-        yield row("validation loss (last)", "lower", "val_loss", "val_loss_stderr")
-        yield row("validation loss (best)", "lower", "val_loss", "val_loss_stderr", best=True)
+        yield row("validation loss", "lower", "val_loss", "val_loss_stderr")
+        best = [run.curves.get("val_loss", Curve()).lowest for run in runs]
+        yield {"name": "validation loss (best)", "better": "lower", "cells": cells("val_loss_stderr", best)}
     for name, label in (("val_perplexity", "perplexity"), ("val_bits_per_byte", "bits per byte")):
         if name in names:
-            yield row(f"{label} (last)", "lower", name)
+            yield row(label, "lower", name)
     for name, label in task_names(names, settings.get("HELLASWAG_NAME", "HellaSwag")).items():
         stem = name.removesuffix("_norm").removesuffix("_acc")
         yield row(f"{label} accuracy", "higher", name, "" if name.endswith("_norm") else f"{stem}_stderr")
@@ -59,50 +76,49 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
         if name in names:
             yield row(name.replace("_", " "), "higher", name, f"{name}_stderr")
     if "train_loss" in names:
-        yield row("training loss (last)", "lower", "train_loss")
+        yield row("training loss", "lower", "train_loss")
 
 
-def cell(run: RunReader, curve: str, error: str, best: bool) -> Optional[dict[str, Any]]:
-    """The last or the lowest value of a run's curve, with its standard error if there is one."""
-    if curve not in run.curves or run.curves[curve].last() is None:
-        return None
-    points = run.curves[curve].points(len(run.curves[curve]))
-    finite = np.flatnonzero(np.isfinite(points.y))
-    place = finite[np.argmin(points.y[finite])] if best else finite[-1]
-    step = points.x[place].item()
-    stderr = None
-    if error in run.curves:
-        errors = run.curves[error].points(len(run.curves[error]))
-        found = errors.y[errors.x == step]
-        stderr = found[0].item() if len(found) and np.isfinite(found[0]) else None
-    return {"value": points.y[place].item(), "stderr": stderr, "step": step}
+def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
+    """A paired test of each two runs on each evaluation, at the last step after which both scored it.
 
-
-def tests(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield a paired test of each two runs on each evaluation of which both scored the same items last."""
-    last = [{line.name: line for line in read_item_scores(run.folder / "evaluations.jsonl")} for run in runs]
-    for (run_a, of_a), (run_b, of_b) in combinations(zip(runs, last), 2):
-        for name, line in of_a.items():
-            other = of_b.get(name)
-            if other is None or other.items != line.items:
+    Returns:
+        The tests, and a sentence for each evaluation without such a step.
+    """
+    scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
+    found, refused = [], []
+    for a, b in combinations(range(len(runs)), 2):
+        for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
+            common = [key for key in scored[a] & scored[b] if key[1] == name]
+            if common:
+                found.append((a, b, max(common)))
                 continue
-            for metric, kind in KINDS.items():
-                if metric in line.scores and metric in other.scores:
-                    yield test_of((run_a, run_b), (line, other), metric, kind)
+            last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
+                    for i in (a, b)]
+            refused.append(f"{title_of(name, runs[a])}: {last[0]} and {last[1]} scored no items in common at "
+                           "the same step, and are not compared")
+    chosen = {key for *_, key in found}
+    lines = [{key: line for line in run.item_scores()
+              if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
+    return [test_of((runs[a], runs[b]), (lines[a][key], lines[b][key]), metric, kind)
+            for a, b, key in found for metric, kind in KINDS.items()
+            if metric in lines[a][key].scores and metric in lines[b][key].scores], refused
+
+
+def title_of(name: str, run: RunReader) -> str:
+    """The title of an evaluation."""
+    return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 
 def test_of(pair: tuple[RunReader, RunReader], lines: tuple[ItemScores, ItemScores], metric: str,
             kind: Kind) -> dict[str, Any]:
     """A paired test as in the page's data."""
     values = [line.scores[metric] for line in lines]
-    weights = {"weights": lines[0].scores["count"]} if metric == "loss" else {}
+    weights = {"weights": lines[0].scores.get("count")} if metric == "loss" else {}
     test = kind.test(*values, **weights)
     names = (pair[0].name, pair[1].name)
     better, sentence = describe(test, names, kind)
-    title = lines[0].name
-    if title == "hellaswag":
-        title = pair[0].settings.get("HELLASWAG_NAME", "HellaSwag")
-    label = f"{title} {kind.label}"
-    return {"name": label, "a": names[0], "b": names[1], "step_a": lines[0].step, "step_b": lines[1].step,
-            "n": test.n, "a_value": test.a, "b_value": test.b, "difference": test.difference,
-            "stderr": test.stderr, "p": test.p, "better": better, "sentence": f"{label}: {sentence}"}
+    label, step = f"{title_of(lines[0].name, pair[0])} {kind.label}", lines[0].step
+    return {"name": label, "a": names[0], "b": names[1], "step": step, "n": test.n, "a_value": test.a,
+            "b_value": test.b, "difference": test.difference, "stderr": test.stderr, "p": test.p,
+            "better": better, "sentence": f"{label} at step {step:,}: {sentence}"}

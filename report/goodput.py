@@ -15,14 +15,20 @@ had finished and its continuation. It is divided into:
 - other: what is left.
 
 goodput = steps / all time.
+
+Clocks can be set back, and those of two machines differ. So the order of lines and steps decides what came
+first, and a negative time counts as zero; `clock_steps` lists these places.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Optional
 
 from report.run_state import KILLED
 
 Event = dict[str, Any]
+CLOCK_SECONDS = 1.0  # a smaller step back of the clock is not reported
 PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
 
 
@@ -35,12 +41,16 @@ class Measured:
     first_seconds: float = 0.0  # of the steps before that line
     last_time: Optional[float] = None
     last_step: int = 0
+    clock_steps: list[tuple[int, float]] = field(default_factory=list)  # see `clock_steps`
 
-    def add(self, step: int, time: float, seconds_of_steps: float) -> None:
+    def add(self, step: int, time: float, step_seconds: float) -> None:
         """Count a logged line."""
-        self.steps_seconds += seconds_of_steps
-        if self.first_time is None and seconds_of_steps:
-            self.first_time, self.first_seconds = time, seconds_of_steps
+        seconds = max(0.0, step_seconds) * max(0, step - self.last_step)
+        self.steps_seconds += seconds
+        if self.first_time is None and seconds:
+            self.first_time, self.first_seconds = time, seconds
+        if self.last_time is not None and time < self.last_time - CLOCK_SECONDS:
+            self.clock_steps.append((step, self.last_time - time))
         self.last_time, self.last_step = time, step
 
 
@@ -68,6 +78,29 @@ def last_sign(process: list[Event], measured: Measured, following: Optional[Even
     return max([event["time"] for event in process] + [measured.last_time or 0.0, previous])
 
 
+def elapsed(processes: list[list[Event]], measured: list[Measured]) -> float:
+    """The seconds from a run's first start to its last sign of life."""
+    seconds, before = 0.0, None
+    for number, process in enumerate(processes):
+        following = processes[number + 1][0] if number + 1 < len(processes) else None
+        start, lasted = process[0]["time"], last_sign(process, measured[number], following)
+        seconds += max(0.0, lasted - start) + max(0.0, start - (start if before is None else before))
+        before = lasted
+    return seconds
+
+
+def clock_steps(processes: list[list[Event]], measured: list[Measured]) -> Iterator[tuple[int, float]]:
+    """Yield where the clock stepped back: the step that followed, and by how many seconds at least."""
+    for number, (process, lines) in enumerate(zip(processes, measured)):
+        events = [(after["step"], before["time"] - after["time"]) for before, after in pairwise(process)]
+        yield from lines.clock_steps or [back for back in events if back[1] > CLOCK_SECONDS]
+        if number + 1 < len(processes):
+            following = processes[number + 1][0]
+            back = last_sign(process, lines, following) - following["time"]
+            if back > CLOCK_SECONDS:
+                yield following["step"], back
+
+
 def goodput(processes: list[list[Event]], measured: list[Measured]) -> Optional[dict[str, Any]]:
     """The goodput of a run as in the page's data; None if nothing is known of its time.
 
@@ -81,7 +114,7 @@ def goodput(processes: list[list[Event]], measured: list[Measured]) -> Optional[
     for number, process in enumerate(processes):
         following = processes[number + 1][0] if number + 1 < len(processes) else None
         lasted = last_sign(process, measured[number], following)
-        own = parts_of(processes[:number + 1], measured[number], following, lasted)
+        own = parts_of(process, measured[number], following, lasted)
         for name, seconds in own.items():
             parts[name] += seconds
         reason = (end_of(process) or {}).get("reason")
@@ -99,43 +132,43 @@ def began(start: Event) -> float:
     return start["time"] - max(0.0, start.get("seconds") or 0.0)
 
 
-def parts_of(processes: list[list[Event]], measured: Measured, following: Optional[Event],
+def parts_of(process: list[Event], measured: Measured, following: Optional[Event],
              lasted: float) -> dict[str, float]:
-    """How the last of these processes spent its time.
+    """How a process spent its time.
 
     Args:
         following: the start of the next one.
         lasted: the time of its last sign of life.
     """
-    process = processes[-1]
     start = process[0]
-    kept_until = lasted
+    kept_until, kept = lasted, process
     previous = (following or {}).get("previous_step")
     if previous is not None and following["step"] < previous:
-        saved = [event["time"] for each in processes for event in each
-                 if event["event"] == "save" and event["step"] == following["step"]]
-        reached = max([*saved[-1:], measured.last_time or 0.0])
+        kept = [event for event in process if event["step"] <= following["step"]]
+        saved = [event["time"] for event in kept if event["event"] == "save"]
+        reached = max([*saved[-1:], measured.last_time or start["time"]])
         kept_until = min(max(start["time"], reached), lasted)
     sums = {"evaluation": 0.0, "saving": 0.0}
     before_first_line = measured.first_seconds
-    for event in process:
-        name = {"evaluation": "evaluation", "save": "saving"}.get(event["event"])
-        if name and event["time"] <= kept_until:
-            sums[name] += event.get("seconds") or 0.0
+    for event in kept:
+        if name := {"evaluation": "evaluation", "save": "saving"}.get(event["event"]):
+            seconds = max(0.0, event.get("seconds") or 0.0)
+            sums[name] += seconds
             if measured.first_time and event["time"] <= measured.first_time:
-                before_first_line += event.get("seconds") or 0.0
+                before_first_line += seconds
     left = max(0.0, kept_until - start["time"] - measured.steps_seconds - sum(sums.values()))
     start_up = 0.0
     if measured.first_time:
         start_up = min(left, max(0.0, measured.first_time - before_first_line - start["time"]))
     return {"steps": measured.steps_seconds, **sums, "start-up": start_up + start["time"] - began(start),
-            "repeated steps": lasted - kept_until, "other": left - start_up}
+            "repeated steps": max(0.0, lasted - kept_until), "other": left - start_up}
 
 
 def interruption(following: Event, lasted: float, reason: Optional[str], last_step: int) -> dict[str, Any]:
     """An interruption as in the page's data, from the start that followed it."""
     step = max(following.get("previous_step") or 0, last_step, following["step"])
+    is_back = following["time"] < lasted - CLOCK_SECONDS
     return {"time": lasted, "step": step, "resumed_from": following["step"],
             "resumed_time": following["time"], "reason": reason or KILLED,
-            "away_seconds": max(0.0, began(following) - lasted),
+            "away_seconds": None if is_back else max(0.0, began(following) - lasted),
             "repeated_steps": max(0, step - following["step"])}

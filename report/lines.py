@@ -1,10 +1,8 @@
 """Text files that grow: each call reads what was appended since the last one."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
 
 from checkpoint.schema import MAX_LINE_BYTES
 from common.errors import CheckpointError
@@ -18,12 +16,13 @@ class GrowingFile:
 
     Args:
         restart: called before the first line, and again before the first line of a file that was replaced.
-        add: called with each complete line; a line that is being written is left for the next call.
+        add: called with each complete line; a line that is being written is left for the next call. A line
+            for which it raises a ValueError is set aside and counted.
     """
 
     def __init__(self, path: Path, restart: Callable[[], None], add: Callable[[bytes], None]):
         self.path, self.restart, self.add = path, restart, add
-        self.offset, self.tail = 0, b""
+        self.offset, self.tail, self.set_aside = 0, b"", 0
 
     def read(self) -> None:
         """Read what is new.
@@ -40,7 +39,10 @@ class GrowingFile:
                 while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n") or len(line) == MAX_LINE_BYTES:
                     self.offset += len(line)
                     self.tail = line[-TAIL_BYTES:]
-                    self.add(line)
+                    try:
+                        self.add(line)
+                    except ValueError:
+                        self.set_aside += 1
         except FileNotFoundError:
             self._begin()
         except OSError as error:
@@ -48,18 +50,8 @@ class GrowingFile:
                                   "this path") from error
 
     def _begin(self) -> None:
-        self.offset, self.tail = 0, b""
+        self.offset, self.tail, self.set_aside = 0, b"", 0
         self.restart()
-
-
-def entry_of(line: bytes) -> Optional[dict[str, Any]]:
-    """Return the JSON object in a line of a log, which has a step; None if it is no such line."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = entry.get("step") if isinstance(entry, dict) else None
-    return entry if type(step) is int and step >= 0 else None
 
 
 def signature(paths: list[Path], contents: bool = True) -> tuple:

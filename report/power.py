@@ -6,11 +6,14 @@ from typing import Any, Optional
 
 import numpy as np
 
+from checkpoint.schema import MOST_SECONDS
 from report.curves import Curve, rounded
 from report.lines import GrowingFile, signature
 
 MOST_VALUES = 12_000  # of all GPUs together
+MOST_WATTS = 1e9
 MOST_MARKS = 1000  # the newest
+COLUMNS = ("time", "gpu", "watts", "phase", "step")
 FAST_SECONDS = 0.3  # samples that are closer than this belong to a window of POWER_HZ
 
 
@@ -62,7 +65,9 @@ class PowerTrace:
             values = line.decode(errors="replace").rstrip("\r\n").split(",")
             if values[0] == "time":
                 columns[:] = values
-            elif len(values) == len(columns):
+            elif len(values) != len(columns) or not {*COLUMNS} <= {*columns}:
+                raise ValueError("not the columns of a trace")
+            else:
                 self._add(dict(zip(columns, values)), rank)
 
         def restart() -> None:
@@ -71,12 +76,10 @@ class PowerTrace:
         return GrowingFile(path, restart, add)
 
     def _add(self, row: dict[str, str], rank: str) -> None:
-        try:
-            time = float(row["time"])
-            step = int(row["step"] or 0)
-            watts = float(row["watts"] or "nan")
-        except (KeyError, ValueError):
-            return
+        time, step, watts = float(row["time"]), int(row["step"] or 0), float(row["watts"] or "0")
+        if not (abs(time) < MOST_SECONDS and 0 <= step < 1 << 53 and abs(watts) < MOST_WATTS):
+            raise ValueError("not a time, a step and a power")
+        watts = watts if row["watts"] else np.nan
         self.start = time if self.start is None else self.start
         if not row["gpu"]:
             self.marks.append([round(time - self.start, 6), row["phase"], step])
@@ -96,7 +99,7 @@ class PowerTrace:
         """
         if not self.gpus:
             return None
-        most = round(share * MOST_VALUES / 2 / len(self.gpus))
+        most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))
         rows = sorted((*self._rows(False, most), *self._rows(True, most)), key=lambda row: row[0])
         columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus, 1)}
         return {"files": [path.name for path in self.files], "start": self.start,
@@ -111,16 +114,17 @@ class PowerTrace:
         width = max([1.0, *(2 * span / most for span in spans)])
         buckets: dict[int, list[list]] = {}
         for gpu, each in enumerate(points):
-            for x, y in zip(each.x.tolist(), each.y.tolist()):
-                buckets.setdefault(int(x // width), [[] for _ in curves])[gpu].append((x, y))
+            for x, low, high in np.stack((each.x, each.low, each.high), 1).tolist():
+                inside = buckets.setdefault(int(x // width), [[] for _ in curves])[gpu]
+                inside += [(x, low), (x, high)] if low < high else [(x, low)]
         rows = []
-        for inside in buckets.values():
+        for number, inside in buckets.items():
             first = min(x for own in inside for x, _ in own)
             several = max(map(len, inside)) > 1
             kept = [_extremes(own) for own in inside]
             rows.append((first, *(pair[0] for pair in kept)))
             if several:
-                rows.append((first + width / 2, *(pair[1] for pair in kept)))
+                rows.append(((first + (number + 1) * width) / 2, *(pair[1] for pair in kept)))
         if not rows:
             return []
         table = np.array(sorted(rows))

@@ -1,31 +1,42 @@
 """What a run's folder says besides its logs: settings, segments, sources, and the size of its model."""
 
-import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional
 
-from common.errors import CheckpointError
-from common.files import LARGEST_TEXT, read_json
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from checkpoint.schema import RunData, RunSettings, Tensor
+from common.files import LARGEST_TEXT, plain, read_json
 from config import Config
 from settings.help import describe_settings
 
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
+TENSORS = TypeAdapter(dict[str, Tensor])  # the header of a safetensors file
 
 
-def read_or_none(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a run; empty if it is missing.
+def read_fields(path: Path, schema: type[BaseModel], aside: Counter[str]) -> dict[str, Any]:
+    """The valid fields of the JSON object in a file of a run; empty if it is missing.
 
-    Raises:
-        CheckpointError: it cannot be read.
+    Args:
+        aside: counts what is not valid, by its description.
     """
     try:
-        return read_json(path)
+        content = read_json(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; check what is at this path") from error
+        aside[f"{path.name} ({error})"] += 1
+        return {}
+    try:
+        schema.model_validate(content)
+    except ValidationError as error:
+        for name in {fault["loc"][0] for fault in error.errors(include_url=False, include_context=False)}:
+            aside[f"{name} in {path.name}"] += 1
+            del content[name]
+    return content
 
 
 def spelt(value: Any) -> str:
@@ -53,14 +64,14 @@ def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
             and name not in NOT_COMPARED]
 
 
-def segments(folder: Path) -> Iterator[dict[str, Any]]:
+def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
     """Yield each part of a run: its first step, its ranks, and which settings changed there."""
     before = None
     for path in sorted((folder / "configs").glob("step-*.json")):
         first = path.stem.removeprefix("step-")
         if not first.isdecimal():
             continue
-        settings = read_or_none(path)
+        settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
         names = differing(before, settings) if before is not None else []
         yield {"step": int(first), "world_size": settings.get("WORLD_SIZE"),
                "changes": [{"name": name, "before": spelt(before[name]), "after": spelt(settings[name])}
@@ -68,13 +79,14 @@ def segments(folder: Path) -> Iterator[dict[str, Any]]:
         before = settings
 
 
-def sources(folder: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+def sources(folder: Path, settings: dict[str, Any], aside: Counter[str]) -> list[dict[str, Any]]:
     """What a run reads: the table of a mixture, else one line."""
-    facts = {"label": "source", "share": "share", "tokens": "tokens", "documents": "documents",
-             "epochs": "passes"}
-    if table := read_or_none(folder / "data.json").get("sources"):
-        return [{label: source.get(name) for label, name in facts.items()} for source in table]
-    data = settings.get(f"{str(settings.get('TRAINING_STAGE')).upper()}_DATA_PATH")
+    fields = {"label": "source", "share": "share", "tokens": "tokens", "documents": "documents",
+              "epochs": "passes"}
+    table = read_fields(folder / "data.json", RunData, aside).get("sources")
+    if table:
+        return [{label: source.get(name) for label, name in fields.items()} for source in table]
+    data = settings.get(f"{settings.get('TRAINING_STAGE', '').upper()}_DATA_PATH")
     return [{"label": str(data), "share": 1.0}] if data else []
 
 
@@ -86,9 +98,10 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
     total = 0
     for path in checkpoint.glob("*model*.safetensors") if checkpoint else ():
         try:
-            with open(path, "rb") as file:
-                header = json.loads(file.read(min(LARGEST_TEXT, int.from_bytes(file.read(8), "little"))))
-        except (OSError, ValueError):  # pruned meanwhile
+            with open(path, "rb", opener=plain) as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = TENSORS.validate_json(file.read(min(LARGEST_TEXT, size)))
+        except (OSError, ValueError):  # pruned meanwhile, or damaged
             return None
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        total += sum(math.prod(tensor.shape) for name, tensor in header.items() if name != "__metadata__")
     return total or None

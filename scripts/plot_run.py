@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
-from checkpoint.schema import read_entries  # noqa: E402
+from checkpoint.schema import number, read_entries  # noqa: E402
 from common.command_line import CommandParser
 from common.errors import PaddockError, requires_package, run_script
 from common.text import show  # noqa: E402
@@ -32,7 +32,8 @@ def draw(run: Path, output: Path, title: str) -> None:
     metrics = read_metrics(run)
 
     def curve(name: str) -> tuple[list[float], list[float]]:
-        points = [(entry["step"], entry[name]) for entry in metrics if entry.get(name) is not None]
+        points = [(entry["step"], value) for entry in metrics
+                  if (value := number(entry.get(name))) is not None]
         return [step for step, _ in points], [value for _, value in points]
 
     panels = 2 if len(curve("hellaswag_acc")[0]) > 1 else 1
@@ -44,7 +45,8 @@ def draw(run: Path, output: Path, title: str) -> None:
     loss.legend()
     if panels == 2:
         steps, accuracy = curve("hellaswag_acc")
-        errors = curve("hellaswag_stderr")[1]
+        known = dict(zip(*curve("hellaswag_stderr")))
+        errors = [known.get(step, 0.0) for step in steps]
         panel = axes[1][0]
         panel.errorbar(steps, [100 * value for value in accuracy], [100 * value for value in errors],
                        color="tab:green", marker="o", capsize=3, label="four endings")

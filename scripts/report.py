@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, run_script  # noqa: E402
 from common.files import atomic_write  # noqa: E402
-from common.text import show  # noqa: E402
+from common.text import print_safely, show  # noqa: E402
 from parallel.exit_report import STOP_SIGNALS  # noqa: E402
 from report.build import Report  # noqa: E402
 from report.page import render  # noqa: E402
@@ -76,6 +76,9 @@ def main() -> None:
     path = args.output or where / "report.html"
     write(report, path)
     if not args.in_background:
+        for run in report.runs:
+            if bad := run.set_aside():
+                print_safely(f"warning: {run.folder}: not valid and left out: {', '.join(bad)}", sys.stderr)
         show(str(path))
 
 

@@ -74,6 +74,9 @@ function smooth(x, y, span) {
   return y.map((value, i) => (value === null ? null : (total[i] - value) / (weight[i] - 1)));
 }
 
+/** Whether a point averages values that differ. */
+const isRange = ({low, high}, i) => Boolean(low) && low[i] < high[i];
+
 /** Whether a curve goes up and down much more than it gets ahead; what does not is never smoothed. */
 function isNoisy(y) {
   const values = known(y);
@@ -149,8 +152,9 @@ function stroke(ctx, color, dash, ...points) {
   ctx.stroke();
 }
 
-/** One figure of lines: {key, label, steps, x, y, error, color, dash, shape, sparse, span, reference,
-    letter, how}; shape is that of the swatch, span the width of the smoothing as a part of the axis. */
+/** One figure of lines: {key, label, steps, x, y, low, high, error, color, dash, shape, sparse, span,
+    reference, letter, how}; low and high are the range of the values that a point averages, shape is that
+    of the swatch, span the width of the smoothing as a part of the axis. */
 class Chart {
   constructor(key, group) {
     Object.assign(this, {key, group, plot: null, off: new Set(), isWide: false, isTurned: false});
@@ -179,6 +183,7 @@ class Chart {
   /** Show `chart`, one of the data's charts or alike, with these lines. */
   update(chart, lines) {
     Object.assign(this, {chart, lines});
+    this.findFloor();
     this.isLog = (chart.log || false) !== this.isTurned && this.canBeLog();
     this.figure.classList.toggle("wide", this.isWide);
     fill(this.title, `${chart.title} `, h("small", {}, chart.unit));
@@ -193,10 +198,22 @@ class Chart {
     this.fillTable();
   }
 
+  /** A logarithmic axis ends at a power of ten below the positive values; what is not above it lies there. */
+  findFloor() {
+    const values = this.lines.flatMap(({y, low, high}) => known([...y, ...(low || []), ...(high || [])]));
+    const high = most(values), low = Math.max(least(values.filter((value) => value > 0)), high * 1e-9);
+    Object.assign(this, {lowest: least(values), isSpread: high > 3 * low,
+      floor: high > 0 ? Number(`1e${Math.ceil(Math.log10(low)) - 1}`) : null});
+  }
+
   canBeLog() {
-    const values = this.lines.flatMap(({y}) => known(y)), low = least(values);
-    const isUseful = this.chart.log || most(values) > 3 * low;
-    return !this.chart.stacked && !this.chart.phaseAt && low > 0 && isUseful;
+    const isUseful = this.chart.log || (this.lowest >= 0 && this.isSpread);
+    return !this.chart.stacked && !this.chart.phaseAt && this.floor > 0 && isUseful;
+  }
+
+  /** The value where it is drawn. */
+  onAxis(value) {
+    return value === null || !this.isLog ? value : Math.max(value, this.floor);
   }
 
   button(action, isPressed, content) {
@@ -217,7 +234,9 @@ class Chart {
     if (!points.length) return `${line.label}: no values.`;
     const where = (step) => (this.chart.phaseAt ? duration(step) : `step ${whole(step)}`);
     const say = ([value, step]) => `${format(value, line.how)} at ${where(step)}`;
-    const [low, high] = [-1, 1].map((sign) => points.reduce((a, b) => (sign * (b[0] - a[0]) > 0 ? b : a)));
+    const range = (ends) => line.steps.map((step, i) => [ends[i], step]).filter(([value]) => value !== null);
+    const [low, high] = [[-1, line.low], [1, line.high]].map(([sign, ends]) =>
+      range(ends || line.y).reduce((a, b) => (sign * (b[0] - a[0]) > 0 ? b : a)));
     return `${line.label}: last ${say(points[points.length - 1])}, lowest ${say(low)}, highest ${say(high)}.`;
   }
 
@@ -228,7 +247,8 @@ class Chart {
     this.lines.forEach((line, column) => line.steps.forEach((step, i) => {
       if (!rows.has(step)) rows.set(step, Array(this.lines.length).fill("–"));
       const error = line.error && line.error[i] !== null ? ` ± ${short(line.error[i], 2)}` : "";
-      if (line.y[i] !== null) rows.get(step)[column] = short(line.y[i], 6) + error;
+      const range = isRange(line, i) ? ` (${short(line.low[i], 4)} to ${short(line.high[i], 4)})` : "";
+      if (line.y[i] !== null) rows.get(step)[column] = short(line.y[i], 6) + error + range;
     }));
     const every = Math.ceil(rows.size / 2000), all = [...rows].sort(([a], [b]) => a - b);
     const some = all.filter((_, i) => i % every === 0 || i === all.length - 1);
@@ -242,16 +262,25 @@ class Chart {
 
   /** The plot's columns: a line's band (high, low), its values before smoothing (raw), and itself (main). */
   columns() {
-    const found = [], [low, high] = this.group.extent;
+    const found = [], [start, end] = this.group.extent;
     for (const line of this.lines.filter(({key}) => !this.off.has(key))) {
-      const {x, y, error, span} = line;
+      const {x, y, low, high, error, span} = line;
       const edge = (sign) => y.map((value, i) => (value === null ? null : value + sign * error[i]));
-      if (error) found.push({line, x, y: edge(1), role: "high"}, {line, x, y: edge(-1), role: "low"});
+      const push = (role, values) => found.push({line, x, y: values.map((each) => this.onAxis(each)), role});
+      if (error || low) [["high", 1, high], ["low", -1, low]].forEach(([role, sign, ends]) =>
+        push(role, error ? edge(sign) : ends));
       const isSmooth = span > 0 && !line.sparse && isNoisy(y);
-      if (isSmooth) found.push({line, x, y, role: "raw"});
-      found.push({line, x, y: isSmooth ? smooth(x, y, span * (high - low)) : y, role: "main"});
+      if (isSmooth && !low) push("raw", y);
+      push("main", isSmooth ? this.smoothed(line, span * (end - start)) : y);
     }
     return this.chart.stacked ? this.stacked(found.filter(({role}) => role === "main")) : found;
+  }
+
+  /** The smoothed line; where it falls to zero on a logarithmic axis, the mean of its logarithms. */
+  smoothed({x, y, low}, span) {
+    if (!this.isLog || this.lowest > 0 || low) return smooth(x, y, span);
+    const logs = y.map((value) => (value === null ? null : Math.log(this.onAxis(value))));
+    return smooth(x, logs, span).map((value) => (value === null ? null : Math.exp(value)));
   }
 
   /** The sums of these columns, the largest first, where the longest has points: each has its own. */
@@ -291,7 +320,8 @@ class Chart {
     const side = {...axis, space: 34, size: width, values: (_, at) => ticks(at, how)};
     if (isLog) {
       const splits = (_, __, low, high) => logTicks(low, high);
-      const values = (_, at) => at.flatMap((one) => ticks([one], how));
+      const isFloor = (one) => one === this.floor && this.lowest <= 0;
+      const values = (_, at) => at.flatMap((one) => (isFloor(one) ? "≤ 0" : ticks([one], how)));
       Object.assign(side, {splits, filter: (_, at) => at, values});
     }
     const isPointed = (i) => this.slots[i - 1].role === "main" && !chart.stacked;
@@ -335,7 +365,6 @@ class Chart {
     [low, high] = [Math.min(low, ...this.references()), Math.max(high, ...this.references())];
     if (this.chart.stacked) return [0, high * 1.05 || 1];
     if (!this.isLog) return uPlot.rangeNum(low, high, .1, true);
-    low = Math.max(low, high * 1e-9);  // the low edge of a band may lie below zero
     return low < high ? [low / (high / low) ** .05, high * (high / low) ** .05] : [low / 2, high * 2];
   }
 
@@ -350,13 +379,8 @@ class Chart {
     if (this.chart.phaseAt) this.drawPhases(ctx, bbox, unit);
     ctx.lineWidth = unit;
     for (const mark of this.visibleMarks()) {
-      const at = plot.valToPos(mark.x, "x", true), size = 4 * unit;
+      const at = plot.valToPos(mark.x, "x", true);
       stroke(ctx, ink(mark.color, .6), [2 * unit, 3 * unit], [at, bbox.top], [at, bbox.top + bbox.height]);
-      ctx.fillStyle = ink(mark.color);
-      ctx.beginPath();
-      if (mark.sign === "●") ctx.arc(at, bbox.top, size, 0, 7);
-      else [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, bbox.top + y * size));
-      ctx.fill();
     }
     ctx.restore();
   }
@@ -396,10 +420,19 @@ class Chart {
       stroke(ctx, ink(MUTED), [4 * unit, 4 * unit], [bbox.left, top(reference)], [right, top(reference)]);
       ctx.fillText(`chance ${format(reference, this.chart)}`, right - 4 * unit, top(reference) - 5 * unit);
     }
+    for (const mark of this.visibleMarks()) {
+      const at = left(mark.x), size = 4 * unit, middle = bbox.top + size;
+      ctx.fillStyle = ink(mark.color);
+      ctx.beginPath();
+      if (mark.sign === "●") ctx.arc(at, middle, size, 0, 7);
+      else [[0, -1], [1, 1], [-1, 1]].forEach(([x, y]) => ctx.lineTo(at + x * size, middle + y * size));
+      ctx.fill();
+    }
     const ends = [];
     for (const {line, x, y} of this.slots.filter(({role}) => role === "main")) {
       const seen = [...x.keys()].filter((i) => x[i] >= min && x[i] <= max && y[i] !== null);
-      const end = seen[seen.length - 1], edge = (i, sign) => [left(x[i]), top(y[i] + sign * line.error[i])];
+      const end = seen[seen.length - 1];
+      const edge = (i, sign) => [left(x[i]), top(this.onAxis(y[i] + sign * line.error[i]))];
       if (!seen.length) continue;
       if (line.error && seen.length <= 60) {
         for (const i of seen) stroke(ctx, ink(line.color), [], edge(i, -1), edge(i, 1));
@@ -438,7 +471,9 @@ class Chart {
       const isAt = isActive && slot >= 0;
       const i = isAt ? place(line.x, plot.data[0][idxs[slot + 1]]) : line.y.findLastIndex(isKnown);
       const error = line.error && line.error[i] ? ` ± ${format(line.error[i], line.how, 2)}` : "";
-      const value = slot < 0 ? "" : format(line.y[i], line.how) + error;
+      const [low, high] = isRange(line, i) ? [line.low[i], line.high[i]] : [];
+      const range = low === undefined ? "" : ` (${format(low, line.how)} to ${format(high, line.how)})`;
+      const value = slot < 0 ? "" : format(line.y[i], line.how) + error + range;
       this.legend.children[row].querySelector("b").textContent = value;
       return `${line.label} ${value}`;
     });

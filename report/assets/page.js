@@ -41,18 +41,20 @@ function extent() {
     const curves = Object.values(run.curves).filter(({x}) => x.length);
     return curves.flatMap(({x}) => [x[0], x[x.length - 1]]).map(axisOf(run));
   });
-  const low = ends.length ? Math.min(...ends) : 0;
-  return [low, Math.max(low + 1e-3, ...ends)];
+  const low = ends.length ? least(ends) : 0;
+  return [low, Math.max(low + 1e-3, most(ends))];
 }
 
 /** Resumes and alarms of the runs shown. */
 function marks() {
+  const [low, high] = extent();
   return shown().filter(axisOf).flatMap((run) => {
-    const axis = axisOf(run), who = isSeveral() ? `${letter(run)}: ` : "";
+    const axis = (step) => Math.min(high, Math.max(low, axisOf(run)(step)));  // a failed step is not logged
+    const who = isSeveral() ? `${letter(run)}: ` : "";
     const resumed = run.segments.slice(1).map((each) =>
       ({sign: "▲", color: MUTED, x: axis(each.step), text: `${who}resumed, changed: ${changes(each)}`}));
-    const alarming = run.alarms.map((each) =>
-      ({sign: "●", color: "var(--bad)", x: axis(each.step), text: `${who}${each.kind}: ${each.text}`}));
+    const alarming = run.alarms.map(({step, kind, text}) =>
+      ({sign: "●", color: "var(--bad)", x: axis(step), text: `${who}step ${whole(step)}, ${kind}: ${text}`}));
     return [...resumed, ...alarming];
   });
 }
@@ -62,13 +64,14 @@ function linesOf(chart, runs) {
   const isByRun = isSeveral() && !chart.stacked;
   const pairs = runs.filter(axisOf).flatMap((run) => chart.series.map((series, i) => [run, series, i]));
   return pairs.filter(([run, {curve}]) => run.curves[curve]?.x.length).map(([run, series, i]) => {
-    const {x: steps, y} = run.curves[series.curve], errors = run.curves[series.error];
+    const {x: steps, y, low, high} = run.curves[series.curve], errors = run.curves[series.error];
     const errorAt = errors && new Map(errors.x.map((step, j) => [step, errors.y[j]]));
     const sparse = series.kind === "points", {dash, shape} = STYLES[i % 4];
+    const scaled = (values) => values && values.map((value) => value && value / (chart.divisor || 1));
     return {
       key: `${report.runs.indexOf(run)} ${series.curve}`,
       label: `${isByRun ? letter(run) : ""} ${series.label}`.trim(),
-      steps, x: steps.map(axisOf(run)), y: y.map((value) => value && value / (chart.divisor || 1)),
+      steps, x: steps.map(axisOf(run)), y: scaled(y), low: scaled(low), high: scaled(high),
       error: errorAt ? steps.map((step) => errorAt.get(step) ?? null) : null,
       color: isByRun ? runColor(run) : color(i), dash, sparse, span: (view.smoothing / 100) ** 2 / 10,
       shape: chart.stacked ? "square" : `${shape} ${sparse ? "point" : ""}`,
@@ -155,11 +158,10 @@ function tile(label, value, below) {
 
 /** The last of the validation loss or of an evaluation with its chance; null for other series. */
 function resultTile(run, chart, series) {
-  const {x, y} = run.curves[series.curve] || {x: [], y: []}, values = known(y);
-  const isLoss = series.curve === "val_loss";
+  const values = known(run.curves[series.curve]?.y || []), isLoss = series.curve === "val_loss";
   if (!values.length || !(isLoss || (series.error && typeof series.reference === "number"))) return null;
-  const error = last(run.curves[series.error]?.y || []), best = least(values);
-  const below = isLoss ? `best ${format(best)} at step ${whole(x[y.indexOf(best)])}`
+  const error = last(run.curves[series.error]?.y || []), [best, at] = run.best || [];
+  const below = isLoss ? `best ${format(best)} at step ${whole(at)}`
     : `chance ${format(series.reference, chart)}`;
   return tile(isLoss ? "Validation loss" : `${chart.title}, ${series.label}`, format(last(values), chart),
     (error ? `± ${format(error, chart, 2)}, ` : "") + below);
@@ -167,10 +169,8 @@ function resultTile(run, chart, series) {
 
 /** The figures that matter: validation, evaluations, the speed of late, goodput. */
 function tiles(run) {
-  const speed = (name, label, say) => {
-    const late = known(run.curves[name]?.y || []).slice(-21).sort((a, b) => a - b);
-    return late.length > 0 && tile(label, say(late[late.length >> 1]), "recent median");
-  };
+  const speed = (name, label, say) =>
+    name in run.recent && tile(label, say(run.recent[name]), "recent median");
   const found = [
     ...report.charts.flatMap((chart) => chart.series.map((series) => resultTile(run, chart, series))),
     speed("tokens_per_second", "Tokens per second", whole), speed("mfu", "MFU", percent),
@@ -179,13 +179,21 @@ function tiles(run) {
   return found.length > 0 && h("dl", {class: "tiles"}, found);
 }
 
+/** Why a run failed, what is left of it, and how to examine the step. */
+function failure({failure: {where, reason, saved, command}, max_steps: steps}) {
+  const line = (label, value) => value && h("div", {}, h("dt", {}, label), h("dd", {}, value));
+  return h("div", {class: "failure", role: "alert"},
+    h("h3", {}, `✕ Failed ${where}`, steps > 0 && ` of ${whole(steps)}`), h("p", {}, reason),
+    h("dl", {}, line("saved", saved), line("examine the step with", command && h("code", {}, command))));
+}
+
 function overview() {
   const fact = ([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value));
   const badge = (state) => h("span", {class: `badge ${state}`}, STATES[state]);
   const left = ({eta_seconds: eta}) => typeof eta === "number" && `, about ${duration(eta)} left`;
   return h("div", {class: "cards"}, report.runs.map((run) => h("article", {class: "card"},
     isSeveral() && h("h3", {}, swatch(runColor(run)), `${named(run)} `, badge(run.state)),
-    h("p", {}, run.sentence, left(run)),
+    run.failure ? failure(run) : h("p", {}, run.sentence, left(run)),
     run.max_steps > 0
       && h("progress", {max: run.max_steps, value: run.step, "aria-label": `Steps of ${run.name}`}),
     tiles(run), run.facts.length > 0 && h("dl", {class: "facts"}, run.facts.map(fact)))));
@@ -208,17 +216,19 @@ function resultRow({name, better, cells, percent: isShare}) {
 
 function comparison() {
   if (!report.comparison) return [];
-  const {settings: differing, results, tests} = report.comparison, names = report.runs.map(named);
+  const {settings: differing, results, tests, refused} = report.comparison;
+  const names = report.runs.map(named);
+  const sentences = [...tests.map((test) => test.sentence), ...refused];
   const numbers = tests.map((test) => [
-    test.name, `${test.a}, step ${whole(test.step_a)}`, `${test.b}, step ${whole(test.step_b)}`,
-    whole(test.n), format(test.a_value), format(test.b_value),
+    test.name, whole(test.step), test.a, test.b, whole(test.n), format(test.a_value), format(test.b_value),
     `${format(test.difference)} ± ${format(test.stderr, {}, 2)}`, format(test.p, {}, 2)]);
-  const head = ["measure", "first", "second", "items", "first value", "second value", "difference", "p"];
+  const head = ["measure", "step", "first", "second", "items", "first value", "second value", "difference",
+    "p"];
   const values = differing.map((each) => [each.name, ...each.values.map(text)]);
   return [box(
-    tests.length > 0 && [h("h3", {}, "Is one better than the other?"),
-      h("ul", {class: "tests"}, tests.map((test) => h("li", {}, test.sentence))),
-      h("details", {}, h("summary", {}, "In numbers"),
+    sentences.length > 0 && [h("h3", {}, "Is one better than the other?"),
+      h("ul", {class: "tests"}, sentences.map((sentence) => h("li", {}, sentence))),
+      tests.length > 0 && h("details", {}, h("summary", {}, "In numbers"),
         table("Paired tests on the same items", head, numbers))],
     results.length > 0 && table("Results, ± standard error", ["measure", ...names], results.map(resultRow)),
     values.length ? table("Settings that differ", ["setting", ...names], values)
@@ -256,7 +266,7 @@ function goodput({share, seconds, parts}) {
 
 function time() {
   const interruption = (each) => [date(each.time), whole(each.step), whole(each.resumed_from), each.reason,
-    duration(each.away_seconds), whole(each.repeated_steps)];
+    each.away_seconds === null ? "–" : duration(each.away_seconds), whole(each.repeated_steps)];
   const start = (each, i) => [whole(each.step), each.world_size ? whole(each.world_size) : "–",
     i ? changes(each) : "first start"];
   return shown().filter((run) => run.goodput || run.segments.length > 1).map((run) => box(

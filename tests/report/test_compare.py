@@ -81,20 +81,32 @@ def test_two_runs_are_compared_on_the_same_items(tmp_path, right):
     settings = {"MAX_STEPS": 20, "LEARNING_RATE": 0.1, "HELLASWAG_NAME": "stories", "RUN_NAME": "x"}
     metrics = [{"step": 10, "val_loss": 2.0, "val_loss_stderr": 0.1, "hellaswag_acc": 0.5},
                {"step": 20, "val_loss": 2.5, "val_loss_stderr": 0.2, "hellaswag_acc": 0.6, "hellaswag_stderr": 0.01}]
-    a = write_run(tmp_path / "a", settings, metrics, scored(10, ~right[0]) + scored(20, right[0], shift=0.1))
+    a = write_run(tmp_path / "a", settings, metrics, scored(10, right[0], shift=0.1) + scored(20, ~right[0]))
     b = write_run(tmp_path / "b", settings | {"LEARNING_RATE": 0.2, "RUN_NAME": "y", "REPORT": True}, metrics[:1],
                   scored(10, right[1]))
     found = comparison([a, b])
     assert found["settings"] == [{"name": "LEARNING_RATE", "values": ["0.1", "0.2"]}, {"name": "REPORT", "values": [None, "true"]}]
     rows = {row["name"]: row["cells"] for row in found["results"]}
-    assert rows["validation loss (last)"] == [{"value": 2.5, "stderr": 0.2, "step": 20}, {"value": 2.0, "stderr": 0.1, "step": 10}]
+    assert rows["validation loss at step 10"] == [{"value": 2.0, "stderr": 0.1, "step": 10}] * 2
     assert rows["validation loss (best)"][0] == {"value": 2.0, "stderr": 0.1, "step": 10}
-    assert rows["stories accuracy"] == [{"value": 0.6, "stderr": 0.01, "step": 20}, {"value": 0.5, "stderr": None, "step": 10}]
+    assert rows["stories accuracy at step 10"] == [{"value": 0.5, "stderr": None, "step": 10}] * 2
     accuracy, loss = found["tests"]
-    assert accuracy["sentence"] == "stories accuracy: b is better than a by 1.2 +- 0.3 points (p = 0.00049, 1,000 items)"
-    assert (accuracy["better"], accuracy["step_a"], accuracy["step_b"], accuracy["n"]) == ("b", 20, 10, 1000)
-    assert loss["sentence"].startswith("validation loss: b is better than a by 0.1") and "16 blocks" in loss["sentence"]
-    assert comparison([a]) is None
+    assert accuracy["sentence"] == "stories accuracy at step 10: b is better than a by 1.2 +- 0.3 points (p = 0.00049, 1,000 items)"
+    assert (accuracy["better"], accuracy["step"], accuracy["n"]) == ("b", 10, 1000)
+    assert loss["sentence"].startswith("validation loss at step 10: b is better than a by 0.1") and "16 blocks" in loss["sentence"]
+    assert found["refused"] == [] and comparison([a]) is None
+
+
+def test_runs_without_a_common_step_are_not_compared(tmp_path, right):
+    a = write_run(tmp_path / "a", {}, [{"step": 24, "val_loss": 2.0}], scored(24, right[0]))
+    b = write_run(tmp_path / "b", {}, [{"step": 16, "val_loss": 3.0}], scored(16, right[1]))
+    found = comparison([a, b])
+    assert found["tests"] == [] and found["refused"] == [
+        f"{title}: a (last at step 24) and b (last at step 16) scored no items in common at the same step, and are not compared"
+        for title in ("HellaSwag", "validation")]
+    row = found["results"][0]
+    assert (row["name"], row["better"]) == ("validation loss (last)", None), "no winner between different steps"
+    assert [cell["step"] for cell in row["cells"]] == [24, 16]
 
 
 def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(tmp_path, right):
@@ -104,4 +116,4 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     without = write_run(tmp_path / "without", {}, [], [])
     tests = comparison([a, same, other, without])["tests"]
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
-    assert tests[0]["sentence"] == "HellaSwag accuracy: a and same are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"
+    assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"

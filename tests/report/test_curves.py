@@ -1,49 +1,61 @@
-"""Decimation keeps what the eye looks for: extremes, gaps, ends; and its memory is bounded."""
+"""A long curve keeps the mean and the range of its buckets, and its first and last value; its memory is bounded."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from report.curves import MOST_POINTS, Curve, Points, as_json, decimated, points_per_curve
+from report.curves import MOST_POINTS, Curve, as_json, points_per_curve
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(float("nan"))), min_size=1, max_size=300)
 
 
-@given(VALUES, st.integers(4, 50), st.integers(1, 40))
-def test_extremes_ends_and_gaps_survive(values, most, stride):
+def curve_of(x, y, at_once: int = 1000) -> Curve:
+    curve = Curve()
+    for start in range(0, len(x), at_once):
+        curve.add(x[start:start + at_once], np.array(y[start:start + at_once]))
+    return curve
+
+
+@given(VALUES, st.integers(6, 50), st.integers(1, 40))
+def test_a_point_is_the_mean_and_the_range_of_the_values_it_stands_for(values, most, stride):
     x, y = np.arange(len(values)) * stride, np.array(values)
-    width, points = decimated(Points(x, y), most)
-    assert set(zip(points.x, map(repr, points.y))) <= set(zip(x, map(repr, y))) and (np.diff(points.x) > 0).all()
-    assert points.x[0] == x[0] and points.x[-1] == x[-1]
-    finite = y[np.isfinite(y)]
-    if len(finite):
-        assert np.nanmin(points.y) == finite.min() and np.nanmax(points.y) == finite.max()
-    assert np.isnan(points.y).any() == np.isnan(y).any()
-    assert len(points.x) <= max(most, 5)
-    for bucket in range(int(x[-1] // width) + 1):  # each one keeps its own extremes, however often it was merged
-        inside, kept = (pair.y[pair.x // width == bucket] for pair in (Points(x, y), points))
-        if np.isfinite(inside).any():
-            assert np.nanmin(kept) == np.nanmin(inside) and np.nanmax(kept) == np.nanmax(inside)
+    points = curve_of(x, y).points(most)
+    assert len(points.x) <= most and (np.diff(points.x) > 0).all() and points.count.sum() == np.isfinite(y).sum()
+    assert (points.x[0], points.x[-1]) == (x[0], x[-1]) and points.y[[0, -1]].tolist() == pytest.approx(y[[0, -1]].tolist(), nan_ok=True)
+    edges = np.concatenate(([0], np.cumsum(np.maximum(points.count, 1)).astype(int))) if np.isfinite(y).all() else ()
+    for start, end, mean, low, high in zip(edges, edges[1:], points.y, points.low, points.high):
+        assert mean == pytest.approx(y[start:end].mean(), rel=1e-9, abs=1e-6)
+        assert (low, high) == (y[start:end].min(), y[start:end].max())
 
 
-def test_a_curve_that_grows_has_the_extremes_of_all_its_points():
-    values, curve = np.random.default_rng(0).normal(size=200_000), Curve()
-    values[123_456], values[77_777] = 50, -50
-    for start in range(0, len(values), 1000):
-        curve.add(range(start, start + 1000), values[start:start + 1000])
-    assert len(curve) <= 2 * MOST_POINTS and curve.last() == values[-1]
+@pytest.mark.parametrize("at_once", [1, 1000, 777])
+def test_a_curve_that_grows_is_not_biased_and_keeps_its_extremes(at_once):
+    values = np.random.default_rng(0).gamma(2, 0.2, 40_000 if at_once == 1 else 400_000)
+    values[12_345], values[7_777] = 50, -50
+    steps = range(len(values))
+    curve = curve_of(steps, values, at_once)
+    assert len(curve) <= 2 * MOST_POINTS and curve.newest == (values[-1], len(values) - 1) and curve.lowest == (-50, 7_777)
+    assert curve.recent.tolist() == values[-21:].tolist()
     for most in (100, 1000):
         points = curve.points(most)
-        found = dict(zip(points.x.tolist(), points.y.tolist()))
-        assert len(found) <= most and found[123_456] == 50 and found[77_777] == -50
-        assert {0, 199_999} <= found.keys() and all(values[x] == y for x, y in found.items())
+        assert len(points.x) <= most and points.high.max() == 50 and points.low.min() == -50
+        assert np.average(points.y, weights=points.count) == pytest.approx(values.mean(), rel=1e-12)
+        assert np.average(points.x, weights=points.count) == pytest.approx(np.mean(steps), rel=1e-12)
+        assert points.y[0] == values[0] and points.y[-1] == values[-1]
+        assert points.y[1:-1].mean() == pytest.approx(0.4, abs=0.02)
 
 
 def test_what_is_not_finite_is_a_gap_and_json_has_no_nan():
-    curve = Curve()
-    curve.add([1, 2, 3, 4], np.array([1.0, np.inf, np.nan, 2 / 3]))
-    assert as_json(curve.points(100)) == {"x": [1, 2, 3, 4], "y": [1, None, None, 0.666667]} and curve.last() == 2 / 3
+    curve = curve_of([1, 2, 3, 4], [1.0, np.inf, np.nan, 2 / 3])
+    assert as_json(curve.points(100)) == {"x": [1, 2, 3, 4], "y": [1, None, None, 0.666667]} and curve.newest == (2 / 3, 4)
+    assert curve.steps().tolist() == [1, 4] and (curve.at(4), curve.at(3), curve.at(5)) == (2 / 3, None, None)
+
+
+def test_json_has_the_range_where_points_are_means():
+    x, y = range(10), [0, 1, 3, 1, 3, 1, 3, 1, 3, 9]
+    found = as_json(curve_of(x, y).points(6))
+    assert found == {"x": [0, 2, 6, 8, 9], "y": [0, 1.66667, 2, 3, 9], "low": [0, 1, 1, 3, 9], "high": [0, 3, 3, 3, 9]}
 
 
 @pytest.mark.parametrize("lengths, budget, most", [([10, 10], 1000, 2 * MOST_POINTS), ([10, 5000], 1010, 1000),

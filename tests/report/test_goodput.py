@@ -99,3 +99,33 @@ def test_nothing_is_invented_for_a_run_without_a_chronicle(read):
     assert read([], [line(10, 10, 1.0)]).data(100)["goodput"] is None
     assert read([start(0, 0)], [{"step": 10, "train_loss": 1.0}]).data(100)["goodput"] is None
     assert goodput([], []) is None
+
+
+def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
+    """20 steps of 2 s; 10 s after the first process stopped, on a clock that was set back by an hour, 10 steps more."""
+    run = read([start(10_000, 0), {"time": 10_041, "step": 20, "event": "end", "reason": "stopped by a signal"},
+                start(6_451, 20, 20, 10_040), {"time": 6_472, "step": 30, "event": "end", "reason": "finished"}],
+               [line(10_020, 10, 2.0), line(10_040, 20, 2.0), line(6_472, 30, 2.0)])
+    data = run.data(100)
+    found = data["goodput"]
+    assert parts(found) == {"steps": 60, "start-up": 1, "other": 1} and found["share"] == pytest.approx(60 / 62)
+    assert dict(data["facts"])["time"] == "1:02" and found["interruptions"][0]["away_seconds"] is None
+    assert data["alarms"] == [{"step": 20, "kind": "clock", "text": "the clock stepped back by 59:50, and the time that passed meanwhile "
+                               "is not known"}]
+    times = data["curves"]["time"]["y"]
+    assert times == sorted(times), "the page's axis of time"
+
+
+def test_a_clock_that_is_set_back_during_the_steps_is_reported_and_counts_what_was_measured(read):
+    run = read([start(10_000, 0), save(10_021, 10), save(6_461, 20), {"time": 6_481, "step": 30, "event": "end", "reason": "finished"}],
+               [line(10_020, 10, 2.0), line(6_440, 20, 2.0), line(6_481, 30, 2.0)])
+    data = run.data(100)
+    assert parts(data["goodput"]) == {"steps": 60, "saving": 10}
+    assert [(alarm["step"], alarm["kind"]) for alarm in data["alarms"]] == [(20, "clock")]
+    assert "-" not in dict(data["facts"])["time"]
+
+
+def test_lines_belong_to_the_last_process_that_began_before_their_step(read):
+    """The third process resumed from step 5, so that what is left of the second one is nothing."""
+    run = read([start(0, 0), start(100, 10, 12, 24), start(200, 5, 15, 130)], [line(10, 5, 2.0), line(230, 15, 3.0), line(260, 25, 3.0)])
+    assert {process: (each.last_step, each.steps_seconds) for process, each in run.measured.items()} == {0: (5, 10), 2: (25, 60)}

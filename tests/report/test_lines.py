@@ -5,8 +5,9 @@ import os
 
 import pytest
 
+from checkpoint.schema import Line
 from common.errors import CheckpointError
-from report.lines import GrowingFile, entry_of
+from report.lines import GrowingFile
 
 
 @pytest.fixture
@@ -64,7 +65,10 @@ def test_what_cannot_be_read_is_told(log):
         log.read()
 
 
-@pytest.mark.parametrize("line", [b"", b"\n", b"nonsense", b"[1]", b"{}", b'{"step": -1}', b'{"step": true}',
-                                  b'{"step": 1.5}', b"[" * 100_000, b"\xff\xfe", b"\0\0\0"])
-def test_what_is_no_line_of_a_log_is_left_out(line):
-    assert entry_of(line) is None
+@pytest.mark.parametrize("line", [b"", b"nonsense", b"[1]", b"{}", b'{"step": -1}', b'{"step": true}',
+                                  b'{"step": 1.5}', b"[" * 100_000, b"\xff\xfe", b"\0\0\0", b'{"step": 1, "x": "\\ud800"}'])
+def test_a_line_that_is_not_valid_is_set_aside_and_counted(log, line):
+    log.add = lambda each: log.seen.append(Line.model_validate_json(each))
+    log.path.write_bytes(lines(1) + line + b"\n" + lines(2))
+    log.read()
+    assert [entry.step for entry in log.seen] == [1, 2] and log.set_aside == 1

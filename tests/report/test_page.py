@@ -38,6 +38,7 @@ def run(name: str = "first", offset: float = 0.0) -> dict:
             "goodput": {"share": 0.5, "seconds": 1000, "parts": [{"name": "steps", "seconds": 500}, {"name": "away", "seconds": 500}],
                         "interruptions": [{"time": 1.7e9, "step": 410, "resumed_from": 400, "resumed_time": 1.7e9, "reason": "killed by a test",
                                            "away_seconds": 500, "repeated_steps": 10}]},
+            "recent": {"tokens_per_second": 8990, "mfu": 0.4}, "best": [2.006, 1000], "failure": None,
             "alarms": [{"step": 700, "kind": "loss spike", "text": "a loss of 9"}],
             "power": {"files": ["power.csv"], "start": 1.7e9, "time": [0, 0.5, 1, 1.5], "gpus": {"0": [100, 200, 150, None]},
                       "marks": [[0, "forward", 7], [0.8, "backward", 7], [1.6, "forward", 8]]}}
@@ -58,9 +59,9 @@ def report(*runs: dict) -> dict:
               chart("memory", "Peak memory", series("peak_memory_bytes", "allocated"), unit="bytes"),
               chart("phases", "Time by phase", series("data_seconds", "data"), series("forward_seconds", "forward"), unit="s", stacked=True)]
     cells = [{"value": 2.5 + i, "stderr": 0.1, "step": 1000} for i in range(len(runs))]
-    test = {"name": "validation loss", "a": "first", "b": "second", "step_a": 1000, "step_b": 1000, "n": 8, "a_value": 2.5, "b_value": 3.5,
+    test = {"name": "validation loss", "a": "first", "b": "second", "step": 1000, "n": 8, "a_value": 2.5, "b_value": 3.5,
             "difference": 1.0, "stderr": 0.1, "p": 0.001, "better": "a", "sentence": "first is better by one"}
-    comparison = {"settings": [{"name": "SEED", "values": [*range(len(runs))]}], "tests": [test],
+    comparison = {"settings": [{"name": "SEED", "values": [*range(len(runs))]}], "tests": [test], "refused": [],
                   "results": [{"name": "validation loss (last)", "better": "lower", "cells": cells}]}
     return {"format": 1, "title": " and ".join(each["name"] for each in runs), "generated": 1.7e9, "live": False, "runs": [*runs],
             "charts": charts, "comparison": comparison if len(runs) > 1 else None}
@@ -215,10 +216,59 @@ def test_everything_of_the_data_is_said(show):
 
 def test_a_run_that_has_not_begun_has_a_page(show):
     nothing = {"curves": {}, "samples": [], "settings": [], "sources": [], "segments": [], "alarms": [], "facts": [], "goodput": None,
-               "power": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
+               "power": None, "recent": {}, "best": None, "eta_seconds": None, "state": "unknown", "sentence": "has not begun", "step": 0}
     page = show(report(run() | nothing))
     assert page.locator("section:visible h2").all_inner_texts() == ["Overview"]
     assert "? unknown" in page.inner_text("header") and "has not begun" in page.inner_text("#overview")
+
+
+def test_a_failed_run_begins_with_its_failure(show):
+    failed = run() | {"state": "failed", "failure": {"where": "in step 1,001", "reason": "step 1001 was not finite", "saved": "step-00001000",
+                                                     "command": "python scripts/replay_step.py runs/first --step 1001"}}
+    page = show(report(failed), 390)
+    text = page.inner_text("main")
+    assert [each for each in text.split("\n") if each][:6] == ["Overview", "✕ Failed in step 1,001 of 2,000", "step 1001 was not finite", "saved", "step-00001000",
+                                    "examine the step with"], "before all figures"
+    assert "python scripts/replay_step.py runs/first --step 1001" in text
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_a_logarithmic_axis_survives_zeros(show):
+    data = report(run())
+    data["runs"][0]["curves"]["grad_norm"] = curve(STEPS, lambda step: 10 ** (step / 250) if step < 600 else 0)
+    data["charts"].append({"id": "norm", "title": "Norm", "unit": "", "log": True, "percent": False, "stacked": False,
+                           "series": [series("grad_norm", "gradient norm")]})
+    page = show(data)
+    assert page.evaluate("charts.get('norm').isLog") and page.evaluate("charts.get('norm').plot.scales.y.distr") == 3
+    drawn = page.evaluate("charts.get('norm').slots.at(-1).y")
+    assert min(drawn) > 0 and drawn[-1] == pytest.approx(page.evaluate("charts.get('norm').floor"))
+    low, high = page.evaluate("[charts.get('norm').plot.scales.y.min, charts.get('norm').plot.scales.y.max]")
+    assert 0 < low < drawn[-1] and high > 200
+    assert spoken(page, "norm") == "last: gradient norm 0", "what is said is the value itself"
+
+
+def test_marks_lie_within_the_axis(show):
+    data = report(run())
+    data["runs"][0]["alarms"] = [{"step": step, "kind": "update left out", "text": "x"} for step in (0, 500, 1001, 2**50)]
+    page = show(data)
+    assert page.evaluate("charts.get('loss').visibleMarks().map(({x}) => x)") == [400, 10, 500, 1000, 1000]
+    page.locator("#chart-loss .plot").focus()
+    page.keyboard.press("End")
+    assert "● step 1,001, update left out: x" in page.locator("#chart-loss .at").inner_text()
+
+
+def test_a_point_of_a_long_curve_shows_the_range_of_its_values(show):
+    data = report(run())
+    loss = data["runs"][0]["curves"]["train_loss"]
+    loss |= {"low": [value - 0.5 for value in loss["y"]], "high": [value + 1 for value in loss["y"]]}
+    loss["low"][-1] = loss["high"][-1] = loss["y"][-1]
+    page = show(data)
+    assert page.evaluate("charts.get('loss').slots.map(({role}) => role)")[:3] == ["high", "low", "main"]
+    page.locator("#chart-loss .plot").focus()
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    assert "(1.505 to 3.005)" in spoken(page, "loss")
+    assert page.evaluate("charts.get('loss').summary(charts.get('loss').lines[0])").split(", highest ")[1].startswith("3.")
 
 
 def test_a_hostile_run_is_only_text(show):

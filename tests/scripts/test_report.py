@@ -52,7 +52,7 @@ def test_a_run_is_named_as_elsewhere_and_several_are_written_beside_them(folder,
 
 
 @pytest.mark.parametrize("arguments, code, words", [
-    (["nosuch"], 5, "there is no run 'nosuch'"), (["."], 5, "is no run"), (["first", "--output", "none/x.html"], 5, "none/x.html cannot be written"),
+    (["nosuch"], 5, "there is no run 'nosuch'"), (["."], 5, "is not a run"), (["first", "--output", "none/x.html"], 5, "none/x.html cannot be written"),
     (["first", "--output", "https://github.com/page.html"], 2, "is a URL"), (["first", "--port", "70000"], 2, "at most 65535"),
     (["first", "--serve", "--output", "x"], 2, "writes no file"), ([], 2, "required"), (["first", "--open"], 2, "unrecognized")])
 def test_mistakes_are_told(folder, tmp_path, arguments, code, words):
