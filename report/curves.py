@@ -61,7 +61,8 @@ class Curve:
 
     def points(self, most: int) -> Points:
         """At most so many points; the first and the last are single values."""
-        return merged(bucketed(self.kept, self.width), most, self.width)[1]
+        kept = bucketed(self.kept, self.width) if self.width > 1 else self.kept
+        return merged(kept, most, self.width)[1]
 
 
 def merged(points: Points, most: int, width: int = 1) -> tuple[int, Points]:

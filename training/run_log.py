@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from checkpoint.item_scores import measured_as
-from checkpoint.schema import Line, read_lines
+from checkpoint.schema import MOST_SECONDS, Line, number, read_lines
 from common.errors import CheckpointError
 from common.files import NotAFileError, plain
 from common.text import duration, print_safely, printable
@@ -181,7 +181,7 @@ class RunLog:
                                                 see.get(name, lambda line, entry: None))
             self.lines[name] = LineFile(path, self.warn)
         before = newest["metrics"].model_dump() if newest["metrics"] else {}
-        self.previous = {"previous_step": before.get("step"), "previous_time": before.get("time")}
+        self.previous = {"previous_step": before.get("step"), "previous_time": number(before.get("time"), MOST_SECONDS)}
         self._start_trackers(step, wandb_run_id)
 
     def _see_ledger(self, line: bytes, entry: Line) -> None:
