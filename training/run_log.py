@@ -181,7 +181,8 @@ class RunLog:
                                                 see.get(name, lambda line, entry: None))
             self.lines[name] = LineFile(path, self.warn)
         before = newest["metrics"].model_dump() if newest["metrics"] else {}
-        self.previous = {"previous_step": before.get("step"), "previous_time": number(before.get("time"), MOST_SECONDS)}
+        self.previous = {"previous_step": before.get("step"),
+                         "previous_time": number(before.get("time"), MOST_SECONDS)}
         self._start_trackers(step, wandb_run_id)
 
     def _see_ledger(self, line: bytes, entry: Line) -> None:
@@ -249,7 +250,11 @@ class RunLog:
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Log what happened to the run, and when, to events.jsonl."""
-        self._write_json("events", {"time": time.time(), "step": step, "event": event, **finite(facts)})
+        # Not the escape of a lone surrogate, as in a path that is not Unicode: the line would not be valid.
+        texts = {name: value.encode(errors="replace").decode() for name, value in facts.items()
+                 if isinstance(value, str)}
+        facts = finite(facts) | texts
+        self._write_json("events", {"time": time.time(), "step": step, "event": event, **facts})
 
     def entry(self, step: int, facts: dict[str, Any]) -> None:
         """Log a step's line in ledger.jsonl: which rows it read, and its result."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from factories import UNMEASURED
 
+from checkpoint.schema import read_lines
 from common.errors import DataError
 from common.text import print_traceback, show
 from config import Config
@@ -197,11 +198,12 @@ def test_the_events_of_a_run_are_a_chronicle_that_no_resume_shortens(tmp_path):
     third = written(tmp_path / "metrics.jsonl")[2]
     log = make_log(tmp_path, step=1)
     assert log.previous == {"previous_step": 3, "previous_time": third["time"]}
-    log.event("end", 1, reason="\x1b\u2028", ratio=float("inf"))
+    log.event("end", 1, reason="\x1b\u2028\udcff", ratio=float("inf"))
     log.close()
     first, *_, last = events = written(tmp_path / "events.jsonl")
     assert [event["step"] for event in events] == [1, 2, 3, 1] and first.keys() == {"time", "step", "event", "seconds", "checkpoint"}
-    assert last == {"time": last["time"], "step": 1, "event": "end", "reason": "\x1b\u2028", "ratio": None}
+    assert last == {"time": last["time"], "step": 1, "event": "end", "reason": "\x1b\u2028?", "ratio": None}
+    assert all(entry for _, entry in read_lines(tmp_path / "events.jsonl"))
 
 
 def test_metrics_of_an_earlier_version_have_no_time(tmp_path):
