@@ -13,7 +13,8 @@ from torch import Tensor
 from config import ModelConfig
 from model import KVCache, precompute_freqs
 
-GPU_GRAIN = 128  # tokens: on a GPU, attention reads a multiple of this
+# Attention reads a multiple of so many tokens: a GPU's memory and kernels serve few lengths best.
+GRAIN = {"cuda": 128}
 
 
 class RowCache(KVCache):
@@ -55,8 +56,7 @@ class RowCache(KVCache):
             self.to_write = (self.rows_B[:, None], places_BT)
             self.to_read = block if adjacent else self.rows_B
             cos, sin = self.cos_1S1H[0, places_BT], self.sin_1S1H[0, places_BT]
-        # A GPU reuses memory, and its kernels are fastest, where few lengths occur.
-        grain = GPU_GRAIN if longest and device.type != "cpu" else 1
+        grain = GRAIN.get(device.type, 1) if longest else 1
         self.end = min(-(-new.stop // grain) * grain, length)
         self.used = [used + tokens for used in self.used]
         return cos, sin, (self.index_S[:self.end] <= places_BT[..., None])[:, None] if longest else None

@@ -13,6 +13,7 @@ from config import ModelConfig
 from inference import engine as engine_module
 from inference.engine import Engine, Request
 from inference.generate import generate
+from inference.row_cache import GRAIN
 from inference.sampling import MOST_LIKELY, Sampling, Samplings, choose, penalize
 from model import Transformer
 from model_utils import model_on_meta
@@ -61,9 +62,13 @@ def alone(model: Transformer, prompt: list[int], count: int, sampling: Sampling 
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("rows, read_at_once", [(6, 256), (3, 256), (2, 5), (1, 1)])
-def test_a_request_gets_what_it_gets_alone(model, sampling, rows, read_at_once):
-    """All at once or waiting for rows, with prompts that are read whole or in pieces; some end sooner."""
+@pytest.mark.parametrize("rows, read_at_once, grain", [(6, 256, 1), (3, 256, 16), (2, 5, 1), (2, 5, 16), (1, 1, 16)])
+def test_a_request_gets_what_it_gets_alone(model, sampling, rows, read_at_once, grain, monkeypatch):
+    """All at once or waiting for rows, with prompts that are read whole or in pieces; some end sooner.
+
+    With a grain, as on a GPU, attention reads beyond the tokens that are used.
+    """
+    monkeypatch.setitem(GRAIN, "cpu", grain)
     requests = [Request(prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)]
     written = run(Engine(model, rows, 60, read_at_once), *requests)
     expected = [alone(model, prompt, 9 + 4 * index, sampling) for index, prompt in enumerate(PROMPTS)]
