@@ -17,6 +17,7 @@ SHAPES = ((4, 4096, 32, 8, 64), (32, 2048, 12, 4, 64), (4, 4096, 32, 8, 128))
 TINY_SHAPES = ((2, 128, 4, 2, 16),)
 DOCUMENTS = (1, 8, 64, 512)  # in a row
 EMPTY = (0, 200)  # documents without a token, which pad cu_seqlens
+GIB = 2**30
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 6e-3}  # relative to the norm
 
 
@@ -215,7 +216,23 @@ FORECAST = {"as it is": {}, "recomputed": BLOCK, "eager, recomputed": BLOCK | {"
 
 
 def memory(task) -> None:
-    """The forecast of --check beside the peak of a step, which torch only measures on a GPU."""
+    """The forecast of --check beside what a step takes on a GPU; each layout in a new process.
+
+    In one process a layout would be charged for what earlier ones left behind.
+    """
+    if task.layout:
+        return measure_layout(task, task.layout)
+    for layout in [*FORECAST][::4] if task.tiny else FORECAST:
+        code, output = task.run_part("memory", "--layout", layout)
+        task.check(f"{layout}, exit code", code == 0, code)
+    figures = task.figures()
+    shares = [figures[layout]["USABLE"] for layout in FORECAST if "USABLE" in figures.get(layout, ())]
+    if shares:  # preflight.USABLE should be this
+        task.figure("USABLE", min(shares))
+
+
+def measure_layout(task, layout: str) -> None:
+    """The forecast for one layout, and what torch allocates and reserves for two steps, and NVML reports."""
     from config import Config
     from model_utils import choose_dtype
     from training.memory_estimate import estimate_memory
@@ -223,19 +240,42 @@ def memory(task) -> None:
     vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)
     if task.tiny:
         vocab, length, shape = 512, 64, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
-    for name, changes in FORECAST.items():
-        config = Config(**shape | {"device": task.device, "compile": task.cuda, "max_seq_len": length,
-                                   "micro_batch_size": 2, "total_batch_size": 4 * length,
-                                   "document_mask": False} | changes)
-        dtype = choose_dtype(config, task.device)
-        forecast = estimate_memory(config, vocab, dtype.itemsize, task.device).total
-        task.figure(f"{name}, forecast GiB", round(forecast / 2**30, 3))
-        with task.attempt(name):
-            peak = peak_of_a_step(task, config, vocab, dtype)
-            if task.cuda:
-                task.figure(f"{name}, measured GiB", round(peak / 2**30, 3))
-                off = round(100 * (forecast / peak - 1), 1)
-                task.check(f"{name}, forecast off by %", abs(off) < 10, off)
+    config = Config(**shape | {"device": task.device, "compile": task.cuda, "max_seq_len": length,
+                               "micro_batch_size": 2, "total_batch_size": 4 * length,
+                               "document_mask": False} | FORECAST[layout])
+    before = used_memory() if task.cuda else {}  # by others, and by the driver; CUDA has not started
+    dtype = choose_dtype(config, task.device)
+    forecast = estimate_memory(config, vocab, dtype.itemsize, task.device).total
+    figures = {"forecast GiB": forecast / GIB}
+    try:
+        allocated = peak_of_a_step(task, config, vocab, dtype)
+        if task.cuda:
+            gpu, reserved = torch.cuda.get_device_properties(0), torch.cuda.memory_reserved()
+            uuid = f"GPU-{gpu.uuid}"
+            context = used_memory()[uuid] - before[uuid] - reserved
+            figures |= {"allocated GiB": allocated / GIB, "reserved GiB": reserved / GIB,
+                        "context GiB": context / GIB,
+                        "USABLE": usable_share(forecast, reserved, context, gpu.total_memory)}
+    finally:
+        task.figure(layout, {name: round(value, 3) for name, value in figures.items()})
+    if task.cuda:
+        off = 100 * (forecast / allocated - 1)
+        task.check(f"{layout}, forecast off by %", abs(off) < 10, round(off, 1))
+
+
+def used_memory() -> dict[str, int]:
+    """Bytes in use on each GPU by its UUID, as NVML reports them."""
+    from parallel.gpus import read_gpus
+
+    return {gpu.uuid: gpu.used for gpu in read_gpus()}
+
+
+def usable_share(forecast: float, reserved: float, context: float, total: float) -> float:
+    """The share of a GPU's memory that a forecast may fill, for a run of which reserved + context must fit.
+
+    What torch reserves grows with the forecast; CUDA's context does not.
+    """
+    return (total - context) / total * forecast / reserved
 
 
 def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
@@ -268,7 +308,6 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
     tokens = torch.zeros(config.micro_batch_size, config.max_seq_len, dtype=torch.int64, device=device)
     for _ in range(2):
         if task.cuda:
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         for number in range(1, config.accumulation_steps + 1):

@@ -42,6 +42,7 @@ class Task:
     folder: Path
     seconds: float
     notes: Path
+    layout: str = ""  # of `memory`
 
     @property
     def cuda(self) -> bool:
@@ -63,6 +64,11 @@ class Task:
         print(f"{name}: {value}", flush=True)
         self.note(figure={name: value})
 
+    def figures(self) -> dict[str, Any]:
+        """What was recorded so far, also by processes of this part."""
+        lines = self.notes.read_text(encoding="utf-8").splitlines() if self.notes.exists() else []
+        return {name: value for line in lines for name, value in json.loads(line).get("figure", {}).items()}
+
     def check(self, name: str, holds: bool, value: Any) -> None:
         """Record a result, and a fault unless it holds."""
         self.figure(name, value)
@@ -79,7 +85,12 @@ class Task:
             reason = str(error).strip().splitlines()[0][:300] if str(error) else ""
             self.note(fault=f"{name}: {type(error).__name__}: {reason}")
 
-    def run(self, *arguments: Any, env: Mapping[str, str] = {},
+    def run_part(self, part: str, *flags: str) -> tuple[int, str]:
+        """Run a part, or a piece of one, in a new process, as `run`."""
+        return self.run(__file__, part, "--device", self.device, "--output", self.folder, "--seconds",
+                        f"{self.seconds:.0f}", *(["--tiny"] if self.tiny else []), *flags)
+
+    def run(self, *arguments: Any, env: Mapping[str, str] = {}, stdin: str = "",
             on_line: Callable[[str], None] = lambda line: None) -> tuple[int, str]:
         """Run one of our programs; returns its exit code and its output, which is also printed line by line.
 
@@ -88,14 +99,17 @@ class Task:
         """
         command = [sys.executable, *map(str, arguments)]
         print(f"$ {' '.join(command)}", flush=True)
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.DEVNULL,
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.PIPE,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
         output = ""
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            output += line
-            on_line(line)
-        return process.wait(), output
+        with process:
+            process.stdin.write(stdin)
+            process.stdin.close()
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                output += line
+                on_line(line)
+        return process.returncode, output
 
 
 def header(task: Task) -> None:
@@ -228,6 +242,24 @@ def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", *
     task.figure("tokens a second, last", rates[-1])
     task.figure("recompilations", output.count("Recompiling function"))
     task.figure("warnings", sum("warning" in line.lower() for line in output.splitlines()))
+
+
+def use(task: Task) -> None:
+    """A run with DETERMINISTIC=true and samples, and what users do with it, each in a new process."""
+    flags = flags_of(task, "use", deterministic="true", max_steps=6, sample_every=2, validate_every=6,
+                     sample_prompts="The")
+    run, short = task.runs / "use", ("--max-new-tokens", 8)
+    for name, arguments, stdin in (
+            ("train", ("train.py", *flags), ""),
+            ("generate", ("scripts/generate.py", run, "--prompt", "The", *short), ""),
+            ("chat", ("scripts/chat.py", run, *short), "The\n"),
+            ("evaluate", ("scripts/evaluate.py", run, "--validation-rows", 2), "")):
+        started = time.perf_counter()
+        code, output = task.run(*arguments, stdin=stdin)
+        task.check(f"{name}: exit code", code == 0, last_line(output) if code else 0)
+        task.figure(f"{name}: seconds", round(time.perf_counter() - started, 1))
+    samples = (run / "samples.jsonl").read_text(encoding="utf-8").count("\n")
+    task.check("samples", samples >= 3, samples)
 
 
 def stops(task: Task) -> None:
@@ -420,7 +452,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "stage-lora-dpo": dict(DPO, dpo_reference="live", lora_enabled="true", lora_rank=4),
     "stage-distil": DISTILLATION, "stage-distil-stored": dict(DISTILLATION, distillation_top_k=8)}
 PARTS: dict[str, Callable[[Task], None]] = {
-    "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power,
+    "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power, "use": use,
     **{name: partial(from_probe, name=name)
        for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
     **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
@@ -441,9 +473,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--layout", default="", help="of memory: measure only this one, in this process")
     options = parser.parse_args()
     notes = options.output / f"{options.part}.notes.jsonl"
-    PARTS[options.part](Task(options.device, options.tiny, options.output, options.seconds, notes))
+    PARTS[options.part](Task(options.device, options.tiny, options.output, options.seconds, notes,
+                             options.layout))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ PLANNED_ROWS = 64  # of the first step, whose padding and targets stand for all
 TRIAL_STEPS = 100  # a shorter run is not meant to learn
 UNDERTRAINED = 2  # tokens for each weight of the blocks' matrices, a tenth of TOKENS_PER_PARAMETER
 MOST_PASSES = {"pretrain": 4, "sft": 5, "dpo": 5}  # over the data; fine-tuning usually takes one to five
-USABLE = 0.94  # of a GPU's memory; CUDA itself, nccl's buffers and fragmentation take the rest
+# The share of a GPU's memory that a forecast may fill; the rest is for CUDA's context, nccl's buffers and
+# what torch reserves beyond the forecast. It is assumed; the part `memory` of gpu_suite.py measures it.
+USABLE = 0.94
 
 
 def describe_model(config: Config, vocab_size: int) -> str:

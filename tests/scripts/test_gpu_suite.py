@@ -5,12 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import gpu_probe  # noqa: E402
 import gpu_suite  # noqa: E402
 import gpu_suite_parts  # noqa: E402
 import write_docs  # noqa: E402
@@ -141,6 +144,59 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
     figures, faults, skipped = gpu_suite.read_notes(task.notes)
     assert (figures, skipped) == ({"loss": 3.5, "after": 1}, None)
     assert faults == ["loss is 3.5", "a kernel: RuntimeError: no such kernel"]
+
+
+# ------------------------------------------------------------------------------------------------------------- the memory
+
+
+@pytest.fixture
+def task(tmp_path):
+    return gpu_suite_parts.Task("cpu", False, tmp_path, 10, tmp_path / "memory.notes.jsonl")
+
+
+def test_each_layout_is_measured_in_a_process_and_the_least_share_counts(task, monkeypatch):
+    started = []
+
+    def run_part(self, part: str, *flags: str) -> tuple[int, str]:
+        assert (part, flags[0]) == ("memory", "--layout") and not self.layout
+        started.append(flags[1])
+        self.figure(flags[1], {"forecast GiB": 10.0, "USABLE": 0.9 if flags[1] == "selective" else 0.95})
+        return 0, ""
+
+    monkeypatch.setattr(gpu_suite_parts.Task, "run_part", run_part)
+    gpu_probe.memory(task)
+    assert started == [*gpu_probe.FORECAST] and len({*started}) == 8
+    assert task.figures()["USABLE"] == 0.9
+
+
+def test_a_process_of_the_memory_part_measures_one_layout(tmp_path):
+    task = gpu_suite_parts.Task("cpu", True, tmp_path, 60, tmp_path / "memory.notes.jsonl")
+    code, output = task.run_part("memory", "--layout", "sharded")
+    assert code == 0, output
+    assert [*task.figures()] == ["sharded"] and [*task.figures()["sharded"]] == ["forecast GiB"]  # torch measures a GPU only
+
+
+def test_nvml_is_read_before_cuda_starts_and_after_the_steps(task, monkeypatch):
+    gib, events = gpu_probe.GIB, []
+    used = iter([{"GPU-a": 1 * gib, "GPU-b": 70 * gib}, {"GPU-a": 14 * gib, "GPU-b": 75 * gib}])
+    monkeypatch.setattr(gpu_probe, "used_memory", lambda: events.append("NVML") or next(used))
+    monkeypatch.setattr(gpu_probe, "peak_of_a_step", lambda *_: events.append("steps") or 10 * gib)
+    monkeypatch.setattr("model_utils.choose_dtype", lambda *_: events.append("CUDA") or torch.bfloat16)
+    monkeypatch.setattr("training.memory_estimate.estimate_memory", lambda *_: SimpleNamespace(total=10.4 * gib))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a", total_memory=80 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 * gib)
+    task.device, task.layout = "cuda", "as it is"
+    gpu_probe.memory(task)
+    assert events == ["NVML", "CUDA", "steps", "NVML"]
+    figures = task.figures()["as it is"]
+    assert figures == {"forecast GiB": 10.4, "allocated GiB": 10, "reserved GiB": 12, "context GiB": 1,
+                       "USABLE": round((80 - 1) / 80 * 10.4 / 12, 3)}
+
+
+@pytest.mark.parametrize("forecast, reserved, context", [(10, 12, 1), (10, 10, 0), (10, 9, 2)])
+def test_a_forecast_of_the_usable_share_just_fits(forecast, reserved, context):
+    largest = 80 * gpu_probe.usable_share(forecast, reserved, context, 80)
+    assert largest * reserved / forecast + context == pytest.approx(80)
 
 
 # ------------------------------------------------------------------------------------------------------------ docs/gpu.md
