@@ -99,7 +99,8 @@ class Suite:
 
     def __post_init__(self) -> None:
         self.folder: Path = self.options.output
-        self.environment = os.environ | ({"OMP_NUM_THREADS": "1"} if self.options.tiny else {})
+        self.environment = os.environ | {"PADDOCK_COMMIT": self.options.commit}
+        self.environment |= {"OMP_NUM_THREADS": "1"} if self.options.tiny else {}
         self.started = time.monotonic()
         groups = {part.group for part in self.parts} & MINUTES.keys()
         minutes = self.options.minutes or sum(MINUTES[group] for group in groups or MINUTES)
@@ -280,6 +281,7 @@ def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace
     parser.add_argument("--tiny", action="store_true", help="toy sizes, compiling in one part only")
     parser.add_argument("--output", type=Path, default=ROOT / "gpu_suite",
                         help="folder of results.jsonl (default: gpu_suite)")
+    parser.add_argument("--commit", default="", help="what is tested (default: what git says here)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     parser.add_argument("--jobs", type=int,
                         help="parts at a time, where none measures time (default: 4, tiny: 2)")

@@ -119,7 +119,8 @@ def header(task: Task) -> None:
 
     # Commit and versions; torch comes late, so that the figures before it are recorded if it is missing.
     changed = ", changed" if output_of("git", "status", "--porcelain", "--untracked-files=no") else ""
-    task.figure("commit", output_of("git", "rev-parse", "HEAD") + changed or "unknown")
+    found = output_of("git", "rev-parse", "HEAD") + changed
+    task.figure("commit", os.environ.get("PADDOCK_COMMIT") or found or "unknown")
     task.figure("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"))
     if task.tiny:
         task.figure("sizes", "toy")

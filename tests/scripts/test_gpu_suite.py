@@ -124,13 +124,13 @@ def test_the_driver_needs_the_standard_library_only(tmp_path):
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     command = ["bash", ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--parts", "header", "--wheels", tmp_path,
-               "--output", tmp_path / "out"]
+               "--output", tmp_path / "out", "--commit", "abc123"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"warning: the wheels of {tmp_path} are not installed: there is no *.whl in it" in done.stdout
     assert done.stdout.rstrip().endswith("1 ok, 0 FAILED, 0 skipped") and "| header | ok |" in done.stdout
     [record] = map(json.loads, (tmp_path / "out" / "results.jsonl").read_text().splitlines())
-    assert record["figures"]["torch"] and record["figures"]["commit"] and record["figures"]["device"].startswith("CPU")
+    assert record["figures"]["torch"] and record["figures"]["commit"] == "abc123" and record["figures"]["device"].startswith("CPU")
 
 
 def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_path):
