@@ -152,7 +152,7 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
     model, _ = adapters.load_for_use(place, str(folder) if place == adapter else None, torch.device("cpu"), dtype)
     assert {parameter.dtype for parameter in model.parameters() if parameter.ndim >= 2} <= {dtype, torch.int8}
     assert {parameter.dtype for parameter in model.parameters() if parameter.ndim < 2} <= {torch.float32, torch.int64}
-    assert model.head_weight.values_VD.dtype == dtype and not any(each.requires_grad for each in model.parameters())
+    assert model.head_matrix.as_head().values_VD.dtype == dtype and not any(each.requires_grad for each in model.parameters())
     tokens_BT = torch.tensor([[1, 3, 70, 5], [2, 3, 4, 70]])
     with torch.inference_mode():
         caches = [RowCache(each.config, 2, 8, torch.device("cpu"), dtype) for each in (model, expected)]
