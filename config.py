@@ -134,6 +134,12 @@ class ModelConfig(Section):
         0.9, "selective: share of activations kept; the cheapest to recompute go first", ge=0, le=1)
     head_chunk_tokens: int = safe(0, "tokens whose logits exist at a time; 0 = by vocabulary size", ge=0)
 
+    @field_validator("attention_backend", mode="before")
+    @classmethod
+    def use_our_kernel_names(cls, name: Any) -> Any:
+        """Accept transformers' names too."""
+        return KERNEL_NAMES.get(name, name) if isinstance(name, str) else name
+
     @property
     def head_dim(self) -> int:
         """Width of one head."""
@@ -155,6 +161,10 @@ class ModelConfig(Section):
         attention = 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
         return self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
 
+
+# transformers' names of attention kernels, and flash-attn's package.
+KERNEL_NAMES = {"flash_attn": "flash", "flash_attention": "flash", "flash_attention_2": "flash",
+                "flash_attention_3": "flash", "eager": "math"}
 
 # What describes a model, and so comes with a checkpoint: its feed-forward has one width, spelt in three ways.
 FEED_FORWARD = ("ffn_dim", "ffn_dim_multiplier", "multiple_of")

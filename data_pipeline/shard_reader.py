@@ -241,8 +241,11 @@ def allow_open_files(files: int, folder: Path) -> None:
     """Raise this process's limit on open files, or DataError if the system does not allow as many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files + OTHER_OPEN_FILES > hard:
-        raise DataError(f"{folder}: has {files:,} shards, and this shell lets a process open {hard:,} files; "
-                        "raise that (ulimit -n), or prepare the data again with a larger SHARD_TOKENS")
+        fewer = files > 1 and hard > OTHER_OPEN_FILES
+        other_way = ", or prepare the data again with a larger SHARD_TOKENS" if fewer else ""
+        raise DataError(f"{folder}: has {files:,} shard{'s' * (files > 1)}, and this shell lets a process "
+                        f"open {hard:,} files; run ulimit -n {files + OTHER_OPEN_FILES}, in a new shell or "
+                        f"as root{other_way}")
     if soft < (wanted := min(hard, 2 * (files + OTHER_OPEN_FILES))):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -17,31 +17,43 @@ FOREIGN_NAMES = {foreign: name for name, names in {
                         "per_device_train_batch_size per_device_eval_batch_size device_batch_size",
     "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
     "max_seq_len": "block_size context_length context_size seq_len seq_length sequence_length max_length "
-                   "max_seq_length max_position_embeddings n_ctx n_positions",
+                   "max_seq_length max_position_embeddings n_ctx n_positions cutoff_len model_max_length "
+                   "max_prompt_length",
     "max_steps": "max_iters num_iterations num_steps train_steps total_steps steps iters iterations epochs "
                  "num_epochs num_train_epochs max_epochs",
-    "warmup_steps": "warmup warmup_iters warmup_ratio", "decay_fraction": "lr_decay_iters decay_ratio",
-    "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr",
-    "max_grad_norm": "grad_clip clip_grad gradient_clipping max_norm", "weight_decay": "wd",
-    "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_eps": "eps adam_epsilon",
-    "precision": "dtype bf16 fp16 mixed_precision",
+    "warmup_steps": "warmup warmup_iters warmup_ratio",
+    "decay_fraction": "lr_decay_iters decay_ratio cooldown_iters",
+    "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr lr_decay_style",
+    "max_grad_norm": "grad_clip clip_grad gradient_clipping gradient_clip_val max_norm", "weight_decay": "wd",
+    "adam_beta1": "beta1 betas", "adam_beta2": "beta2", "adam_eps": "eps epsilon adam_epsilon",
+    "precision": "dtype torch_dtype bf16 fp16 mixed_precision", "seed": "random_seed",
     "validate_every": "eval_interval eval_every eval_steps eval_freq val_every val_steps val_interval "
                       "validation_every validation_steps", "validation_rows": "eval_iters",
+    "validation_fraction": "val_set_size validation_split",
     "save_every": "save_interval save_steps save_freq checkpoint_every checkpoint_interval checkpoint_steps",
     "keep_last": "save_total_limit",
     "log_every": "log_interval log_steps log_freq logging_steps print_every print_freq",
     "sample_every": "sample_interval sample_steps",
     "output_dir": "out_dir save_dir checkpoint_dir", "run_name": "name exp_name experiment_name",
-    "pretrain_data_path": "data data_path data_dir dataset dataset_path train_data train_file train_files",
+    "pretrain_data_path": "data data_path data_dir data_files dataset dataset_dir dataset_name dataset_path "
+                          "datasets input_file train_data train_file train_files training_data",
     "resume": "resume_from resume_from_checkpoint",
-    "pretrain_checkpoint": "init_from model_name_or_path pretrained_model base_model checkpoint",
+    "pretrain_checkpoint": "init_from model_name_or_path pretrained_model base_model checkpoint model_path "
+                           "model_name model_id pretrained_model_name_or_path initial_checkpoint_dir "
+                           "load_checkpoint load_from",
     "preset": "model_size model model_flavor flavor size",
     "n_layers": "n_layer num_layers num_hidden_layers",
     "n_heads": "n_head num_heads num_attention_heads",
     "n_kv_heads": "num_kv_heads num_key_value_heads n_kv_head",
     "dim": "n_embd d_model hidden_size model_dim embedding_dim width",
     "ffn_dim": "intermediate_size hidden_dim d_ff", "tokenizer_path": "vocab_size tokenizer tokenizer_name",
-    "lora_rank": "lora_r", "lora_enabled": "use_lora", "dpo_beta": "beta", "teacher_model": "teacher",
+    "attention_backend": "attn attn_implementation flash_attn use_flash_attn",
+    "rope_theta": "rotary_base", "init_std": "initializer_range",
+    "lora_rank": "lora_r", "lora_enabled": "use_lora use_peft peft adapter",
+    "lora_base_quantization": "load_in_4bit load_in_8bit", "lora_train_head": "modules_to_save",
+    "dpo_beta": "beta", "dpo_loss": "loss_type", "dpo_reference": "ref_model", "dpo_sft_weight": "rpo_alpha",
+    "teacher_model": "teacher", "sharding": "fsdp deepspeed zero_stage",
+    "world_size": "num_gpus",
     "activation_checkpointing": "gradient_checkpointing", "wandb_enabled": "use_wandb",
 }.items() for foreign in names.split()}
 
@@ -90,7 +102,7 @@ def misspelt(key: str) -> Optional[str]:
         return name if name in Config.model_fields and "_" in name else None
     if name in Config.model_fields or len(name) < 6:
         return None
-    if name in FOREIGN_NAMES and "_" in name:
+    if name in FOREIGN_NAMES and "_" in name and name not in ("model_path", "model_name", "model_id"):
         return FOREIGN_NAMES[name]
     match = next(iter(difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)), None)
     return None if match is None or ("_" not in match and name.startswith(match)) else match

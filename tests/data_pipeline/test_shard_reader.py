@@ -263,9 +263,13 @@ def test_so_many_shards_as_may_be_open_are_opened_and_more_are_refused(prepared,
         monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what, values=(soft, hard): values)
         open_train(prepared)
         assert limits == raised
-    monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what: (66, 66))
-    with pytest.raises(DataError, match="has 3 shards, and this shell lets a process open 66 files"):
-        open_train(prepared)
+    for shards, hard, advice in ((3, 66, r"run ulimit -n 67, in a new shell or as root, or prepare .* larger SHARD_TOKENS$"),
+                                 (3, 64, "run ulimit -n 67, in a new shell or as root$"), (1, 64, "run ulimit -n 65, .* root$")):
+        monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what, hard=hard: (hard, hard))
+        with pytest.raises(DataError, match=f"has {shards} shards?, and this shell lets a process open {hard} files; {advice}"):
+            shard_reader.allow_open_files(shards, prepared)
+        monkeypatch.setattr(shard_reader.resource, "getrlimit", lambda what, least=shards + 64: (least, least))
+        shard_reader.allow_open_files(shards, prepared)
 
 
 # Files made by others

@@ -403,12 +403,27 @@ def test_what_other_trainers_call_a_setting_leads_to_a_setting():
     ("per_device_train_batch_size", "micro_batch_size"), ("gradient_accumulation_steps", "total_batch_size"),
     ("num_train_epochs", "max_steps"), ("logging_steps", "log_every"), ("hidden_size", "dim"), ("lr", "learning_rate"),
     ("epochs", "max_steps"), ("model_size", "preset"), ("log_steps", "log_every"), ("local_batch_size", "micro_batch_size"),
+    # litgpt, TRL, axolotl, transformers
+    ("model_path", "pretrain_checkpoint"), ("model_name", "pretrain_checkpoint"), ("model_name_or_path", "pretrain_checkpoint"),
+    ("initial_checkpoint_dir", "pretrain_checkpoint"), ("attn_implementation", "attention_backend"),
+    ("flash_attn", "attention_backend"), ("flash_attention", "attention_backend"), ("dataset_name", "pretrain_data_path"),
+    ("cutoff_len", "max_seq_len"), ("torch_dtype", "precision"), ("use_peft", "lora_enabled"),
+    ("load_in_4bit", "lora_base_quantization"), ("loss_type", "dpo_loss"), ("deepspeed", "sharding"),
+    ("val_set_size", "validation_fraction"), ("lr_warmup_steps", "warmup_steps"), ("random_seed", "seed"),
+    ("num_gpus", "world_size"),
     # in no table
     ("log_stepz", "log_every"), ("logs_every", "log_every"), ("save_step", "save_every"), ("patience", "early_stopping_patience"),
     ("kv_heads", "n_kv_heads"), ("top_p", "sample_top_p"), ("dop_beta", "dpo_beta"), ("max_stepz", "max_steps"),
     ("bananas", None)])
 def test_a_whole_word_says_more_of_what_is_meant_than_letters(name, meant):
     assert nearest(name) == meant
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ("flash_attn", "flash"), ("flash_attention_2", "flash"), ("flash_attention_3", "flash"), ("sdpa", "sdpa"), ("eager", "math")])
+def test_attention_kernels_have_transformers_names_too(theirs, ours):
+    assert load(f"--attention-backend={theirs}").config.attention_backend == ours
+    assert "ATTENTION_BACKEND=flex" in problems("--attention-backend", "flex")[0]
 
 
 @pytest.mark.parametrize("name", Config.model_fields)
@@ -447,7 +462,7 @@ ORDINARY_KEYS = """
     RUNNER_TEMP JAVA_HOME GOPATH NODE_ENV CC CXX CFLAGS COMPILER COMPILE_COMMANDS DEVICES DEBUGGER DATA_DIRS OUTPUT MODEL_PATH
     HISTSIZE HISTFILESIZE MAIL MANPATH INFOPATH http_proxy HTTPS_PROXY no_proxy AWS_REGION GOOGLE_APPLICATION_CREDENTIALS
     device resume seed compile COLORTERM TERM_PROGRAM PRESETS SEEDS LESSOPEN MOTD_SHOWN WSL_DISTRO_NAME PROMPT_COMMAND
-    PIP_CACHE_DIR
+    PIP_CACHE_DIR MODEL_NAME MODEL_ID
 """.split()
 
 
