@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,12 @@ class DocumentEncoder:
     """The base of both tokenizers: prepared documents."""
 
     byte_fallback_ids: frozenset[int] = frozenset()  # single bytes that decode together with their neighbours
+    sha256: str
+    other_sha256: frozenset[str]  # the hashes of this tokenizer in other forms
+
+    def is_same(self, sha256: str) -> bool:
+        """Return whether a tokenizer of this hash has the same vocabulary and merges, in whatever file."""
+        return sha256 == self.sha256 or sha256 in self.other_sha256
 
     def encode_document(self, text: str) -> list[int]:
         """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos."""
@@ -103,6 +109,16 @@ class Tokenizer(DocumentEncoder):
             digest.update(len(token).to_bytes(4, "little") + token)
         return digest.hexdigest()
 
+    @cached_property
+    def other_sha256(self) -> frozenset[str]:
+        """The hash of the tokenizer.json that `save_huggingface` writes."""
+        return frozenset([document_sha256(json.loads(self.tokenizer_json), self.bos_id, self.eos_id)])
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The content of an equal tokenizer.json."""
+        return byte_level_json(self.ranks, PATTERN, self.special_ids, "<|begin_of_text|>")
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of text of any length, as Meta's code does. A lone surrogate counts as U+FFFD."""
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
@@ -119,8 +135,7 @@ class Tokenizer(DocumentEncoder):
         """
         names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
                  "pad_token": "<|finetune_right_pad_id|>"}
-        tokenizer_json = byte_level_json(self.ranks, PATTERN, self.special_ids, names["bos_token"])
-        write_tokenizer_files(folder, tokenizer_json, names, CHAT_TEMPLATE)
+        write_tokenizer_files(folder, self.tokenizer_json, names, CHAT_TEMPLATE)
 
 
 class HuggingFaceTokenizer(DocumentEncoder):
@@ -204,10 +219,21 @@ class HuggingFaceTokenizer(DocumentEncoder):
     @cached_property
     def sha256(self) -> str:
         """Hex digest of all that decides an id: parts of tokenizer.json, and a document's bos and eos."""
-        parts = [self._document.get(part)
-                 for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-        content = json.dumps([parts, self.bos_id, self.eos_id], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return document_sha256(self._document, self.bos_id, self.eos_id)
+
+    @cached_property
+    def other_sha256(self) -> frozenset[str]:
+        """The hashes of an equal tiktoken file and of its tokenizer.json; none if it has another form."""
+        vocab = self._document["model"].get("vocab")
+        alphabet = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+        is_byte_level = isinstance(vocab, dict) and alphabet.keys() == {*"".join(vocab)} and (
+            alphabet.keys() <= vocab.keys() and sorted(vocab.values()) == [*range(len(vocab))])
+        if not is_byte_level:
+            return frozenset()
+        same = Tokenizer({bytes(alphabet[char] for char in token): rank for token, rank in vocab.items()})
+        is_same = (same.bos_id, same.eos_id) == (self.bos_id, self.eos_id) and (
+            behaviour(same.tokenizer_json) == behaviour(self._tokenizer_json))
+        return frozenset([same.sha256, *same.other_sha256] if is_same else [])
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text of any length, without bos or eos. A lone surrogate counts as U+FFFD."""
@@ -258,6 +284,25 @@ class HuggingFaceTokenizer(DocumentEncoder):
     @cached_property
     def _tokenizer_json(self) -> str:
         return json.dumps({**self._document, "truncation": None, "padding": None}, ensure_ascii=False)
+
+
+def document_sha256(document: Mapping[str, Any], bos_id: int | None, eos_id: int) -> str:
+    """Return the hash of all that decides an id in a tokenizer.json."""
+    parts = [document.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+    return hashlib.sha256(json.dumps([parts, bos_id, eos_id], sort_keys=True).encode()).hexdigest()
+
+
+def behaviour(tokenizer_json: str) -> list[Any]:
+    """Return what decides an id in a tokenizer.json with byte-level BPE, in one form for equal ones."""
+    import tokenizers
+
+    document = json.loads(tokenizers.Tokenizer.from_str(tokenizer_json).to_str())
+    model = document["model"]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges")]
+    # Of the merges that give one token only one can occur, so their order is irrelevant.
+    rank_of_merge = [model["vocab"]["".join(merge)] for merge in merges]
+    return [sorted(merges), rank_of_merge == sorted(rank_of_merge), model,
+            *(document[part] for part in ("normalizer", "pre_tokenizer", "added_tokens"))]
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:

@@ -50,6 +50,10 @@ class TokenizerFacts:
     sha256: str | None = None  # None = do not compare it with the manifest's
     document_start_id: int | None = None
 
+    def is_same(self, sha256: str) -> bool:
+        """Return whether this is the hash of the tokenizer."""
+        return sha256 == self.sha256
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -273,7 +277,7 @@ def _check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerFacts,
                         f"with {command(KINDS[kind][1])}")
     if tokenizer.sha256 is None:
         return
-    if tokenizer.sha256 != manifest.tokenizer_sha256:
+    if not tokenizer.is_same(manifest.tokenizer_sha256):
         raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "
                         f"{tokenizer.sha256[:12]}); set TOKENIZER_PATH to it, or prepare the data again")
     begins = tokenizer.document_start_id

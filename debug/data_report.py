@@ -235,6 +235,6 @@ def find_tokenizer(manifest: dict[str, Any], config: Config) -> Any:
             tokenizer = load_tokenizer(path, backend)
         except PaddockError:
             continue
-        if manifest.get("tokenizer_sha256", tokenizer.sha256) == tokenizer.sha256:
+        if tokenizer.is_same(manifest.get("tokenizer_sha256", tokenizer.sha256)):
             return tokenizer
     return None

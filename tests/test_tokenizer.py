@@ -230,6 +230,41 @@ def test_hash_follows_content_and_not_place(ranks, ours, theirs, folder, tmp_pat
     assert len(hashes) == 5
 
 
+def changed_document(folder, path, change) -> HuggingFaceTokenizer:
+    """The tokenizer.json of a folder after a change, with the files beside it."""
+    path.mkdir()
+    for file in folder.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    document = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    change(document)
+    (path / "tokenizer.json").write_text(json.dumps(document))
+    return load_tokenizer(str(path))
+
+
+def test_an_exported_tokenizer_is_the_same_tokenizer(ranks, ours, theirs, folder, transformers_tokenizer, tmp_path):
+    assert theirs.sha256 != ours.sha256, "checkpoints and prepared data of before have this hash"
+    transformers_tokenizer.save_pretrained(tmp_path / "saved")
+    same = [ours, theirs, load_tokenizer(str(tmp_path / "saved")),
+            changed_document(folder, tmp_path / "pairs", lambda document: document["model"].update(
+                merges=[merge.split(" ") for merge in document["model"]["merges"]]))]
+    assert len({tokenizer.sha256 for tokenizer in same}) >= 3
+    for tokenizer in same:
+        assert tokenizer.is_same(ours.sha256) and tokenizer.is_same(theirs.sha256) and tokenizer.is_same(tokenizer.sha256)
+
+
+@pytest.mark.parametrize("change", [
+    lambda document: document["model"]["merges"].pop(), lambda document: document["model"]["merges"].reverse(),
+    lambda document: document["model"].update(ignore_merges=False),
+    lambda document: document["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\\S+|\\s+"),
+    lambda document: document["added_tokens"][20].update(content="<|mine|>"),
+    lambda document: document["added_tokens"].pop(), lambda document: document.update(normalizer={"type": "NFC"}),
+    lambda document: document["model"]["vocab"].update({"!": 1, '"': 0}), lambda document: document["model"]["vocab"].update({" x": 9999}),
+])
+def test_a_tokenizer_with_another_vocabulary_or_other_merges_is_another(change, ours, theirs, folder, tmp_path):
+    other = changed_document(folder, tmp_path / "other", change)
+    assert not any(other.is_same(tokenizer.sha256) or tokenizer.is_same(other.sha256) for tokenizer in (ours, theirs))
+
+
 def test_transformers_puts_the_bos_in_front_unless_told_not_to(ours, transformers_tokenizer):
     ids = ours.encode("a cat")
     assert transformers_tokenizer("a cat")["input_ids"] == [ours.bos_id, *ids]

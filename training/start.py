@@ -262,12 +262,13 @@ def on_each_machine(folder: Path, ranks: Ranks) -> Path:
 # ------------------------------------------------------------------------------------------- how it starts
 
 
-def start_from(found: Found, loaded: Loaded, identity_of: Optional[Callable[[Config], Mapping[str, Any]]],
-               run_dir: Path, ranks: Ranks) -> Start:
+def start_from(found: Found, loaded: Loaded,
+               identity_of: Optional[Callable[[Config, Mapping[str, Any]], Mapping[str, Any]]], run_dir: Path,
+               ranks: Ranks) -> Start:
     """How a run starts from the checkpoint that was found. Collective: every rank must call it.
 
     Args:
-        identity_of: gives what the run reads (`resume_rules.identity`); None: unknown, and not compared.
+        identity_of: `Inputs.identity`; None: what the run reads is unknown, and not compared.
     Raises:
         CheckpointError: the checkpoint belongs to another run than the settings describe.
         SettingsError: the settings contradict each other, now that the shape is known.
@@ -286,7 +287,8 @@ def start_from(found: Found, loaded: Loaded, identity_of: Optional[Callable[[Con
         notes.append(f"weights from {part}{folder}; optimizer, schedule and step start anew")
         state, own = {}, False
     elif identity_of is not None:
-        changes = ranks.raise_on_all(lambda: check_changes(state, config, identity_of(config), folder, own,
+        identity = ranks.raise_on_all(lambda: identity_of(config, state["identity"]))
+        changes = ranks.raise_on_all(lambda: check_changes(state, config, identity, folder, own,
                                                            loaded.sources))
         notes, warnings = notes + changes.notes, warnings + changes.warnings
     allowed = {*loaded.warnings} if loaded.is_plan else ()

@@ -68,9 +68,14 @@ class Inputs:
         rows = config.max_steps * config.rows_per_step
         return self.rows.facts(rows) if isinstance(self.rows, MixedRows) else []
 
-    def identity(self, config: Config) -> dict[str, Any]:
-        """The hashes of what is read, which a resumed run compares with its checkpoint's."""
-        return identity(config, self.fingerprint, self.tokenizer.sha256)
+    def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
+        """The hashes of what is read, which a resumed run compares with its checkpoint's, `saved`.
+
+        An equal tokenizer in another file has the hash that is saved.
+        """
+        before = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
+        sha256 = before if self.tokenizer.is_same(before) else self.tokenizer.sha256
+        return identity(config, self.fingerprint, sha256)
 
     def used_ids(self) -> list[int]:
         """The token ids that occur in the training split, ascending; reads all of it."""

@@ -27,6 +27,7 @@ from checkpoint import store
 from checkpoint.hf_format import read_json
 from debug.replay import replay
 from settings.load import Layer, load_config
+from tokenizer import load_tokenizer
 from training.adapters import base_of_adapters
 from training.diagnostics import write_dump
 from training.optim import learning_rate
@@ -60,6 +61,17 @@ def skipping(prepared, tmp_path_factory) -> TinyRun:
     run = TinyRun(prepared, tmp_path_factory.mktemp("skipping"), **settings)
     assert run.train() == 0
     return run
+
+
+@pytest.mark.parametrize("exported_first", [False, True])
+def test_a_run_goes_on_with_its_tokenizer_in_another_file(exported_first, prepared, tmp_path):
+    load_tokenizer(str(prepared.tokenizer)).save_huggingface(exported := tmp_path)
+    files = [prepared.tokenizer, exported][::-1 if exported_first else 1]
+    run = TinyRun(prepared, tmp_path / "runs", **UNMEASURED)
+    assert run.train(MAX_STEPS=2, TOKENIZER_PATH=files[0]) == 0
+    saved = store.read_state(run.checkpoint(2))["identity"]["TOKENIZER_PATH"]
+    assert run.train(MAX_STEPS=4, TOKENIZER_PATH=files[1]) == 0
+    assert store.read_state(run.checkpoint(4))["identity"]["TOKENIZER_PATH"] != saved
 
 
 @pytest.mark.parametrize("first", [0, 3])
