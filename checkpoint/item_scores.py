@@ -49,7 +49,7 @@ def read_item_scores(path: Path, aside: Optional[Counter[str]] = None) -> Iterat
                 entry = line.model_dump() if line else {}
                 yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
             except (KeyError, TypeError, ValueError, OverflowError):
-                aside[f"lines of {path.name}"] += 1
+                aside[path.name] += 1
     except FileNotFoundError:
         return
     except OSError as error:

@@ -101,10 +101,10 @@ class RunReader:
     def set_aside(self) -> list[str]:
         """What was not valid in the run's files and is left out, each with its count."""
         files = [*self.files, *self.power.files.values()]
-        lines = {f"lines of {file.path.name}": file.set_aside for file in files}
-        values = {f"values of {name}": count for name, count in self.bad_values.items()}
-        every = {**lines, **values, **self.aside, **self.bad_scores}
-        return [f"{count} {words}" for words, count in every.items() if count]
+        lines = {file.path.name: file.set_aside for file in files} | self.bad_scores
+        return [*(f"{count} {word}{'s' if count > 1 else ''} of {name}"
+                  for word, counts in (("line", lines), ("value", self.bad_values))
+                  for name, count in counts.items() if count), *self.aside]
 
     # ------------------------------------------------------------------------------------- the logs
 

@@ -189,7 +189,7 @@ def test_only_the_value_that_is_not_a_number_is_left_out_and_counted(folder, val
     loss = run["curves"]["train_loss"]
     assert loss["x"] == [step for step in range(1, 1502) if step != 500] and loss["y"][-1] is None
     assert len(run["curves"]["grad_norm"]["x"]) == 1500
-    assert dict(run["facts"])["not valid, left out"] == "2 lines of metrics.jsonl, 1 values of train_loss"
+    assert dict(run["facts"])["not valid, left out"] == "2 lines of metrics.jsonl, 1 value of train_loss"
 
 
 def test_a_failed_run_tells_what_failed_what_is_saved_and_how_to_examine_it(folder):
