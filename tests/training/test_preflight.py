@@ -192,7 +192,7 @@ def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, 
 
     out = planned()
     assert "PRETRAIN_DATA_PATH is not set" in out and "TOKENIZER_PATH is not set" in out and "FAIL" not in out
-    assert "8,030,261,248 parameters" in out and "memory: about 59." in out and out.endswith("is missing here.\n")
+    assert "8,030,261,248 parameters" in out and "a GPU of 80 GB has 74.5" in out and out.endswith("is missing here.\n")
     assert len(steps := re.findall(r"20 per parameter take MAX_STEPS=(\d+)\n", out)) == 1
     assert " 20.00 per parameter" in (out := planned("--max-steps", *steps)) and "few tokens" not in out
     out = planned("--tokenizer-path", "nowhere.model", "--pretrain-data-path", "nowhere")
