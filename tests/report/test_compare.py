@@ -117,3 +117,10 @@ def test_chance_is_not_taken_for_a_difference_and_other_items_are_not_compared(t
     tests = comparison([a, same, other, without])["tests"]
     assert [(test["a"], test["b"], test["better"], test["p"]) for test in tests] == [("a", "same", None, 1.0)] * 2
     assert tests[0]["sentence"] == "HellaSwag accuracy at step 10: a and same are not shown to differ: 0.0 +- 0.0 points (p = 1, 1,000 items)"
+
+
+def test_of_several_common_steps_the_last_is_compared(tmp_path, right):
+    a = write_run(tmp_path / "a", {}, [], [line for step in (10, 20, 30) for line in scored(step, right[0])])
+    b = write_run(tmp_path / "b", {}, [], scored(10, right[0]) + scored(20, right[1]))
+    accuracy = comparison([a, b])["tests"][0]
+    assert (accuracy["step"], accuracy["better"]) == (20, "b")
