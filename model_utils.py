@@ -344,13 +344,14 @@ def device_and_dtype(device: Optional[torch.device],
 
 
 def load_model(folder: Path, device: Optional[torch.device] = None,
-               dtype: Optional[torch.dtype] = None) -> tuple[Transformer, Any]:
+               dtype: Optional[torch.dtype] = None, tokenizer: Any = None) -> tuple[Transformer, Any]:
     """Return the folder's model, which computes on the device in `dtype`, and its tokenizer.
 
     The weights have the dtypes of the folder; `load_for_use` holds them in the dtype of the computation.
 
     Args:
         device, dtype: None: as `device_and_dtype` chooses them.
+        tokenizer: used instead of the folder's.
     Raises:
         CheckpointError: the folder holds no readable Llama, only adapters, or a damaged checkpoint.
         DataError: its tokenizer cannot be used.
@@ -361,8 +362,7 @@ def load_model(folder: Path, device: Optional[torch.device] = None,
     config = read_model_config(folder)
     tensors = hf_format.load_model_weights(folder)
     vocab_size = hf_format.vocabulary_rows(tensors)
-    tokenizer = load_tokenizer(str(folder))
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer is None and (tokenizer := load_tokenizer(str(folder))).vocab_size > vocab_size:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
     device, dtype = device_and_dtype(device, dtype)

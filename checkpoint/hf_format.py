@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from checkpoint.schema import GONE
+from checkpoint.manifest import GONE
 from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import read_plain

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: the size and SHA-256 of each file. Needs no torch."""
+"""The manifest of a checkpoint: the size and SHA-256 of each file. Needs only the standard library."""
 
 import hashlib
 import json
@@ -7,13 +7,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Optional
 
-from checkpoint.schema import FORMAT, GONE, NEWER, Manifest, parse
 from common.errors import CheckpointError
 from common.files import leads_outside, plain, read_plain, sha256
 from common.text import command
 
 MANIFEST = "MANIFEST.json"
+FORMAT = 1
 CARD = "README.md"  # which the user may edit, so it is not listed
+GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
+NEWER = "it was written by a newer Paddock; use that version"
 
 
 def sealed(manifest: Mapping[str, Any]) -> bytes:
@@ -23,12 +25,8 @@ def sealed(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest, verified by its own hash; the files that it lists are not.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another format, or does not match the schema.
-    """
+def read_sealed(folder: Path) -> bytes:
+    """Return the content of a checkpoint's manifest, verified by its own hash; its files are not."""
     path = Path(folder) / MANIFEST
     try:
         content = read_plain(path)
@@ -48,22 +46,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged; use another checkpoint")
     if isinstance(number := manifest.get("format"), int) and number > FORMAT:
         raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
-    return parse(content, Manifest, path)
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
-
-    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
-    Raises:
-        CheckpointError: names the file that is missing, damaged, no regular file, or outside the folder.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        if fault := fault_of(folder, name, expected):
-            raise CheckpointError(f"{fault}; use another checkpoint")
-    return manifest
+    return content
 
 
 def fault_of(folder: Path, name: str, expected: Mapping[str, Any],

@@ -11,13 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, Optional, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from checkpoint.manifest import MANIFEST, NEWER, fault_of, read_sealed
 from common.errors import CheckpointError
 from common.files import plain, read_plain
 
-FORMAT = 1
 MAX_LINE_BYTES = 1 << 24
-GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
-NEWER = "it was written by a newer Paddock; use that version"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -231,6 +229,26 @@ def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
         problem = (f"{where} is not known to this version: {NEWER}" if unknown
                    else f"{where}: {what}; copy it again")
         raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the checkpoint's manifest, verified by its own hash; the files that it lists are not."""
+    return parse(read_sealed(folder), Manifest, Path(folder) / MANIFEST)
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
+
+    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
+    Raises:
+        CheckpointError: names the file that is missing, damaged, no regular file, or outside the folder.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        if fault := fault_of(folder, name, expected):
+            raise CheckpointError(f"{fault}; use another checkpoint")
+    return manifest
 
 
 def read_state_file(path: Path) -> dict[str, Any]:

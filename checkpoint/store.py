@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Optional
 from torch import Tensor
 
 from checkpoint.hub import hub_model, is_model_name
-from checkpoint.manifest import CARD, MANIFEST, read_manifest, sealed, verify
-from checkpoint.schema import FORMAT, GONE, read_state_file
+from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, sealed
+from checkpoint.schema import read_manifest, read_state_file, verify
 from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
 from common import __version__
 from common.errors import CheckpointError

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoint.schema import GONE
+from checkpoint.manifest import GONE
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, plain
 from common.heartbeat import HEARTBEAT

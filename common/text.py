@@ -100,8 +100,10 @@ def show(*lines: str) -> None:
 
 
 def show_part(text: str) -> None:
-    """Print a part of a text to stdout, with control characters but line ends escaped."""
-    print("\n".join(map(printable, text.split("\n"))), end="", flush=True)
+    """Print a part of a text to stdout; on a terminal, control characters but line ends are escaped."""
+    if sys.stdout.isatty():
+        text = "\n".join(map(printable, text.split("\n")))
+    print(text.encode(errors="replace").decode(), end="", flush=True)
 
 
 def _redirect_to_devnull(stream: TextIO) -> None:

@@ -21,14 +21,14 @@ from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, so
 from data_pipeline.packed_rows import ExampleRows
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
 from data_pipeline.row_order import rows_at
-from data_pipeline.shard_reader import TokenizerFacts
+from data_pipeline.shard_reader import TokenizerFacts, prepared_folder
 from data_pipeline.statistics import begins_at, begins_with, measure
 from data_pipeline.tokenize_chats import show_segment
 from dataloaders import Rows, open_mixture, open_set
 from fused.chunked_head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
-COLUMNS, BAR_COLUMNS = 100, 40
+COLUMNS, BAR_COLUMNS = 80, 34
 SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
 STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 
@@ -208,7 +208,10 @@ def open_data(folder: Path, config: Config) -> DataReport:
         DataError: there is none in the folder.
         SettingsError: token files of others need TOKENIZER_PATH.
     """
-    manifest, first = {}, folder
+    manifest = {}
+    if not is_mixture(folder):
+        folder = prepared_folder(folder) or folder  # as a run opens it
+    first = folder
     if is_mixture(folder):
         first = folder / read_mixture(folder).sources[0].set
     if os.path.lexists(first / MANIFEST):

@@ -78,7 +78,8 @@ def main() -> None:
 
     folder = find_model(args.model)
     config = settings_for(folder, flags, args.data)
-    harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit)
+    harness = args.tasks and Harness(args.tasks.split(","), args.include_path, args.num_fewshot, args.limit,
+                                    "tokenizer_path" not in flags.values)
     if harness:
         if config.world_size > 1:
             raise SettingsError("--tasks runs in one process; start it without a launcher")

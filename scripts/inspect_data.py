@@ -1,15 +1,16 @@
 """Show what prepared data is: its source, lengths and repeats, and a batch as the model sees it.
 
-    python scripts/inspect_data.py data/pretrain/6a923f918e8fd8b1
+    python scripts/inspect_data.py data/sample/pretrain
     python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8
     python scripts/inspect_data.py --list
 
-FOLDER is a prepared set or mixture, or a file or folder of another trainer's tokens.
+FOLDER is a prepared set or mixture, a folder with one of them, or a file or folder of another trainer's tokens.
 MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED count here, from .env, the environment or as flags.
 """
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from data_pipeline.mixture import read_mixture, source_facts, table
 from data_pipeline.prepare import names_of_sources, read_prepared
 from data_preparation_utils import FlagParser, count
 
-COLUMNS = 100
+LEAST_COLUMNS = 20  # of what a set is made from
 
 
 def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
@@ -65,7 +66,7 @@ def mixture_facts(folder: Path) -> dict[str, Any]:
 
 
 def list_table(sets: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table of sets, each cut at COLUMNS."""
+    """Return the lines of a table of sets; what they are made from is cut to the terminal's width."""
     lines = table([("folder", "holds", "documents", "tokens"),
                    *((found["folder"], found["kind"], f"{found['documents']:,}", f"{found['tokens']:,}")
                      for found in sets)])
@@ -73,7 +74,7 @@ def list_table(sets: list[dict[str, Any]]) -> list[str]:
     for found in sets:
         tokenizer = f", {os.path.basename(found['tokenizer'])}" if found["tokenizer"] else ""
         last.append(f"{', '.join(found['sources'])}{tokenizer}")
-    room = COLUMNS - len(lines[0]) - 2
+    room = max(LEAST_COLUMNS, shutil.get_terminal_size().columns - len(lines[0]) - 2)
     return [f"{line}  {text if len(text) <= room else '...' + text[3 - room:]}"
             for line, text in zip(lines, last)]
 

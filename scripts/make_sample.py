@@ -89,6 +89,10 @@ def main() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         make(unfinished, stories)
+        name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+        for manifest in unfinished.rglob("manifest.json"):  # they name files, which are renamed now
+            before, after = (json.dumps(str(path))[1:-1] for path in (unfinished, name))
+            manifest.write_text(manifest.read_text().replace(before, after))
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
 

@@ -3,28 +3,30 @@
     python scripts/verify_checkpoint.py runs/first
     python scripts/verify_checkpoint.py copies/step-00000200 --model-only
 
-Of a run, all of its checkpoints are verified. A copy needs nothing but the folder: no run, no torch, no GPU.
-Where the run is beside it, its ledger is compared with the digest in the model card, too.
+Of a run, all of its checkpoints are verified. A copy needs nothing but the folder and Python's standard
+library: no run, no package, no GPU. Where the run is beside it, its ledger is compared with the digest in the model card, too.
 Exit codes: 0 intact, 5 damaged, incomplete, or nothing to compare with.
 """
 
 import hashlib
+import json
+import math
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tqdm import tqdm
-
-from checkpoint.card import facts_of, read_card
-from checkpoint.manifest import MANIFEST, fault_of, read_manifest
-from checkpoint.schema import read_lines
+from checkpoint.manifest import CARD, MANIFEST, fault_of, read_sealed
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
+from common.files import plain, read_plain
 from common.text import printable, show
 
+PROGRESS_SECONDS = 1
 # What only resuming needs.
 OF_TRAINING = ("optimizer.safetensors", "trainer_state.json")
 
@@ -53,15 +55,13 @@ def verify(folder: Path, model_only: bool) -> bool:
     Raises:
         CheckpointError: its manifest is missing or damaged.
     """
-    manifest = read_manifest(folder)
+    manifest = json.loads(read_sealed(folder))
     files = {name: entry for name, entry in manifest["files"].items()
              if not (model_only and name in OF_TRAINING)}
     show(f"{folder}:")
     faults = {}
     for name, expected in sorted(files.items()):
-        with tqdm(total=expected["size"], desc=printable(name), unit="B", unit_scale=True, delay=1,
-                  leave=False) as bar:
-            fault = faults[name] = fault_of(folder, name, expected, bar.update)
+        fault = faults[name] = fault_of(folder, name, expected, progress(name, expected["size"]))
         show(f"  {'ok' if fault is None else 'BAD':4} {name}  {expected['size']:,} bytes"
              + (f": {fault.removeprefix(f'{folder / name} ')}" if fault else ""))
     bad = [name for name, fault in faults.items() if fault]
@@ -69,7 +69,7 @@ def verify(folder: Path, model_only: bool) -> bool:
     if bad and not of_model:
         show("The model's files are intact; what resuming needs is not (--model-only leaves that out).")
     show(described(manifest, folder))
-    same = ledger_is_same(folder)
+    same = ledger_is_same(folder, manifest["step"])
     if same is not None:
         show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, "
              f"{'as' if same else 'not as'} the model card says")
@@ -77,36 +77,64 @@ def verify(folder: Path, model_only: bool) -> bool:
     return not bad and same is not False
 
 
+def progress(name: str, size: int) -> Callable[[int], None]:
+    """Return a function that takes the bytes of each hashed block, and shows the share on a terminal."""
+    done, shown = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, shown
+        done += count
+        if sys.stderr.isatty() and time.monotonic() - shown >= PROGRESS_SECONDS:
+            shown = time.monotonic()
+            print(f"  {printable(name)}: {done / size:.0%}", end="\r", file=sys.stderr, flush=True)
+
+    return advance
+
+
+def card_facts(folder: Path) -> dict[str, str]:
+    """Return the texts and numbers in the metadata of the model card; {} if there is none."""
+    try:
+        card = read_plain(folder / CARD).decode(errors="replace")
+    except OSError:
+        return {}
+    block = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
+    lines = re.findall(r"^ *(\w+): (.+)$", block[0] if block else "", re.MULTILINE)
+    return {name: value.strip("'\"") for name, value in lines}
+
+
 def described(manifest: dict[str, Any], folder: Path) -> str:
     """Return what manifest and card tell of a checkpoint, on one line."""
-    card, loss = facts_of(read_card(folder)), manifest["val_loss"]
+    card, loss = card_facts(folder), manifest.get("val_loss")
     facts = {"step": f"{manifest['step']:,}", "tokens": card.get("tokens"), "license": card.get("license"),
              "base": card.get("base_model"), "validation loss": None if loss is None else f"{loss:.4f}",
              "Paddock": card.get("version")}
     return "  " + ", ".join(f"{name} {value}" for name, value in facts.items() if value)
 
 
-def ledger_is_same(folder: Path) -> Optional[bool]:
+def ledger_is_same(folder: Path, step: int) -> Optional[bool]:
     """Return whether the run's ledger has the digest in the card; None if one of them is not here."""
-    wanted = facts_of(read_card(folder)).get("ledger_sha256")
+    wanted = card_facts(folder).get("ledger_sha256")
     checkpoints = folder.absolute().parent
     ledger = checkpoints.parent / "ledger.jsonl"
     if not wanted or checkpoints.name != "checkpoints" or not ledger.is_file():
         return None
-    step, digest = read_manifest(folder)["step"], hashlib.sha256()
-    for line in lines_up_to(ledger, step):
-        digest.update(line)
+    digest = hashlib.sha256()
+    try:
+        with open(ledger, "rb", opener=plain) as file:
+            for line in file:
+                if step_of(line) <= step:
+                    digest.update(line)
+    except OSError as error:
+        raise CheckpointError(f"{ledger} cannot be read: {error}; check what is at this path") from error
     return digest.hexdigest() == wanted
 
 
-def lines_up_to(ledger: Path, step: int) -> Iterator[bytes]:
-    """Yield the lines of a ledger up to a step. Raises CheckpointError if it cannot be read."""
+def step_of(line: bytes) -> float:
+    """Return the step of a line of the ledger; infinity if it is unreadable or incomplete."""
     try:
-        for line, entry in read_lines(ledger):
-            if entry is not None and entry.step <= step:
-                yield line + b"\n"
-    except OSError as error:
-        raise CheckpointError(f"{ledger} cannot be read: {error}; check what is at this path") from error
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return math.inf
 
 
 def main() -> None:

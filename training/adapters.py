@@ -54,12 +54,14 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
 
 
 def load_adapted(folder: Path, base: Path, device: torch.device | str = "cpu",
-                 dtype: torch.dtype = torch.float32, quantization: str = "none") -> Adapted:
+                 dtype: torch.dtype = torch.float32, quantization: str = "none",
+                 tokenizer: Any = None) -> Adapted:
     """Return the base with the adapters of a folder on it, on the device.
 
     Args:
         dtype: in which the model computes.
         quantization: of the base, as LORA_BASE_QUANTIZATION.
+        tokenizer: used instead of the folders'.
     Raises:
         CheckpointError: they cannot be read, or do not fit each other.
         SettingsError: the base cannot be quantized here.
@@ -76,8 +78,8 @@ def load_adapted(folder: Path, base: Path, device: torch.device | str = "cpu",
     if adapter.base_sha256 is None:
         print_safely(f"The adapters have no hash of their base; whether it is {base} cannot be verified.",
                      sys.stderr)
-    tokenizer = load_tokenizer(str(folder if (folder / "tokenizer.json").is_file() else base))
-    if tokenizer.vocab_size > rows:
+    place = folder if (folder / "tokenizer.json").is_file() else base
+    if tokenizer is None and (tokenizer := load_tokenizer(str(place))).vocab_size > rows:
         raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; use "
                               "the base's own tokenizer")
     model = model_from_tensors(tensors, config, rows, dtype, device)
@@ -90,7 +92,7 @@ def load_adapted(folder: Path, base: Path, device: torch.device | str = "cpu",
 
 
 def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torch.device] = None,
-                 dtype: Optional[torch.dtype] = None) -> tuple[Transformer, Any]:
+                 dtype: Optional[torch.dtype] = None, tokenizer: Any = None) -> tuple[Transformer, Any]:
     """Return the model in a folder, with its adapters if it holds some, and its tokenizer.
 
     A base that was quantized in training is quantized here too. All parameters are frozen, and matrices have
@@ -98,7 +100,7 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
 
     Args:
         base: of the adapters; None: where it was in training.
-        device, dtype: None: as `load_model` chooses them.
+        device, dtype, tokenizer: as `load_model` takes them.
     Raises:
         CheckpointError: there is no such model, or its base was not found.
     """
@@ -106,9 +108,9 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
         device, dtype = device_and_dtype(device, dtype)
         quantization = store.read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
         source = base_of_adapters(folder, base)
-        model, tokenizer, _ = load_adapted(folder, source, device, dtype, quantization)
+        model, tokenizer, _ = load_adapted(folder, source, device, dtype, quantization, tokenizer)
     else:
-        model, tokenizer = load_model(folder, device, dtype)
+        model, tokenizer = load_model(folder, device, dtype, tokenizer)
     cast_base(model.requires_grad_(False), model.compute_dtype)
     return model, tokenizer
 

@@ -104,8 +104,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     """
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
-    model, _ = ranks.raise_on_all(lambda: load_for_use(folder, base, ranks.device, dtype))
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+    model, _ = ranks.raise_on_all(lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer))
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids and the "
                         f"model {model.vocab_size:,}; name the model's own tokenizer")
@@ -164,6 +164,7 @@ class Harness:
     include_path: Optional[str] = None  # a folder of further tasks
     num_fewshot: Optional[int] = None  # None: as the task says
     limit: Optional[int] = None  # items of each task; None: all
+    own_tokenizer: bool = True  # the model's own; else TOKENIZER_PATH's
 
     def evaluate(self, folder: Path, base: Optional[str], config: Config,
                  device: torch.device) -> tuple[dict[str, float], list[Row]]:
@@ -178,7 +179,12 @@ class Harness:
             if (folder / peft_format.CONFIG_FILE).exists():
                 merge(folder, Path(temporary) / "merged", base)
                 folder = Path(temporary) / "merged"
-            model = model_class(str(folder), device=str(device), dtype=choose_dtype(config, device.type),
+            tokenizer = None
+            if not self.own_tokenizer:
+                tokenizer = tempfile.mkdtemp(dir=temporary)
+                load_tokenizer(config.tokenizer_path, config.tokenizer_backend).save_huggingface(tokenizer)
+            model = model_class(str(folder), tokenizer=tokenizer, device=str(device),
+                                dtype=choose_dtype(config, device.type),
                                 batch_size=config.micro_batch_size, use_safetensors=True,
                                 max_length=config.max_seq_len if of_run else None)
             try:

@@ -1,11 +1,20 @@
 """Text for people."""
 
+import sys
+
 import pytest
 
-from common.text import duration
+from common.text import duration, show_part
 
 
 @pytest.mark.parametrize("seconds, shown", [(0, "0:00"), (59.9, "0:59"), (330, "5:30"), (3600, "1:00:00"), (7530, "2:05:30"),
                                             (360_000, "100:00:00")])
 def test_durations(seconds, shown):
     assert duration(seconds) == shown
+
+
+@pytest.mark.parametrize("is_terminal, printed", [(True, "a\\x1b[2J\nb\\u202e\\udc80"), (False, "a\x1b[2J\nb\u202e?")])
+def test_text_of_a_model_is_escaped_on_a_terminal_only(is_terminal, printed, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    show_part("a\x1b[2J\nb\u202e\udc80")
+    assert capsys.readouterr().out == printed

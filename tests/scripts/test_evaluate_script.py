@@ -109,6 +109,13 @@ def test_of_a_model_from_elsewhere_flags_say_what_is_evaluated(model, whole, pre
         evaluate(model, "--data", stages.pairs, *own, output=tmp_path / "pairs.json")
 
 
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_text("{")])
+def test_with_a_tokenizer_path_the_folders_own_tokenizer_is_not_read(change, model, prepared, tmp_path):
+    change(model / "tokenizer.json")
+    own = ("--hellaswag", prepared.items, "--precision", "fp32", "--tokenizer-path", prepared.tokenizer)
+    assert "hellaswag_acc" in evaluate(model, *own, output=tmp_path / "found.json")["metrics"]
+
+
 def test_nothing_to_evaluate_is_told_with_what_to_name(model, tmp_path):
     with pytest.raises(SettingsError, match="nothing to evaluate: .*--data, .*--hellaswag, .*--eval-tasks.*--tasks"):
         evaluate(model, output=tmp_path / "found.json")
@@ -157,6 +164,13 @@ def test_tasks_of_lm_evaluation_harness_stand_in_the_same_table(whole, task, tmp
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_path, **_: original(None, include_path, False))
     with pytest.raises(SettingsError, match="has no task own_item, nothing_such;"):
         call(whole.checkpoint(6), "--tasks", "own_item,own_items,nothing_such", *task[2:])
+
+
+@pytest.mark.filterwarnings("default")
+def test_tasks_are_asked_with_the_tokenizer_that_is_named(model, whole, prepared, task, tmp_path):
+    (model / "tokenizer.json").unlink()
+    found = evaluate(model, *task, "--tokenizer-path", prepared.tokenizer, "--precision", "fp32", output=tmp_path / "found.json")
+    assert found["metrics"]["own_items_acc"] == logged(whole, 6)["hellaswag_acc"]
 
 
 @pytest.mark.filterwarnings("default")

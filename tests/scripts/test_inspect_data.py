@@ -1,6 +1,7 @@
 """scripts/inspect_data.py, and what it counts."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ def inspect(prepared, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["inspect_data.py", *map(str, flags), "--tokenizer-path", str(prepared.tokenizer)])
         inspect_data.main()
         out = capsys.readouterr().out
-        assert max(map(len, out.splitlines())) <= 100 or "--json" in flags
+        assert max(map(len, out.splitlines())) <= (100 if "--list" in flags else 80) or "--json" in flags
         return out
 
     return run
@@ -108,7 +109,7 @@ def test_documents_are_described(sets, inspect, prepared):
     assert facts["bytes_per_token"] == pytest.approx(sum(len(text.encode()) for text in texts) / sum(lengths))
     assert facts["longer"] == pytest.approx(sum(length > 128 for length in lengths) / 90)
     said = inspect(sets["documents"], "--max-seq-len", 128, "--batch", 2)
-    assert "documents, made from " in said and "repeated: 30 documents (33.33%)" in said and "█" in said
+    assert "documents, made from" in said and "repeated: 30 documents (33.33%)" in said and "█" in said
     assert said.count("of the run: 128 slots, 128 labels") == 2 and "positions 0-" in said
 
 
@@ -131,6 +132,22 @@ def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
     said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
     assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
     assert f"a: python scripts/inspect_data.py {sets['documents']}" in said.replace("\n  ", " ")
+
+
+def test_the_folder_above_a_set_is_the_set_as_in_training(sets, inspect, tmp_path):
+    copy = shutil.copytree(sets["documents"], tmp_path / "above" / "set")
+    assert json.loads(inspect(copy.parent, "--json")) == json.loads(inspect(copy, "--json"))
+    with pytest.raises(DataError, match="holds 4 prepared sets, name one of them"):
+        inspect(sets["documents"].parent)
+
+
+def test_a_sample_names_its_files_where_they_are(tmp_path):
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_sample.py", "--stories", "2000", "--folder", tmp_path / "sample"], check=True,
+                   capture_output=True)
+    for path in (tmp_path / "sample").rglob("manifest.json"):
+        manifest = json.loads(path.read_text())
+        assert Path(manifest["tokenizer"]) == tmp_path / "sample" / "tokenizer.model"
+        assert all(Path(source["path"]).is_file() for source in manifest["source"]["sources"])
 
 
 def test_all_sets_are_listed(sets, inspect):
