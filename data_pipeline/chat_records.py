@@ -29,6 +29,7 @@ PAIR_SHORTCUTS = {
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
          "model": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions, and of its responses
+TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
 UNPAIRED = ("has a label of its own (prompt, completion, label), and training on unpaired labels is not "
             "supported; give ")
 # Anthropic's format of a dialog in one text.
@@ -71,7 +72,17 @@ def _read(source: Source, reading: Reading, parse: Callable[[str, dict], list]) 
         except DataError as error:
             reading.refuse(where, str(error))
             continue
+        reading.dropped.update(dropped_from(record))
         yield from examples
+
+
+def dropped_from(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the name of each tool list and each reasoning in a record, which are not trained on."""
+    yield from (name for name in TOOLS if record.get(name))
+    for messages in record.values():
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, Mapping):
+                yield from (name for name in REASONING if message.get(name))
 
 
 def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:

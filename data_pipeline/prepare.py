@@ -295,7 +295,15 @@ def write_shards(plan: Plan, folder: Path) -> dict:
         passed = filters.apply(islice(chunks, journal["chunks"], None), in_order)
         results = stack.enter_context(closing(in_order(partial(kind.tokenize, plan.encoding), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
-        last_sync = time.monotonic()
+        last_sync = last_shown = time.monotonic()
+
+        def show_fraction() -> None:  # of a source without items, such as blank lines, nothing else is shown
+            nonlocal last_shown
+            if reading.bytes_total and time.monotonic() - last_shown >= bar.mininterval:
+                last_shown = time.monotonic()
+                bar.set_postfix_str(f"{reading.fraction:.0%} of the source read")
+
+        reading.advance = show_fraction
         for chunks_done, (tokenized, chunk) in enumerate(results, journal["chunks"] + 1):
             filters.count(chunk.removed)
             for where, reason in tokenized.refused:
@@ -316,6 +324,8 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     # What was skipped, by the reader and by the workers.
     skipped = {"empty": reading.empty, "bad": reading.bad + refused.bad,
                "bad_records": reading.bad_records + refused.bad_records}
+    if reading.dropped:
+        skipped["dropped"] = dict(reading.dropped)
     removed = {"removed": filters.removed} if filters.removed else {}
     prepared = {"splits": splits, "skipped": skipped, **removed}
     if not splits["train"]["documents"]:
@@ -426,6 +436,9 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
         more = more if splits["train"]["documents"] == 1 else f"raise VALIDATION_FRACTION, or {more}"
         lines.append(f"Warning: no {'example' if kind else 'document'} fell into validation; {more}")
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
+    if dropped := skipped.get("dropped"):
+        names = ", ".join(f"{name} {count:,} times" for name, count in dropped.items())
+        lines.append(f"Dropped: {names}; the chats are trained on without them")
     left_out = [(f"Skipped: {empty}{skipped['bad']:,} bad records", skipped["bad"], skipped["bad_records"])]
     left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],
                   removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class Reading:
     separators: int = 0  # lines that separated documents
     bytes_done: int = 0
     bytes_total: int = 0  # 0 if it is not known
+    dropped: Counter[str] = field(default_factory=Counter)  # of chats: how often each field was not used
+    advance: Callable[[], Any] = lambda: None  # called now and then while it is read
 
     @property
     def fraction(self) -> float | None:
@@ -230,6 +233,7 @@ def read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Ite
                             "cannot be a record; correct it, or leave the file out")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
+            reading.advance()
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -368,6 +372,7 @@ def read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Ite
             sign = array.take_sign(",]")
             if number % 64 == 0:
                 reading.bytes_done = before + raw.tell()
+                reading.advance()
         if array.next_sign():
             raise array.fault("more follows after the end of the array")
 
@@ -408,7 +413,7 @@ def read_arrow(file: StoredFile, columns: Sequence[str], reading: Reading) -> It
             batches = pa.ipc.open_stream(raw)
         row = 0
         for batch in batches:
-            if columns and {*columns} <= {*batch.schema.names}:
+            if columns and all(batch.schema.names.count(name) == 1 for name in columns):
                 batch = batch.select(list(columns))
             yield from _rows_of(file.url, batch, row, reading)
             row += batch.num_rows
@@ -417,6 +422,8 @@ def read_arrow(file: StoredFile, columns: Sequence[str], reading: Reading) -> It
 
 def _rows_of(url: str, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, dict]]:
     """Yield the rows of a record batch that begins after `before` rows."""
+    if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
+        raise DataError(f"{url}: has several columns {twice[0]!r:.40}; rename or drop all but one")
     for row, cells in enumerate(zip(*batch.columns), before + 1):
         try:
             record = dict(zip(batch.schema.names, (cell.as_py() for cell in cells)))

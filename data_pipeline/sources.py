@@ -50,8 +50,8 @@ class Source:
             SettingsError: `map` is malformed.
         """
         pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
-        columns = {new.strip(): (old or new).strip() for new, _, old in pairs}
-        if len(columns) < len(pairs) or not all([*columns, *columns.values()]):
+        columns = {new.strip(): (old if equals else new).strip() for new, equals, old in pairs}
+        if pairs and "=" not in self.map or len(columns) < len(pairs) or not all([*columns, *columns.values()]):
             raise SettingsError(f"--map {self.map}: expected name=column, separated by commas, "
                                 "each name once, such as prompt=problem,completion=solution")
         return columns

@@ -4,8 +4,9 @@
     python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8
     python scripts/inspect_data.py --list
 
-FOLDER is a prepared set or mixture, a folder with one of them, or a file or folder of another trainer's tokens.
-MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED count here, from .env, the environment or as flags.
+FOLDER is a prepared set or mixture, a folder with one of them, or a file or folder of another trainer's
+tokens. MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED count here, from .env, the environment or as
+flags.
 """
 
 import json

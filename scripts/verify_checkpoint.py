@@ -4,7 +4,8 @@
     python scripts/verify_checkpoint.py copies/step-00000200 --model-only
 
 Of a run, all of its checkpoints are verified. A copy needs nothing but the folder and Python's standard
-library: no run, no package, no GPU. Where the run is beside it, its ledger is compared with the digest in the model card, too.
+library: no run, no package, no GPU. Where the run is beside it, its ledger is compared with the digest in
+the model card, too.
 Exit codes: 0 intact, 5 damaged, incomplete, or nothing to compare with.
 """
 

@@ -291,7 +291,7 @@ def test_a_text_of_another_name_is_read_and_names_count_in_the_identity_only_if_
     assert texts_of(tmp_path / "x.jsonl", map="text=body")[0] == texts_of(tmp_path / "x.txt", map="text=body")[0] == ["a"]
     plain, named = (identify(Source(path=str(tmp_path / "x.jsonl"), map=names), {}) for names in ("", "text=body"))
     assert "map" not in plain and {**plain, "map": {"text": "body"}} == named
-    for wrong in ("=", "text=a,text=b", "text=a,", ","):
+    for wrong in ("=", "text", "text,body", "=body", "text=", "text=a,text=b", "text=a,", ","):
         with pytest.raises(SettingsError, match="--map .*: expected name=column"):
             texts_of(tmp_path / "x.jsonl", map=wrong)
 
@@ -417,3 +417,28 @@ def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
 
 def texts_in(source):
     return [document.text for document in read_texts(source, Reading())]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(suffix, tmp_path):
+    import pyarrow as pa
+    import pyarrow.feather
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "id"])
+    if suffix == "parquet":
+        pq.write_table(table, tmp_path / "x.parquet")
+    else:
+        with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    for column in ("text", ""):
+        with pytest.raises(DataError, match=f"x.{suffix}: has several columns 'text'; rename or drop all but one"):
+            list(sources.read_records(Source(path=str(tmp_path / f"x.{suffix}"), column=column), Reading()))
+
+
+def test_progress_is_reported_while_only_blank_lines_are_read(tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n" * 64_000)
+    seen = []
+    reading = Reading(advance=lambda: seen.append(reading.fraction))
+    assert not list(sources.read_records(Source(path=str(tmp_path / "x.jsonl")), reading))
+    assert len(seen) == 1000 and seen == sorted(seen) and seen[-1] == 1 > seen[0]

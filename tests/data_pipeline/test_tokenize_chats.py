@@ -407,3 +407,16 @@ def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):
         "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is the relation between the given pairs?\n\n"
         "Night : Day :: Right : Left<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
         "⟦The relation between the given pairs is that they are opposites.<|eot_id|>⟧")
+
+
+def test_tools_and_reasoning_that_are_not_trained_on_are_counted_and_told(tmp_path, tokenizer_path):
+    plain, thoughtful = chats(40), chats(40)
+    for chat in thoughtful:
+        chat["messages"][-1]["reasoning_content"] = "Hm."
+    thoughtful[0]["tools"] = [{"name": "search"}]
+    thoughtful[1] |= {"tools": [], "messages": [message | {"reasoning_content": None} for message in thoughtful[1]["messages"]]}
+    folders = [prepare("chats", write_jsonl(tmp_path / f"{name}.jsonl", records), tokenizer_path, tmp_path / name)
+               for name, records in (("plain", plain), ("thoughtful", thoughtful))]
+    assert "Dropped" not in describe_prepared(folders[0])
+    assert "Dropped: tools 1 times, reasoning_content 39 times; the chats are trained on without them" in describe_prepared(folders[1])
+    assert [path.read_bytes() for path in sorted(folders[0].glob("*.bin"))] == [path.read_bytes() for path in sorted(folders[1].glob("*.bin"))]
