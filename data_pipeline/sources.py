@@ -51,7 +51,8 @@ class Source:
         """
         pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
         columns = {new.strip(): (old if equals else new).strip() for new, equals, old in pairs}
-        if pairs and "=" not in self.map or len(columns) < len(pairs) or not all([*columns, *columns.values()]):
+        is_whole = len(columns) == len(pairs) and all([*columns, *columns.values()])
+        if pairs and ("=" not in self.map or not is_whole):
             raise SettingsError(f"--map {self.map}: expected name=column, separated by commas, "
                                 "each name once, such as prompt=problem,completion=solution")
         return columns
