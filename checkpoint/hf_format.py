@@ -351,11 +351,12 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         CheckpointError: the model is no Llama, or has a part that ours does not have.
     """
+    if config.get("model_type") != "llama":
+        raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model; only Llamas are read")
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if config.get(key) is None]
-    if config.get("model_type") != "llama" or missing:
-        raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model"
-                              f"{' without ' + ', '.join(missing) if missing else ''}; only Llamas are read")
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}; download it again")
     rope = rope_parameters_of(config)
     given = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, **config}
     if given.get("num_key_value_heads") is None:
