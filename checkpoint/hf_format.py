@@ -352,7 +352,8 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
         CheckpointError: the model is no Llama, or has a part that ours does not have.
     """
     if config.get("model_type") != "llama":
-        raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model; only Llamas are read")
+        kind = config.get("model_type")
+        raise CheckpointError(f"config.json describes a {kind!r} model; only Llamas are read")
     missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
                if config.get(key) is None]
     if missing:

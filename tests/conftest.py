@@ -27,6 +27,7 @@ settings.load_profile("paddock")
 # What CI's machine may lack. Under CI every other skip is a failure: a missing oracle would make its tests vanish.
 MAY_BE_MISSING = (
     "needs a GPU", "no GPU is here", "a GPU is here",
+    "compiled once on a CPU", "selective is the compiler's", "ATTENTION_BACKEND=",  # test_gpu.py on a CPU
     "needs root", "need root", "no loop devices", "needs mkfs.ext4", "no such address",
     "folder of real data", "among the real data", "not a git checkout",
     "vllm is not installed", "LLAMA_CPP",

@@ -5,7 +5,6 @@ import math
 import re
 import statistics
 import sys
-from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Optional
@@ -23,7 +22,6 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800":
                "B200": 2250, "GB200": 2250, "B300": 2250, "GB300": 2500, "A100": 312, "A800": 312,
                "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
                "RTX 5090": 210, "RTX PRO 6000 Blackwell Max-Q": 439, "RTX PRO 6000": 504, "V100": 125}
-DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 CHUNK_WORDS = 2**22  # of a tensor, that a checksum multiplies at a time
 KEPT_BYTES = 2**30  # of gradients in a dump
 
@@ -98,44 +96,6 @@ def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     middle = statistics.median(values)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
     return middle, max(deviation, 0.01 * abs(middle), 1e-12)
-
-
-# ------------------------------------------------------------------------------------- divergence
-
-
-class Divergence:
-    """Recognizes a run that diverges or no longer learns, from the losses and gradient norms of its steps.
-
-    The initial loss is the median of the first DIVERGED_STEPS, but at most twice the first one: noise in a
-    small batch does not decide, and neither do losses that diverged within these steps.
-    """
-
-    def __init__(self):
-        self.first_losses: list[float] = []
-        self.recent: deque[tuple[float, Optional[float]]] = deque(maxlen=DIVERGED_STEPS)
-        self.reported: set[str] = set()
-
-    def add(self, loss: Optional[float], grad_norm: Optional[float]) -> dict[str, str]:
-        """Add a step; return what it shows for the first time, as {kind of event: sentence}."""
-        if loss is None or not math.isfinite(loss):
-            return {}
-        if len(self.first_losses) < DIVERGED_STEPS:
-            self.first_losses.append(loss)
-        self.recent.append((loss, grad_norm))
-        if len(self.recent) < DIVERGED_STEPS:
-            return {}
-        initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
-        shown = {}
-        if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
-            shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
-                                   f"{DIVERGED_STEPS} steps ({self.first_losses[0]:.4f} in the first step, "
-                                   f"now {loss:.4f}): the run diverges")
-        if all(norm == 0 for _, norm in self.recent):
-            shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
-                                    "model no longer learns")
-        shown = {kind: sentence for kind, sentence in shown.items() if kind not in self.reported}
-        self.reported |= shown.keys()
-        return shown
 
 
 # ---------------------------------------------------------------------------- what is in a tensor

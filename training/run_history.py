@@ -1,11 +1,15 @@
-"""What the lines of a run's logs add up to, for its model card: scores, energy, the digest of the ledger."""
+"""What a run's logs add up to: scores, energy and the ledger's digest for its model card; divergence."""
 
 import hashlib
+import math
 import re
+import statistics
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Optional
 
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
+DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
 
 
 class RunHistory:
@@ -51,3 +55,38 @@ class RunHistory:
         """Return the SHA-256 of the ledger's lines up to a step, which is the newest or the one before it."""
         last, digest = self.before if self.ledger_step > step else (self.ledger_step, self.ledger)
         return digest.hexdigest() if last == step else ""
+
+
+class Divergence:
+    """Recognizes a run that diverges or no longer learns, from the losses and gradient norms of its steps.
+
+    The initial loss is the median of the first DIVERGED_STEPS, but at most twice the first one: noise in a
+    small batch does not decide, and neither do losses that diverged within these steps.
+    """
+
+    def __init__(self):
+        self.first_losses: list[float] = []
+        self.recent: deque[tuple[float, Optional[float]]] = deque(maxlen=DIVERGED_STEPS)
+        self.reported: set[str] = set()
+
+    def add(self, loss: Optional[float], grad_norm: Optional[float]) -> dict[str, str]:
+        """Add a step; return what it shows for the first time, as {kind of event: sentence}."""
+        if loss is None or not math.isfinite(loss):
+            return {}
+        if len(self.first_losses) < DIVERGED_STEPS:
+            self.first_losses.append(loss)
+        self.recent.append((loss, grad_norm))
+        if len(self.recent) < DIVERGED_STEPS:
+            return {}
+        initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
+        shown = {}
+        if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
+            shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
+                                   f"{DIVERGED_STEPS} steps ({self.first_losses[0]:.4f} in the first step, "
+                                   f"now {loss:.4f}): the run diverges")
+        if all(norm == 0 for _, norm in self.recent):
+            shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
+                                    "model no longer learns")
+        shown = {kind: sentence for kind, sentence in shown.items() if kind not in self.reported}
+        self.reported |= shown.keys()
+        return shown

@@ -21,8 +21,7 @@ from common.files import NotAFileError, plain
 from common.text import duration, print_safely, printable
 from config import Config
 from parallel.gpus import number_of
-from training.diagnostics import Divergence
-from training.run_history import EVALUATED, RunHistory
+from training.run_history import EVALUATED, Divergence, RunHistory
 from training.trackers import TensorBoard, Tracker, Trackio, Wandb
 
 LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run

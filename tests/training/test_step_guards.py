@@ -20,6 +20,7 @@ from objectives import base
 from report.run_data import RunReader
 from tokenizer import load_tokenizer
 from training import diagnostics
+from training.run_history import Divergence
 
 FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}
 
@@ -210,7 +211,7 @@ def test_healthy_replicas_are_equal_after_every_step(tiny_run):
 
 def alarms_of(*steps: tuple[float, float]) -> dict[int, list[str]]:
     """The kinds of alarms by the step at which they are raised."""
-    divergence = diagnostics.Divergence()
+    divergence = Divergence()
     found = {number: [*divergence.add(*step)] for number, step in enumerate(steps, 1)}
     return {number: kinds for number, kinds in found.items() if kinds}
 
