@@ -16,8 +16,8 @@ from checkpoint.tensor_files import write_tensors
 from config import ModelConfig
 from parallel.sharding import own
 
-# Dense bf16 TFLOP/s with float32 accumulation, from NVIDIA's data sheets. Where those give figures with
-# sparsity, half of them: HGX B300 36 PFLOP/s (8 GPUs), GB300 NVL72 360 (72 GPUs), RTX PRO 6000 1.008.
+# Dense bf16 TFLOP/s with float32 accumulation, from the vendors' data sheets. B300, GB300, H20 and RTX PRO
+# 6000 come from secondary sources (figures with sparsity are halved), its Max-Q edition is computed.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "H20": 148,
                "B200": 2250, "GB200": 2250, "B300": 2250, "GB300": 2500, "A100": 312, "A800": 312,
                "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
