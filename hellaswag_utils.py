@@ -37,8 +37,8 @@ from common.errors import DataError
 from common.files import plain
 from common.text import command
 from config import Config, EvalTask
-from data_pipeline.readers import flaw_of
-from fused.chunked_head import IGNORE_INDEX
+from data_pipeline.sources import flaw_of
+from fused.head import IGNORE_INDEX
 from model import SHARED_PREFIX, Transformer
 
 MOST_ENDINGS = 16

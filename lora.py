@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from common.errors import CheckpointError, SettingsError
 from config import LoraConfig
-from fused.chunked_head import HeadWeight, embed
+from fused.head import HeadWeight, embed
 from fused.matmul import QuantizedLinear, dequantize, linear, quantize
 from model import Linear, Transformer, VocabularyMatrix
-from parallel.sharding import ReadRows, load_rows, own, put
+from parallel.fsdp import ReadRows, load_rows, own, put
 
 # -------------------------------------------------------------------------------------- the layers
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ModelConfig
 from fused.attention import VARLEN, attend, choose_kernel, compute_cu_seqlens
-from fused.chunked_head import ChunkedHead, HeadWeight, LogitsLoss, embed
+from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
 
 SHARED_PREFIX = 0  # id of the document that every later document of its row attends to

@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from checkpoint import hf_format, store
-from checkpoint.peft_format import refuse_adapters
+from checkpoint import huggingface, store
+from checkpoint.peft import refuse_adapters
 from checkpoint.resume_rules import MODEL_SHAPE, SETTING_OF, assignments
-from checkpoint.tensor_files import LazyTensor, lazy
+from checkpoint.tensors import LazyTensor, lazy
 from common.errors import CheckpointError, SettingsError
 from common.heartbeat import HEARTBEAT
 from common.text import print_safely
 from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
-from parallel import sharding
-from parallel.collectives import Ranks
-from parallel.sharding import load_rows
+from parallel import fsdp
+from parallel.fsdp import load_rows
+from parallel.ranks import Ranks
 from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
@@ -119,7 +119,7 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
     with torch.device("meta"):
         model = Transformer(config, vocab_size, dtype)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    hf_format.check_parameters(shapes, config, padded(vocab_size))
+    huggingface.check_parameters(shapes, config, padded(vocab_size))
     return model
 
 
@@ -132,26 +132,26 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
     if config.sharding != "none":
-        mesh = sharding.make_mesh(ranks, config.ranks_per_copy)
-        sharding.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype],
+        mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
+        fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype],
                              config.cpu_offload)
-    sharding.allocate(model, ranks.device, config.cpu_offload)
+    fsdp.allocate(model, ranks.device, config.cpu_offload)
 
 
 def init_model(model: Transformer, generator: torch.Generator) -> None:
     """Draw the initial weights, the same ones however the model is sharded."""
-    if not sharding.is_sharded(model):
+    if not fsdp.is_sharded(model):
         return model.init_weights(generator)
     for name, parameter in model.named_parameters():
         whole = torch.empty(parameter.shape, device=generator.device)  # one at a time
         model.init_weight(name, whole, generator)
-        sharding.put(parameter, whole)
+        fsdp.put(parameter, whole)
 
 
 def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
                    dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
-    state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
+    state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
     model = model_on_meta(config, vocab_size, dtype)
     model.load_state_dict({name: tensor.whole().to(device, copy=True) for name, tensor in state.items()},
                           assign=True)
@@ -226,7 +226,7 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     A sharded model exchanges them itself. Without `device_ids`, DDP does not move the CPU tensors of a batch
     to the GPU.
     """
-    if ranks.world_size == 1 or sharding.is_sharded(model):
+    if ranks.world_size == 1 or fsdp.is_sharded(model):
         return model
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if gradient_dtype == "bf16":
@@ -247,8 +247,8 @@ def exchanging(model: nn.Module, is_last: bool) -> Iterator[None]:
     Args:
         model: of `wrap_model`.
     """
-    if sharding.is_sharded(model):
-        sharding.exchange_over_copies(model, is_last)
+    if fsdp.is_sharded(model):
+        fsdp.exchange_over_copies(model, is_last)
     # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
         yield
@@ -261,7 +261,7 @@ def exchange_in_bf16(process_group, bucket):
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """Return the norm of all gradients together. Collective if the model is sharded."""
-    return sharding.total_norm(parameter.grad for parameter in model.parameters()
+    return fsdp.total_norm(parameter.grad for parameter in model.parameters()
                                if parameter.grad is not None)
 
 
@@ -287,9 +287,9 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
         CheckpointError: they do not have the shapes of the settings, or the folder holds only adapters.
     """
     refuse_adapters(folder)
-    tensors, rows = hf_format.load_model_weights(folder), padded(model.vocab_size)
-    tensors = hf_format.first_part(tensors, model.vocab_size, model.config.keep_layers)
-    state = hf_format.from_huggingface(tensors, model.config, rows, finite=finite)
+    tensors, rows = huggingface.load_model_weights(folder), padded(model.vocab_size)
+    tensors = huggingface.first_part(tensors, model.vocab_size, model.config.keep_layers)
+    state = huggingface.from_huggingface(tensors, model.config, rows, finite=finite)
     for name, tensor in state.items():
         module = model.get_submodule(name.removesuffix(".weight"))
         getattr(module, "load_base", partial(load_rows, module.weight))(tensor.read)
@@ -297,14 +297,14 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
 
 def read_head(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
     """Return the head's matrix of the model in a folder, padded; the embedding if they are tied."""
-    tensors = hf_format.first_part(hf_format.load_model_weights(folder), vocab_size, config.keep_layers)
-    state = hf_format.from_huggingface(tensors, config, padded(vocab_size))
+    tensors = huggingface.first_part(huggingface.load_model_weights(folder), vocab_size, config.keep_layers)
+    state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
     return state["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
 
 
 def is_vocabulary(name: str) -> bool:
     """Return whether a parameter, or the optimizer's state of it, has a row for each id."""
-    return name.startswith(hf_format.VOCABULARY)
+    return name.startswith(huggingface.VOCABULARY)
 
 
 def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
@@ -329,9 +329,9 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises:
         CheckpointError: its config.json is missing, or does not describe a Llama.
     """
-    content = hf_format.read_json(folder / "config.json")
+    content = huggingface.read_json(folder / "config.json")
     try:
-        return ModelConfig(**hf_format.model_settings_from_huggingface(content))
+        return ModelConfig(**huggingface.model_settings_from_huggingface(content))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
@@ -360,8 +360,8 @@ def load_model(folder: Path, device: Optional[torch.device] = None,
     if os.path.exists(folder / store.MANIFEST):
         store.verify(folder)
     config = read_model_config(folder)
-    tensors = hf_format.load_model_weights(folder)
-    vocab_size = hf_format.vocabulary_rows(tensors)
+    tensors = huggingface.load_model_weights(folder)
+    vocab_size = huggingface.vocabulary_rows(tensors)
     if tokenizer is None and (tokenizer := load_tokenizer(str(folder))).vocab_size > vocab_size:
         raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
                               f"{vocab_size:,}; put the model's own tokenizer there")
@@ -416,7 +416,7 @@ def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
     Raises:
         CheckpointError: the tokenizer has more ids than the model.
     """
-    rows = hf_format.read_json(folder / "config.json").get("vocab_size")
+    rows = huggingface.read_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows < vocab_size:
         raise CheckpointError(f"the tokenizer has {vocab_size:,} ids and the model in {folder} {rows}; set "
                               "TOKENIZER_PATH to the model's own, and prepare the data with it")

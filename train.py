@@ -10,7 +10,7 @@ from typing import Any, Optional
 
 from common.errors import SettingsError
 from common.text import exit_if_unread, print_safely, printable, write_line_by_line
-from parallel.exit_report import (
+from parallel.process import (
     EXIT_PREEMPTED,
     exit_at_signals,
     exit_with_launcher,
@@ -35,19 +35,19 @@ import torch
 from torch import Tensor
 
 from common.heartbeat import HEARTBEAT
-from data_pipeline.batch import Batch
+from dataloaders import Batch
+from evaluation.during_run import due, evaluate
+from learn.optim import learning_rate
 from model_utils import clip_scale, exchanging, gradient_norm, seed_step, wrap_model
-from parallel.collectives import Interrupted, classify_exception, stop_watchdog
-from parallel.sharding import FiniteGradients, average_vectors, is_sharded
-from training import diagnostics, preflight
-from training.evaluation import due, evaluate
-from training.measurements import Measurements
-from training.optim import learning_rate
-from training.run_log import console_line
-from training.setup import open_run
-from training.state import Run, StepResult, begin, how_to_resume, keep_settings, save_checkpoint
-from training.step_guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
-from training.trackers import abandoning_trackers
+from observe import check
+from observe.guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
+from observe.profile import Measurements
+from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
+from parallel.ranks import Interrupted, classify_exception, stop_watchdog
+from run import diagnostics
+from run.life import Run, StepResult, begin, how_to_resume, keep_settings, open_run, save_checkpoint
+from run.log import console_line
+from run.trackers import abandoning_trackers
 
 
 def main(argv: Optional[list[str]] = None) -> int:
@@ -55,8 +55,8 @@ def main(argv: Optional[list[str]] = None) -> int:
     loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
-            preflight.provide_sample(loaded.config, may_write=not loaded.check)
-            code = preflight.check(loaded) if loaded.check else train(loaded)
+            check.provide_sample(loaded.config, may_write=not loaded.check)
+            code = check.check(loaded) if loaded.check else train(loaded)
     except Exception as error:
         stop_watchdog()
         report = classify_exception(error)
@@ -82,7 +82,7 @@ def train(loaded: Loaded) -> int:
     """
     try:
         with open_run(loaded) as run:
-            preflight.print_overview(run)
+            check.print_overview(run)
             begin(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
             with Measurements(run) as measured:
@@ -145,7 +145,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
         return EXIT_PREEMPTED
     if progress.step < config.max_steps:
         log.info(run.why_early())
-    preflight.print_summary(run, measured.phases, first, latest)
+    check.print_summary(run, measured.phases, first, latest)
     return 0
 
 

@@ -1,19 +1,85 @@
-"""The fields of a checkpoint's manifest and state, and of the lines of a run's logs.
+"""The manifest of a checkpoint: the size and SHA-256 of each file. Needs only the standard library.
+
+The fields of a checkpoint's manifest and state, and of the lines of a run's logs.
 
 A field that an older version did not write has a default; an unknown field means a newer version wrote it.
 """
 
+import hashlib
+import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Optional, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from checkpoint.manifest import MANIFEST, NEWER, fault_of, read_sealed
 from common.errors import CheckpointError
-from common.files import plain, read_plain
+from common.files import leads_outside, plain, read_plain, sha256
+from common.text import command
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+CARD = "README.md"  # which the user may edit, so it is not listed
+GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
+NEWER = "it was written by a newer Paddock; use that version"
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """Return the only valid bytes of this manifest, its own hash included: any other byte is damage."""
+    content = json.dumps(manifest, indent=1, sort_keys=True)
+    seal = hashlib.sha256(content.encode()).hexdigest()
+    return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
+
+
+def read_sealed(folder: Path) -> bytes:
+    """Return the content of a checkpoint's manifest, verified by its own hash; its files are not."""
+    path = Path(folder) / MANIFEST
+    try:
+        content = read_plain(path)
+    except FileNotFoundError as error:
+        problem = GONE if not os.path.isdir(folder) else (
+            f"has no {MANIFEST}: it is no checkpoint of Paddock's, or an incomplete one; import a model from "
+            f"elsewhere with {command('scripts/import_checkpoint.py')}")
+        raise CheckpointError(f"{folder} {problem}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    try:
+        manifest = json.loads(content)
+        intact = sealed({key: value for key, value in manifest.items() if key != "sha256"}) == content
+    except (ValueError, AttributeError, RecursionError):
+        intact = False
+    if not intact:
+        raise CheckpointError(f"{path} is damaged; use another checkpoint")
+    if isinstance(number := manifest.get("format"), int) and number > FORMAT:
+        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
+    return content
+
+
+def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
+             advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
+    """Return what is wrong with a file that a manifest lists, in words; None if it is intact.
+
+    Args:
+        advance: called with the number of bytes of each block that was hashed.
+    """
+    path = folder / name
+    if leads_outside(name, folder):
+        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)"
+    try:
+        with open(path, "rb", opener=plain) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = sha256(file, advance) if size == expected["size"] else None
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    if digest is None:
+        return f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were written"
+    return None if digest == expected["sha256"] else f"{path} is damaged: its SHA-256 has changed"
+
 
 MAX_LINE_BYTES = 1 << 24
 

@@ -21,16 +21,15 @@ from typing import Any, NamedTuple, Optional
 
 from torch import Tensor
 
-from checkpoint.hub import hub_model, is_model_name
-from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, sealed
-from checkpoint.schema import read_manifest, read_state_file, verify
-from checkpoint.tensor_files import LazyTensor, open_tensors, write_tensors
+from checkpoint.huggingface import hub_model, is_model_name
+from checkpoint.schema import CARD, FORMAT, GONE, MANIFEST, read_manifest, read_state_file, sealed, verify
+from checkpoint.tensors import LazyTensor, open_tensors, write_tensors
 from common import __version__
 from common.errors import CheckpointError
 from common.files import sha256, sync, sync_folder
 from common.text import command, print_safely, printable
-from parallel.collectives import Ranks
-from parallel.sharding import RowServer
+from parallel.fsdp import RowServer
+from parallel.ranks import Ranks
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"

@@ -69,7 +69,7 @@ SEED = number(int, "from 0 to 4,294,967,295", lambda value: 0 <= value < 2**32)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of how the next token is chosen, named as in `inference.sampling.Sampling`."""
+    """Add the flags of how the next token is chosen, named as in `inference.engine.Sampling`."""
     parser.add_argument("--temperature", type=TEMPERATURE, default=0.8, metavar="T",
                         help="0 = always the most likely token (default: %(default)s)")
     parser.add_argument("--top-p", type=number(float, "above 0 and at most 1", lambda value: 0 < value <= 1),

@@ -17,8 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from common.errors import DataError
-from data_pipeline.readers import LISTED_BAD_RECORDS, Reading
-from data_pipeline.sources import Source, read_records
+from data_pipeline.sources import LISTED_BAD_RECORDS, Reading, Source, read_records
 from data_pipeline.workers import InOrder
 
 # Part of the key: raise it when the same filter would remove other documents.

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common.errors import DataError
 from common.files import write_json
-from data_pipeline.manifest import MANIFEST, MIXTURE, first_fault, read_manifest
 from data_pipeline.row_order import Phase, weight_units
+from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_manifest
 
 LABEL_COLUMNS = 32
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]

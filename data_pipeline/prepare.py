@@ -28,10 +28,8 @@ from common.errors import DataError, PaddockError, SettingsError
 from common.files import FileLock, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
-from data_pipeline.readers import Reading, kind_of
-from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, dtype_for
-from data_pipeline.shard_writer import SplitWriter, Tokens
-from data_pipeline.sources import Document, Source, identify, read_texts, source_of
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
+from data_pipeline.sources import Document, Reading, Source, identify, kind_of, read_texts, source_of
 from data_pipeline.workers import core_count, open_workers
 from tokenizer import load_tokenizer
 

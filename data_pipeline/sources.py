@@ -1,27 +1,484 @@
-"""Sources of records: files of any kind and place, and datasets of the Hugging Face hub.
+"""Readers of file formats: records streamed from JSON lines and arrays, Parquet, Arrow and plain text.
+
+A reader yields (where, record); `where` is the file and line (or row) that error messages name. It gets a
+`Reading`, which decides what happens to unusable records and counts what has been read.
+
+
+Sources of records: files of any kind and place, and datasets of the Hugging Face hub.
 
 Records are streamed as (where, record); `where` is the file and line (or row) that error messages name.
 """
 
+import io
+import json
+import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, islice
 from os.path import exists
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
-from common.errors import DataError, SettingsError, requires_package
-from common.remote import HUB_NAME, cached_dataset, hub_revision, retry
-from common.text import without_passwords
-from data_pipeline.readers import (
-    READERS,
-    Reading,
-    columns_of,
-    contents_of,
-    flaw_of,
-    kind_of,
-    list_files,
-    reading_errors,
+import fsspec
+
+from common.errors import DataError, PaddockError, SettingsError, requires_package
+from common.files import sha256
+from common.remote import (
+    HUB_NAME,
+    cached_dataset,
+    downloaded,
+    file_system,
+    first_line,
+    hub_revision,
+    is_transient,
+    retry,
 )
+from common.text import pip_install, without_passwords
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow",
+         ".txt": "text", ".text": "text", ".raw": "text", ".tokens": "text"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
+LISTED_BAD_RECORDS, LISTED_COLUMNS = 1000, 20
+MAX_LINE_BYTES = 1 << 30  # a line is held in memory, and compressed files can unpack to far more
+SNIFF_BYTES = 8192  # of a file's beginning, to see whether it is text, or a JSON array
+BLOCK_CHARACTERS = 1 << 16  # of an array that are read at once
+BLANK = re.compile(r"[ \t\r\n]*")
+# What `datasets` writes beside the .arrow files of a saved or cached dataset.
+DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
+
+
+@dataclass
+class Reading:
+    """The state of reading one source: its policy for unusable records, and what was counted so far."""
+
+    skip_bad: bool = False
+    advice: str = "correct it, or skip such records: --on-bad-record skip"
+    bad: int = 0
+    bad_records: list[str] = field(default_factory=list)  # the first LISTED_BAD_RECORDS
+    empty: int = 0
+    separators: int = 0  # lines that separated documents
+    bytes_done: int = 0
+    bytes_total: int = 0  # 0 if it is not known
+    dropped: Counter[str] = field(default_factory=Counter)  # of chats: how often each field was not used
+    advance: Callable[[], Any] = lambda: None  # called now and then while it is read
+
+    @property
+    def fraction(self) -> float | None:
+        """The fraction of the source that has been read, or None if its size is not known."""
+        return self.bytes_done / self.bytes_total if self.bytes_total else None
+
+    def refuse(self, where: str, reason: str) -> None:
+        """Count and list a record that cannot be used.
+
+        Raises:
+            DataError: bad records are not to be skipped.
+        """
+        if not self.skip_bad:
+            raise DataError(f"{where}: {reason}; {self.advice}")
+        self.bad += 1
+        if len(self.bad_records) < LISTED_BAD_RECORDS:
+            self.bad_records.append(f"{where}: {reason}")
+
+
+@contextmanager
+def reading_errors(name: str) -> Iterator[None]:
+    """Turn any error of a storage or format library in the `with` block into a DataError about `name`."""
+    try:
+        yield
+    except PaddockError:
+        raise
+    except Exception as error:  # those of fsspec, arrow, zlib and the hub's client have no common base class
+        raise DataError(f"{name}: {first_line(error)}; check that it exists, whole and readable") from error
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """One file of a source, as it was when the source was listed."""
+
+    fs: Any
+    name: str
+    size: int
+    kind: str
+    compression: str | None
+
+    @property
+    def is_local(self) -> bool:
+        return "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,))
+
+    @property
+    def url(self) -> str:
+        """The name for messages, without a password."""
+        return self.name if self.is_local else without_passwords(self.fs.unstrip_protocol(self.name))
+
+    def open(self) -> Any:
+        """Return a context manager that gives the file's bytes; a remote file is downloaded first."""
+        return open(self.name, "rb") if self.is_local else downloaded(self.fs, self.name)
+
+    def stamp(self) -> list:
+        """Return values that change when the content does, without reading the content."""
+        if not self.is_local:
+            return [self.fs.ukey(self.name)]
+        stat = os.stat(self.name)
+        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+    def content_hash(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
+        """Return a local file's SHA-256, from `known` ({name: [stamp, hash]}) if its stamp is the same."""
+        stamp = self.stamp()
+        if known.get(self.name, [None])[0] != stamp:
+            with self.open() as file:
+                known[self.name] = [stamp, sha256(file, advance)]
+        return known[self.name][1]
+
+
+def kind_of(name: str) -> tuple[str | None, str | None]:
+    """Return (kind, compression) by a file's suffixes; the kind is None if it cannot be read."""
+    stem, suffix = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(suffix)
+    if compression:
+        suffix = os.path.splitext(stem)[1]
+    return KINDS.get(suffix), compression
+
+
+def list_files(path: str, split: str = "train") -> list[StoredFile]:
+    """Return the readable files of a path, folder, glob or URL, sorted by name.
+
+    Args:
+        split: of a folder that `datasets` saved or cached: the split whose files are meant.
+    Raises:
+        DataError: there are none, or the place cannot be reached.
+    """
+    with reading_errors(path):
+        files = retry(path, lambda: _find_files(path, split))
+    if not files:
+        raise DataError(f"{path}: no such file or folder, or nothing that matches; check the path")
+    readable = [file for file in files if file.kind]
+    if not readable:
+        raise DataError(f"{path}: no file of a kind that can be read; give {READABLE}")
+    for file in readable:
+        if flaw_of(file.name):  # JSON files could not hold its name
+            raise DataError(f"{file.url}: the file's name is not UTF-8; rename it")
+    return readable
+
+
+def _find_files(path: str, split: str) -> list[StoredFile]:
+    fs, root = file_system(path)
+    try:
+        found = fs.info(root)["type"]
+    except FileNotFoundError as error:  # fsspec raises it also for a server that does not answer
+        if is_transient(error):
+            raise
+        found = None
+    if found == "directory" or (found is None and fs.isdir(root)):  # some stores have no entry for a folder
+        names = [name for name, info in sorted(fs.find(root, detail=True).items())
+                 if info["type"] == "file" and not os.path.basename(name).startswith((".", "_"))]
+        if any(os.path.basename(name) in DATASET_FILES for name in names):
+            names = _files_of_dataset(fs, root.rstrip("/"), split, names)
+    elif found is None:
+        is_glob = any(sign in root for sign in "*?[")
+        names = [name for name in sorted(fs.glob(root)) if fs.isfile(name)] if is_glob else []
+    else:
+        names = [root] if found == "file" else []  # opening a pipe would block
+    return [StoredFile(fs, name, fs.size(name) or 0 if kind_of(name)[0] else 0, *kind_of(name))
+            for name in names]
+
+
+def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[str]:
+    """Return the .arrow files of a split, of those in a folder that `datasets` saved or keeps as its cache.
+
+    Not by datasets.load_from_disk, which maps the files, and whose other caches lie in the same folder.
+    """
+    def content_of(name: str) -> dict:
+        return json.loads(fs.cat_file(f"{root}/{name}")) if f"{root}/{name}" in names else {}
+
+    arrow = [name for name in names if name.endswith(".arrow")]
+    if not arrow:
+        return names
+    if not any(f"{root}/{name}" in names for name in DATASET_FILES):
+        raise DataError(f"{root} has folders that `datasets` saved, such as {os.path.dirname(arrow[0])}; "
+                        "give one of them")
+    splits = content_of("dataset_dict.json").get("splits") or []
+    if splits and split in splits:
+        root = f"{root}/{split}"
+    saved = content_of("state.json").get("_data_files")
+    if saved is not None:
+        return [f"{root}/{os.path.basename(part['filename'])}" for part in saved]
+    if not splits:  # a folder of the cache: name-split.arrow or name-split-00000-of-00002.arrow
+        splits = [*(content_of("dataset_info.json").get("splits") or {})]
+        arrow = [name for name in arrow
+                 if not splits or re.search(rf"-{re.escape(split)}(-\d+-of-\d+)?\.arrow$", name)]
+    if splits and split not in splits:
+        raise DataError(f"{root} has no split {split!r}; it has {', '.join(splits)}: name one with --split")
+    return arrow
+
+
+@contextmanager
+def _opened(file: StoredFile) -> Iterator[tuple[Any, Any]]:
+    """Open a file for the `with` block: its bytes as they are stored, and unpacked, both buffered."""
+    with reading_errors(file.url), file.open() as raw:
+        if not file.compression:
+            yield raw, raw
+            return
+        if file.compression not in fsspec.compression.compr:
+            raise DataError(f"{file.url}: {file.compression} needs a package: {pip_install('zstandard')}")
+        unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
+        yield raw, io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
+
+
+def read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark.
+
+    Args:
+        raw, stream: of `_opened`.
+    """
+    before = reading.bytes_done
+    # The lines as bytes, of which none can fill the memory, whatever the file unpacks to.
+    lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
+    if file.kind == "text":
+        lines = chain(_first_lines_of_text(file.url, lines), lines)
+    # The lines as text.
+    for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if len(line) > MAX_LINE_BYTES:
+            raise DataError(f"{file.url}:{number}: a line of more than {MAX_LINE_BYTES >> 20:,} MiB "
+                            "cannot be a record; correct it, or leave the file out")
+        if number % 64 == 0 or len(line) > 1 << 16:
+            reading.bytes_done = before + raw.tell()
+            reading.advance()
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            reading.refuse(f"{file.url}:{number}", f"byte {error.start + 1} of the line is not UTF-8")
+            continue
+        yield f"{file.url}:{number}", text
+
+
+def _first_lines_of_text(url: str, lines: Iterable[bytes]) -> list[bytes]:
+    """Return the first lines of a file that is mostly text; bad records are skipped only in such a file.
+
+    Raises:
+        DataError: more than half of the lines are bad: it is a binary file, or text in another encoding.
+    """
+    first, size = [], 0
+    for line in lines:
+        first.append(line)
+        size += len(line)
+        if size >= SNIFF_BYTES:
+            break
+    bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
+    if 2 * bad > len(first):
+        raise DataError(f"{url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain NULs or "
+                        "bytes that are not UTF-8; convert it, or leave the file out")
+    return first
+
+
+def read_json(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
+    """Yield the objects of JSON lines, or of one array in a .json file, with all their columns."""
+    stem = os.path.splitext(file.name)[0] if file.compression else file.name
+    with _opened(file) as (raw, stream):
+        begins = stream.peek(SNIFF_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        is_array = stem.lower().endswith(".json") and begins.startswith(b"[")
+        values = read_array if is_array else _read_json_lines
+        for where, record in values(file, raw, stream, reading):
+            if isinstance(record, dict):
+                yield where, record
+            else:
+                one = "an object as each item" if is_array else "one JSON object in a line"
+                reading.refuse(where, f"expected {one}, got {type(record).__name__}")
+
+
+def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
+    """Yield the value of each line that is not blank."""
+    for where, line in read_lines(file, raw, stream, reading):
+        if not line.strip():
+            continue
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            hint = ""
+            if where == f"{file.url}:1" and line.lstrip()[:1] in ("{", "["):
+                hint = (". A record is a line; a .json file can also be one array of records, and an object "
+                        "around such an array must be taken away")
+            reading.refuse(where, f"not valid JSON: {error}{hint}")
+
+
+class _ArrayText:
+    """The text of a JSON array, of which one item and a block are in memory. `line` is the place in it.
+
+    The items go through json's decoder, so that they mean what they mean in JSON lines.
+    """
+
+    def __init__(self, name: str, file: TextIO):
+        self.name, self.file, self.text, self.at, self.line = name, file, "", 0, 1
+
+    def fault(self, reason: str) -> DataError:
+        return DataError(f"{self.name}:{self.line}: {reason}; correct it, or leave the file out")
+
+    def _fill(self) -> bool:
+        """Read more; twice as much each time, so that a long item is not decoded too often."""
+        more = self.file.read(max(BLOCK_CHARACTERS, len(self.text) - self.at))
+        self.text, self.at = self.text[self.at:] + more, 0
+        return bool(more)
+
+    def _go_to(self, end: int) -> None:
+        self.line += self.text.count("\n", self.at, end)
+        self.at = end
+
+    def next_sign(self) -> str:
+        """Return the next character that is not blank, or "" at the end; `at` is then before it."""
+        while True:
+            self._go_to(BLANK.match(self.text, self.at).end())
+            if self.at < len(self.text) or not self._fill():
+                return self.text[self.at:self.at + 1]
+
+    def take_sign(self, expected: str) -> str:
+        """Return the next character, which must be one of these, and go past it."""
+        sign = self.next_sign()
+        if not sign:
+            raise self.fault("the array has no end: the file is cut off")
+        if sign not in expected:
+            raise self.fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
+        self.at += 1
+        return sign
+
+    def item(self) -> Any:
+        """Return the value that begins here, and go past it."""
+        while True:
+            try:
+                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+            except json.JSONDecodeError as error:
+                # At the end of what has been read, an error may only mean that the item goes on.
+                is_torn = error.pos > len(self.text) - 16 or error.msg.startswith("Unterminated string")
+                if is_torn and len(self.text) - self.at < MAX_LINE_BYTES and self._fill():
+                    continue
+                self._go_to(error.pos)
+                raise self.fault(f"not valid JSON: {error.msg}") from error
+            except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
+                raise self.fault(f"not valid JSON: {error}") from error
+            if end < len(self.text) or not self._fill():  # a number may go on
+                self._go_to(end)
+                return value
+
+
+def read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a file that is one JSON array, one at a time.
+
+    Args:
+        raw, stream: of `_opened`.
+    Raises:
+        DataError: it is not valid JSON, and nothing after that place can be read.
+    """
+    before = reading.bytes_done
+    # A byte that is not UTF-8 becomes a lone surrogate, for which its record alone is refused.
+    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text:
+        array = _ArrayText(file.url, text)
+        sign, number = array.take_sign("["), 0
+        if array.next_sign() == "]":
+            sign = array.take_sign("]")
+        while sign != "]":
+            number += 1
+            array.next_sign()
+            where = f"{file.url}:{array.line} (item {number})"
+            yield where, array.item()
+            sign = array.take_sign(",]")
+            if number % 64 == 0:
+                reading.bytes_done = before + raw.tell()
+                reading.advance()
+        if array.next_sign():
+            raise array.fault("more follows after the end of the array")
+
+
+def read_text(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
+    """Yield the lines of a text file; a line end becomes a newline."""
+    column = columns[0] if columns else ""
+    with _opened(file) as (raw, stream):
+        for where, line in read_lines(file, raw, stream, reading):
+            yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
+
+
+def read_parquet(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of a Parquet file: only these columns if the file has them, else all."""
+    with requires_package("pyarrow", f"{file.url}, a Parquet file,"):
+        import pyarrow.parquet as pq
+    before = reading.bytes_done
+    with reading_errors(file.url), file.open() as raw:
+        table = pq.ParquetFile(raw)
+        has_all = columns and {*columns} <= {*table.schema_arrow.names}
+        row = 0
+        for batch in table.iter_batches(batch_size=1024, columns=columns if has_all else None):
+            yield from _rows_of(file.url, batch, row, reading)
+            row += batch.num_rows
+            reading.bytes_done = before + int(file.size * row / table.metadata.num_rows)
+
+
+def read_arrow(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of an Arrow file, a stream as `datasets` writes it, or with an index (Feather)."""
+    with requires_package("pyarrow", f"{file.url}, an Arrow file,"):
+        import pyarrow as pa
+    before = reading.bytes_done
+    with reading_errors(file.url), file.open() as raw:
+        if raw.peek(6)[:6] == b"ARROW1":
+            table = pa.ipc.open_file(raw)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            batches = pa.ipc.open_stream(raw)
+        row = 0
+        for batch in batches:
+            if columns and all(batch.schema.names.count(name) == 1 for name in columns):
+                batch = batch.select(list(columns))
+            yield from _rows_of(file.url, batch, row, reading)
+            row += batch.num_rows
+            reading.bytes_done = before + raw.tell()
+
+
+def _rows_of(url: str, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, dict]]:
+    """Yield the rows of a record batch that begins after `before` rows."""
+    if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
+        raise DataError(f"{url}: has several columns {twice[0]!r:.40}; rename or drop all but one")
+    for row, cells in enumerate(zip(*batch.columns), before + 1):
+        try:
+            record = dict(zip(batch.schema.names, (cell.as_py() for cell in cells)))
+        except UnicodeDecodeError as error:
+            reading.refuse(f"{url}: row {row}", f"byte {error.start + 1} of the text is not UTF-8")
+            continue
+        yield f"{url}: row {row}", record
+
+
+READERS = {"jsonl": read_json, "parquet": read_parquet, "arrow": read_arrow, "text": read_text}
+
+
+def columns_of(record: Mapping[str, Any]) -> str:
+    """Return the names of a record's columns, for an error message."""
+    names = [f"{name!r:.40}" + (" (null)" if value is None else "")
+             for name, value in islice(record.items(), LISTED_COLUMNS)]
+    more = f" and {len(record) - LISTED_COLUMNS:,} more" if len(record) > LISTED_COLUMNS else ""
+    return ", ".join(names) + more or "no columns"
+
+
+def contents_of(record: Mapping[str, Any]) -> str:
+    """Return `columns_of`, and what to do if the records seem to be in a list within this one."""
+    lists = [name for name, value in record.items()
+             if isinstance(value, list) and value and all(isinstance(item, dict) for item in value)]
+    hint = f" (if {lists[0]!r:.40} is the list of records, write it alone into a .json file)" if lists else ""
+    return columns_of(record) + hint
+
+
+def flaw_of(text: Any) -> str | None:
+    """Return why a value is not text that can be encoded, or None if it is."""
+    if not isinstance(text, str):
+        return f"is {'null' if text is None else type(text).__name__}, expected text"
+    if "\0" in text:
+        return f"holds a NUL at character {text.index(chr(0)) + 1}"
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"holds a lone surrogate at character {error.start + 1}"
+    return None
+
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SPLITTERS = ("whole", "line", "blank", "wikitext")  # of text into documents; else a separator line

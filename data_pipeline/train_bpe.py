@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from common.errors import DataError, SettingsError
-from common.tokenizer_json import BYTE_TO_CHAR
-from tokenizer import PATTERN, split_long
+from tokenizer import BYTE_TO_CHAR, PATTERN, split_long
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common.heartbeat import HEARTBEAT
-from inference.engine import READ_AT_ONCE, Engine, Request
-from inference.language_model import Prompt
-from inference.sampling import Sampling
-from inference.text_stream import TextStream
+from inference.engine import READ_AT_ONCE, Engine, Request, Sampling
+from inference.text import Prompt, TextStream
 from model import Transformer
 
 

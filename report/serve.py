@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator
 from common.errors import CheckpointError, requires_package
 from common.http_server import HEADERS, listen
 from common.text import show
-from report.build import Report, as_text
-from report.page import render
+from report.page import Report, as_text, render
 
 HOST = "127.0.0.1"
 HOSTS = [HOST, "localhost"]  # any other name may be a site's that leads here (DNS rebinding)

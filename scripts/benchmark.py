@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
-from parallel.gpus import configure_allocator  # noqa: E402
+from parallel.process import configure_allocator  # noqa: E402
 
 
 class Workload(NamedTuple):
@@ -93,8 +93,8 @@ def huggingface_model(model, config, vocab: int, seq_len: int, liger: bool = Fal
     """transformers' Llama with the weights of our model, in training mode; with Liger's kernels if asked."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from checkpoint.hf_format import huggingface_config, to_huggingface
-    from checkpoint.tensor_files import read_all
+    from checkpoint.huggingface import huggingface_config, to_huggingface
+    from checkpoint.tensors import read_all
     from model import padded
 
     assert padded(vocab) == vocab, "the peers have no padding"
@@ -130,8 +130,8 @@ def litgpt_model(model, config, vocab: int, seq_len: int):
     """litgpt's GPT with the weights of our model, in training mode."""
     import torch
 
-    from checkpoint.hf_format import to_huggingface
-    from checkpoint.tensor_files import read_all
+    from checkpoint.huggingface import to_huggingface
+    from checkpoint.tensors import read_all
 
     # Only the model is imported, because the rest of litgpt needs Lightning, which is large.
     package = types.ModuleType("litgpt")
@@ -210,10 +210,10 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     import torch
 
     from config import Config
+    from learn.optim import Optimizer
     from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
-    from parallel.collectives import Ranks
-    from training import diagnostics
-    from training.optim import Optimizer
+    from parallel.ranks import Ranks
+    from run import diagnostics
 
     # The model, and what is trained with its weights.
     if args.threads:
@@ -297,8 +297,8 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
     """The device, the memory that train.py would estimate, and the MFU if the device's peak is known."""
     import torch
 
-    from training import diagnostics
-    from training.memory_estimate import estimate_memory
+    from learn.cost import estimate_memory
+    from run import diagnostics
 
     estimate = estimate_memory(config, work.vocab, dtype.itemsize, device.type)
     figures = {"device": torch.cuda.get_device_name() if device.type == "cuda" else

@@ -102,8 +102,8 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     """Our model and transformers', with the same weights."""
     import torch
 
-    from checkpoint.hf_format import huggingface_config, to_huggingface
-    from checkpoint.tensor_files import read_all
+    from checkpoint.huggingface import huggingface_config, to_huggingface
+    from checkpoint.tensors import read_all
     from config import ModelConfig
     from model import Transformer
 
@@ -111,7 +111,7 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
         from transformers import LlamaConfig, LlamaForCausalLM
     from lora import cast_base
     from model_utils import DTYPES, device_and_dtype, find_model
-    from training.adapters import load_for_use
+    from run.adapters import load_for_use
 
     device, dtype = device_and_dtype(args.device and torch.device(args.device), DTYPES.get(args.dtype))
     if args.model:

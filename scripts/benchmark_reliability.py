@@ -22,8 +22,8 @@ import torch
 import train
 from checkpoint import store
 from common.errors import run_script
+from run import diagnostics
 from settings.load import load_or_exit
-from training import diagnostics
 
 USAGE = "python scripts/benchmark_reliability.py [settings as for train.py]"
 STEPS = 6

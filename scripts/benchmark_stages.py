@@ -41,25 +41,18 @@ from benchmark import bootstrap, huggingface_model
 from common.command_line import CommandParser
 from common.errors import run_script
 from common.files import write_json
-from common.verified_files import Cache
 from config import Config
-from data_pipeline.batch import Batch
-from data_pipeline.packed_rows import ExampleRows, open_example_set
 from data_pipeline.row_order import rows_of_step
-from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, open_token_set
-from data_pipeline.shard_writer import SplitWriter, Tokens
-from dataloaders import TokenRows
-from fused.chunked_head import IGNORE_INDEX
+from data_pipeline.shards import MANIFEST, Cache, SplitWriter, TokenizerFacts, Tokens, open_token_set
+from dataloaders import Batch, ExampleRows, TokenRows, open_example_set
+from fused.head import IGNORE_INDEX
+from learn.objectives import DPO, Distillation, NextToken, frozen_logprobs, stored_reference
+from learn.optim import Optimizer
+from learn.stored import ComputeOnce, ReferenceOutputs, TeacherOutputs
+from learn.teacher import LlamaTeacher
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
-from objectives.base import NextToken
-from objectives.distillation import Distillation
-from objectives.precompute import ReferenceOutputs, TeacherOutputs
-from objectives.preference import DPO, frozen_logprobs, stored_reference
-from objectives.stored_outputs import ComputeOnce
-from objectives.teacher import LlamaTeacher
-from parallel.collectives import Ranks, RunContext, StopSignals
-from training.optim import Optimizer
+from parallel.ranks import Ranks, RunContext, StopSignals
 
 VOCAB, ROW_TOKENS, ROWS_PER_STEP, EXAMPLES_PER_MICRO_BATCH = 4096, 1024, 2, 8
 PADDING, END, START, WORD = 0, 1, 2, "<{}>"  # ids with a meaning, and how an id is written as text

@@ -129,8 +129,8 @@ class Chat:
     """A conversation in a terminal, or between stdin and stdout."""
 
     def __init__(self, model: Any, args: argparse.Namespace):
-        from inference.conversation import Conversation
         from inference.engine import Engine, Sampling
+        from inference.text import Conversation
 
         self.model = replace(model, context_length=min(model.context_length, args.context_length))
         self.conversation = Conversation(self.model)
@@ -202,7 +202,7 @@ class Chat:
 
     def ask(self, words: str) -> None:
         """Answer a message. Raises DataError, and forgets the message, if that is impossible."""
-        from inference.conversation import Turn
+        from inference.text import Turn
 
         self.conversation.turns.append(Turn(words))
         try:
@@ -214,7 +214,7 @@ class Chat:
     def answer(self) -> None:
         """Write an answer to the last turn, as its tokens come; Ctrl-C ends it."""
         from inference.engine import Request
-        from inference.text_stream import TextStream
+        from inference.text import TextStream
 
         length, turn = self.model.context_length, self.conversation.turns[-1]
         pieces, times = [], []

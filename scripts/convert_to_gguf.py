@@ -18,10 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
-from checkpoint.hf_format import read_json
-from checkpoint.manifest import MANIFEST
-from checkpoint.peft_format import refuse_adapters
-from checkpoint.schema import verify
+from checkpoint.huggingface import read_json
+from checkpoint.peft import refuse_adapters
+from checkpoint.schema import MANIFEST, verify
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, requires_package, run_script
 from common.text import show

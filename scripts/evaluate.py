@@ -70,11 +70,11 @@ def main() -> None:
     # Here, because torch's import takes seconds.
     from types import SimpleNamespace
 
+    from evaluation.standalone import Harness, evaluate_model, open_model, settings_for
     from model_utils import choose_dtype, find_model
-    from parallel.collectives import RunContext, StopSignals, joined_ranks
-    from training.run_log import finite
-    from training.setup import prepare_device
-    from training.standalone import Harness, evaluate_model, open_model, settings_for
+    from parallel.ranks import RunContext, StopSignals, joined_ranks
+    from run.life import prepare_device
+    from run.log import finite
 
     folder = find_model(args.model)
     config = settings_for(folder, flags, args.data)

@@ -24,14 +24,13 @@ from common.command_line import SEED, CommandParser, add_sampling_flags
 from common.errors import DataError, local_path, run_script
 from common.files import plain
 from common.text import duration, print_safely, show_part
-from data_pipeline.chat_templates import load_chat_format
+from data_pipeline.templates import load_chat_format
+from inference.engine import Sampling
 from inference.generate import Part, Writer
-from inference.language_model import Prompt, text_prompt
-from inference.prompt_file import FilePrompt, read_prompts
-from inference.sampling import Sampling
+from inference.text import FilePrompt, Prompt, read_prompts, text_prompt
 from model import Transformer
 from model_utils import find_model
-from training.adapters import load_for_use
+from run.adapters import load_for_use
 
 PROGRESS_SECONDS = 10
 

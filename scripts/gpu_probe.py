@@ -198,7 +198,7 @@ def random_model(task):
     """A model of the shape of Llama 3.2 1B with random weights, its settings, vocabulary size and ranks."""
     from config import Config
     from model_utils import build_model, choose_dtype
-    from parallel.collectives import Ranks
+    from parallel.ranks import Ranks
 
     shape = dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, ffn_dim=8192, max_seq_len=4096)
     if task.tiny:
@@ -234,8 +234,8 @@ def memory(task) -> None:
 def measure_layout(task, layout: str) -> None:
     """The forecast for one layout, and what torch allocates and reserves for two steps, and NVML reports."""
     from config import Config
+    from learn.cost import estimate_memory
     from model_utils import choose_dtype
-    from training.memory_estimate import estimate_memory
 
     vocab, length, shape = 128_256, 4096, dict(dim=2048, n_layers=8, n_heads=32, n_kv_heads=8, ffn_dim=8192)
     if task.tiny:
@@ -265,7 +265,7 @@ def measure_layout(task, layout: str) -> None:
 
 def used_memory() -> dict[str, int]:
     """Bytes in use on each GPU by its UUID, as NVML reports them."""
-    from parallel.gpus import read_gpus
+    from parallel.process import read_gpus
 
     return {gpu.uuid: gpu.used for gpu in read_gpus()}
 
@@ -281,7 +281,9 @@ def usable_share(forecast: float, reserved: float, context: float, total: float)
 def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
     """The most memory that the second of two steps needs; 0 on a CPU."""
     import lora
-    from data_pipeline.batch import Batch
+    from dataloaders import Batch
+    from learn.objectives import NextToken
+    from learn.optim import Optimizer
     from model_utils import (
         allocate_model,
         clip_scale,
@@ -290,10 +292,8 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
         gradient_norm,
         model_on_meta,
     )
-    from objectives.base import NextToken
-    from parallel.collectives import Ranks
-    from parallel.sharding import own
-    from training.optim import Optimizer
+    from parallel.fsdp import own
+    from parallel.ranks import Ranks
 
     device = torch.device(task.device, 0) if task.cuda else torch.device("cpu")
     model = model_on_meta(config, vocab, dtype)
@@ -335,7 +335,7 @@ def checkpoint(task) -> None:
     from safetensors.torch import load_file, save_file
 
     from checkpoint import store
-    from training.optim import Optimizer
+    from learn.optim import Optimizer
 
     model, config, _, ranks = random_model(task)
     optimizer = Optimizer(model, config)
@@ -372,7 +372,7 @@ def checkpoint(task) -> None:
 
 def hellaswag(task) -> None:
     """HellaSwag's scoring of random items with the lengths of real ones, the first and the second time."""
-    from fused.chunked_head import IGNORE_INDEX
+    from fused.head import IGNORE_INDEX
     from hellaswag_utils import Task as Item
     from hellaswag_utils import evaluate
     from model import SHARED_PREFIX

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
-from parallel.gpus import configure_allocator  # noqa: E402
+from parallel.process import configure_allocator  # noqa: E402
 
 PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # runs one part
 RESULTS = "results.jsonl"

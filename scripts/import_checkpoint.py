@@ -20,7 +20,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 import torch
 from torch import Tensor
 
-from checkpoint.hf_format import (
+from checkpoint.huggingface import (
     MAX_SHARD_BYTES,
     checked_settings,
     context_length,
@@ -33,16 +33,16 @@ from checkpoint.hf_format import (
     vocabulary_rows,
     weights_sha256,
 )
-from checkpoint.peft_format import refuse_adapters
+from checkpoint.peft import refuse_adapters
 from checkpoint.store import MANIFEST, publish, verify, warn_on_console
-from checkpoint.tensor_files import LazyTensor
+from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.text import show
 from config import ModelConfig
 from model_utils import find_model
+from run.card import imported_card, write_card
 from tokenizer import load_tokenizer
-from training.model_card import imported_card, write_card
 
 
 def read_huggingface(source: Path) -> tuple[dict[str, LazyTensor], ModelConfig, int]:

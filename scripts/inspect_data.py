@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.errors import DataError, SettingsError, run_script  # noqa: E402
 from common.text import command, print_safely, show
-from data_pipeline.manifest import MANIFEST, MIXTURE
 from data_pipeline.mixture import read_mixture, source_facts, table
 from data_pipeline.prepare import names_of_sources, read_prepared
+from data_pipeline.shards import MANIFEST, MIXTURE
 from data_preparation_utils import FlagParser, count
 
 LEAST_COLUMNS = 20  # of what a set is made from
@@ -109,7 +109,7 @@ def main() -> None:
         return
 
     # Here, because torch's import takes seconds.
-    from debug.data_report import open_data
+    from debug.inspect import open_data
 
     data = open_data(Path(folder), config)
     facts = data.facts()

@@ -36,9 +36,8 @@ from common.command_line import CommandParser
 from common.errors import CheckpointError, SettingsError, run_script
 from common.text import print_safely, silence_unread_streams
 from config import Config
-from parallel import exit_report, gpus
-from parallel.gpus import Wanted
-from parallel.network import LOOPBACK, listen_at
+from parallel import process
+from parallel.process import LOOPBACK, Wanted, listen_at
 from settings.load import exit_with, export, load_config, peek
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
@@ -130,7 +129,7 @@ class Logs(NamedTuple):
 
     def joined(self, local_rank: int) -> bool:
         """Whether a rank had something to save, as far as is known."""
-        return self.were_deleted or (self.of(local_rank) / exit_report.JOINED).exists()
+        return self.were_deleted or (self.of(local_rank) / process.JOINED).exists()
 
     def report(self, local_rank: int) -> Any:
         """Return the content of a rank's error file; None if it left none."""
@@ -195,9 +194,9 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
     if isinstance(report, dict):
         return RankExit(report["is_secondary"], report["at"], rank, report["errorCode"], report["message"],
                         report["extraInfo"]["py_callstack"])
-    was_signalled = exit_code is None or -exit_code in exit_report.stop_signals()
-    if exit_code == exit_report.EXIT_PREEMPTED or was_signalled and not joined:  # there was nothing to save
-        return RankExit(False, at, rank, exit_report.EXIT_PREEMPTED)
+    was_signalled = exit_code is None or -exit_code in process.stop_signals()
+    if exit_code == process.EXIT_PREEMPTED or was_signalled and not joined:  # there was nothing to save
+        return RankExit(False, at, rank, process.EXIT_PREEMPTED)
     if exit_code is None:
         return RankExit(False, at, rank, 1, f"rank {rank} was killed before it had saved")
     if exit_code < 0:
@@ -245,7 +244,7 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from parallel.collectives import host_store
+    from parallel.ranks import host_store
 
     # The static rendezvous, because the dynamic one unpickles the content of its store. It finds our store at
     # the port; its own would listen on all interfaces.
@@ -294,18 +293,18 @@ def stop_twice(error: type[Exception]) -> None:
 
     def handle(number: int, frame: Any) -> None:
         now = time.monotonic()
-        if not received or len(received) < 2 and now - received[0] > exit_report.SECOND_SIGNAL_SECONDS:
+        if not received or len(received) < 2 and now - received[0] > process.SECOND_SIGNAL_SECONDS:
             received.append(now)
             raise error(f"got {signal.Signals(number).name}", signal.Signals(number))
 
-    for number in exit_report.stop_signals():
+    for number in process.stop_signals():
         signal.signal(number, handle)
 
 
 def main() -> None:
-    exit_report.open_missing_streams()
+    process.open_missing_streams()
     args, flags = parse_args()
-    exit_report.exit_at_signals()
+    process.exit_at_signals()
     # Whether the ranks can hold a model together is checked below, when their number is known.
     replicated = [*flags, "--sharding=none", "--cpu-offload=false"]
     config = check_settings(replicated, args.nnodes * (args.nproc_per_node or 1))
@@ -314,7 +313,7 @@ def main() -> None:
     if args.gpus:
         if config.device == "cpu":
             raise SettingsError("--gpus and DEVICE=cpu contradict each other; leave one of them out")
-        gpus.take(args.gpus)
+        process.take(args.gpus)
 
     import torch  # only now: it takes seconds, and mistakes in the settings are reported at once
 
@@ -324,17 +323,17 @@ def main() -> None:
     check_settings(flags, args.nnodes * ranks_here)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
-    os.environ[exit_report.LAUNCHER_PID] = str(os.getpid())
-    os.environ[exit_report.JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
+    os.environ[process.LAUNCHER_PID] = str(os.getpid())
+    os.environ[process.JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
     sys.stdout.reconfigure(line_buffering=True)
     logs = open_logs(config, args.node_rank)
     exits = launch(args, flags, ranks_here, logs, config.log_all_ranks)
 
     # Report the first cause. A signal, or a console that was closed, no longer changes how the job ended.
-    for number in exit_report.stop_signals():
+    for number in process.stop_signals():
         signal.signal(number, signal.SIG_IGN)
     silence_unread_streams()
-    failures = [each for each in exits if each.code not in (0, exit_report.EXIT_PREEMPTED)]
+    failures = [each for each in exits if each.code not in (0, process.EXIT_PREEMPTED)]
     if not failures:
         raise SystemExit(max((each.code for each in exits), default=0))
     cause = min(failures)

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from common.errors import DataError, local_path, run_script
 from common.text import show
-from data_pipeline.readers import Reading
-from data_pipeline.sources import read_records, source_of
+from data_pipeline.sources import Reading, read_records, source_of
 from data_preparation_utils import FlagParser, some_text
 
 

@@ -18,7 +18,7 @@ from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import show
 from model_utils import find_model
-from training.adapters import merge
+from run.adapters import merge
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

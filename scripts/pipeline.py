@@ -42,15 +42,15 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from checkpoint.hf_format import load_model_weights  # noqa: E402
+from checkpoint.huggingface import load_model_weights  # noqa: E402
 from checkpoint.schema import read_entries  # noqa: E402
-from checkpoint.tensor_files import open_tensors  # noqa: E402
-from data_pipeline.chat_templates import load_chat_format  # noqa: E402
-from data_pipeline.packed_rows import ExampleRows, open_example_set  # noqa: E402
-from data_pipeline.shard_reader import TokenizerFacts  # noqa: E402
+from checkpoint.tensors import open_tensors  # noqa: E402
+from data_pipeline.shards import TokenizerFacts  # noqa: E402
+from data_pipeline.templates import load_chat_format  # noqa: E402
+from dataloaders import ExampleRows, open_example_set  # noqa: E402
 from inference.generate import generate  # noqa: E402
-from objectives.preference import answer_lengths, is_pair, pair_logprobs  # noqa: E402
-from training.adapters import load_for_use  # noqa: E402
+from learn.objectives import answer_lengths, is_pair, pair_logprobs  # noqa: E402
+from run.adapters import load_for_use  # noqa: E402
 
 SAMPLE, RUNS = Path("data/sample"), Path("runs/pipeline")
 SEEDS = (1, 2, 3)

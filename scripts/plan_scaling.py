@@ -85,7 +85,7 @@ class Hardware(NamedTuple):
 
 def sizes_of(config, vocab_size: int) -> Sizes:
     """The weights of a model that are exchanged together."""
-    from training.memory_estimate import adapter_count
+    from learn.cost import adapter_count
 
     block = config.matrix_count // config.n_layers
     vocabulary = vocab_size * config.dim
@@ -128,7 +128,7 @@ def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int,
 
 def compute_seconds(config, vocab_size: int, micro_batches: int, flops: float) -> float:
     """The seconds that a GPU computes in a step."""
-    from training.diagnostics import flops_per_token
+    from run.diagnostics import flops_per_token
 
     tokens = micro_batches * config.micro_batch_size * config.max_seq_len
     recomputed = 4 / 3 if config.activation_checkpointing == "block" else 1

@@ -32,7 +32,7 @@ def main() -> None:
 
     # Here, because torch's import takes seconds.
     from debug.replay import replay
-    from parallel.collectives import classify_exception
+    from parallel.ranks import classify_exception
 
     try:
         replay(find_run(args.run), args.step, flags.layer, args.rows, args.at_checkpoint)

@@ -19,9 +19,11 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, run_script  # noqa: E402
 from common.files import atomic_write  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
-from parallel.exit_report import STOP_SIGNALS  # noqa: E402
-from report.build import Report  # noqa: E402
-from report.page import render  # noqa: E402
+from parallel.process import STOP_SIGNALS  # noqa: E402
+from report.page import (
+    Report,  # noqa: E402
+    render,  # noqa: E402
+)
 from report.serve import serve  # noqa: E402
 from settings.load import find_run  # noqa: E402
 

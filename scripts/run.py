@@ -29,9 +29,9 @@ from launch import make_parser  # noqa: E402, I001
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import SettingsError, run_script  # noqa: E402
 from common.text import CALLED_FROM, show  # noqa: E402
-from data_pipeline.shard_reader import KINDS  # noqa: E402
+from data_pipeline.shards import KINDS  # noqa: E402
 from data_preparation_utils import OUTPUTS, describe, flag_parser, is_source, prepare_from_flags  # noqa: E402
-from parallel import gpus  # noqa: E402
+from parallel import process  # noqa: E402
 from settings.load import exit_with, load_config, peek, read_flags  # noqa: E402
 
 KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
@@ -111,7 +111,7 @@ def main() -> None:
         raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, and none is "
                             "named; give --source too, or leave it out")
     if launching.gpus:
-        gpus.choose(launching.gpus, gpus.read_gpus(), os.environ.get(gpus.VISIBLE))
+        process.choose(launching.gpus, process.read_gpus(), os.environ.get(process.VISIBLE))
 
     # Prepare.
     if "sample" in values.get("preset", "").split(","):

@@ -65,8 +65,9 @@ def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
     import hellaswag_utils
     from checkpoint import store
     from data_pipeline.row_order import RowOrder
-    from parallel.collectives import RunContext, StopSignals, joined_ranks
-    from training import evaluation, setup
+    from evaluation import during_run
+    from parallel.ranks import RunContext, StopSignals, joined_ranks
+    from run import life
 
     world_size = int(os.environ["WORLD_SIZE"])
     seconds: Seconds = {}
@@ -82,7 +83,7 @@ def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
         seconds["broadcast"] = timed(lambda: ranks.broadcast("x" * 100), 10)
         seconds["gather a number of each (drift check)"] = timed(lambda: ranks.all_gather_json(2**32 - 1), 10)
         seconds["inputs: rank 0 verifies"] = timed(
-            lambda: ranks.on_rank0(lambda: setup.read_inputs(config, verify=True)))
+            lambda: ranks.on_rank0(lambda: life.read_inputs(config, verify=True)))
 
         order = RowOrder(ROWS, ROWS_PER_RANK * world_size, ROWS_PER_RANK, 1, ranks.rank, world_size)
         seconds["loader: rows of a step"] = timed(lambda: order.micro_batches(1000), 10)
@@ -95,7 +96,7 @@ def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
         if tasks:
             choices = hellaswag_utils.ChoiceSet("hellaswag", "HellaSwag", tasks, 0.25, "")
             name = f"HellaSwag: {len(tasks):,} items"
-            seconds[name] = timed(lambda: evaluation.multiple_choice(run, choices))
+            seconds[name] = timed(lambda: during_run.multiple_choice(run, choices))
 
         contents = store.Contents(1, lambda folder: None, {}, {"moment": torch.zeros(2**20)})
         seconds["save 4 MB"] = timed(lambda: store.save(folder, contents, ranks))
@@ -114,7 +115,7 @@ def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
 def hang_of_the_last_rank(folder: Path) -> Seconds:
     """Stop the last rank; the others wait for it until the watchdog ends them."""
     from common.heartbeat import HEARTBEAT
-    from parallel.collectives import joined_ranks
+    from parallel.ranks import joined_ranks
 
     with joined_ranks("cpu", HANG_TIMEOUT) as ranks:
         HEARTBEAT.stacks_folder = folder
@@ -149,7 +150,7 @@ def as_rank(rank: int, place: dict[str, str], output: Path, talk: tuple, work: t
 
 def run_ranks(world_size: int, work: Callable[..., Seconds], *arguments: Any) -> Seconds:
     """Call a function on each of so many ranks; returns what rank 0 measured."""
-    from parallel.network import listen_at
+    from parallel.process import listen_at
 
     context = multiprocessing.get_context("fork")  # which takes milliseconds, and shares torch's memory
     released, answers = context.Event(), context.Queue()
@@ -188,14 +189,15 @@ def main() -> None:
     args, flags = parse_args()
     import torch._dynamo  # noqa: F401  once, before the processes are forked
 
-    from parallel import collectives  # noqa: F401
+    from observe import check
+    from parallel import ranks as collectives  # noqa: F401
+    from run import life
     from settings.load import load_config
-    from training import preflight, setup
 
     config = load_config(flags).config
-    preflight.provide_sample(config, may_write=True)
+    check.provide_sample(config, may_write=True)
     started = time.monotonic()
-    inputs = setup.read_inputs(config, verify=False)
+    inputs = life.read_inputs(config, verify=False)
     table = {"inputs: then each rank reads": dict.fromkeys(args.ranks, time.monotonic() - started)}
     # What a process touches of the parent's objects is copied: little of the items, and no collector's marks.
     tasks = [task._replace(tokens_T=range(len(task.tokens_T)), documents_T=None, targets_T=None)

@@ -64,7 +64,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 def nbytes(tensors: Iterable[Any]) -> int:
     """The bytes of a rank's own rows."""
-    from parallel.sharding import own
+    from parallel.fsdp import own
 
     return sum(own(tensor).nbytes for tensor in tensors if tensor is not None)
 
@@ -74,13 +74,17 @@ def build(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
     import torch
 
     import lora
+    from learn.objectives import (
+        PREFERENCE_OBJECTIVES,
+        Distillation,
+        NextToken,
+        frozen_logprobs,
+        reference_is_stored,
+    )
+    from learn.teacher import LlamaTeacher
     from model import Transformer
-    from objectives.base import NextToken
-    from objectives.distillation import Distillation
-    from objectives.preference import PREFERENCE_OBJECTIVES, frozen_logprobs, reference_is_stored
-    from objectives.teacher import LlamaTeacher
-    from parallel.sharding import shard_model
-    from training.build_objective import logprobs_without_adapters
+    from parallel.fsdp import shard_model
+    from run.life import logprobs_without_adapters
 
     model, frozen = Transformer(config, vocab_size, dtype), None
     if config.lora_enabled:
@@ -116,11 +120,11 @@ def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from data_pipeline.batch import Batch
+    from dataloaders import Batch
+    from learn.optim import Optimizer
     from model_utils import clip_scale, exchanging, gradient_norm
-    from parallel.collectives import Ranks
-    from parallel.sharding import make_mesh
-    from training.optim import Optimizer
+    from parallel.fsdp import make_mesh
+    from parallel.ranks import Ranks
 
     class Tracker(MemTracker):
         """Without a report on each module, for which frozen parameters would need gradients."""
@@ -185,9 +189,9 @@ def main() -> None:
     config = config.model_copy(update=changes)
     import torch
 
+    from learn.cost import estimate_memory
     from model_utils import DTYPES
-    from training.memory_estimate import estimate_memory
-    from training.preflight import describe_batch, describe_memory
+    from observe.check import describe_batch, describe_memory
 
     dtype = DTYPES.get(config.precision, torch.bfloat16)
     show(f"Batch: {describe_batch(config)}")

@@ -13,8 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import print_safely, show
-from data_pipeline.readers import READABLE, Reading
-from data_pipeline.sources import read_texts, source_of
+from data_pipeline.sources import READABLE, Reading, read_texts, source_of
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from tokenizer import SPECIALS
 

@@ -38,8 +38,8 @@ from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import last_line, show  # noqa: E402
 from config import Config  # noqa: E402
+from run.log import CLOCKS  # noqa: E402
 from settings.load import Loaded, exit_with, export, load_config  # noqa: E402
-from training.run_log import CLOCKS  # noqa: E402
 
 STOP_SECONDS = 60  # for a run to save and exit when this script is stopped
 KILL_ATTEMPTS = 5
@@ -79,9 +79,9 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
         SettingsError: there is nothing to start from.
     """
     from checkpoint import store
-    from parallel.collectives import Ranks
-    from training.setup import find_start
-    from training.start import named_checkpoint, start_setting
+    from parallel.ranks import Ranks
+    from run.life import find_start
+    from run.start import named_checkpoint, start_setting
 
     changes = {"RESUME": "auto"}
     if named := named_checkpoint(config):

@@ -18,7 +18,7 @@ from gpu_suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402, I001
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, run_script  # noqa: E402
-from settings.help import describe_settings  # noqa: E402
+from settings.load import describe_settings  # noqa: E402
 
 SETTINGS_HEAD = """# Settings
 

@@ -1,21 +1,235 @@
-"""The endpoints of OpenAI's API, answered by batchers."""
+"""What can be asked: OpenAI's API, as far as it is supported.
+
+Answers in the shapes of OpenAI's API: whole, or as a stream of server-sent events.
+
+The endpoints of OpenAI's API, answered by batchers."""
 
 import asyncio
+import json
 import secrets
 import time
-from collections.abc import Mapping
-from typing import Any, Optional
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Optional, TypeVar
+from uuid import uuid4
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from common.errors import DataError
-from inference.language_model import Prompt
-from inference.sampling import Sampling
-from serving.batcher import Batcher, Job
-from serving.errors import ApiError
-from serving.replies import CHAT, COMPLETION, Reply
-from serving.schema import Asked, ChatAsked, CompletionAsked, parse
+from inference.engine import Sampling
+from inference.text import Prompt
+from serving.batcher import Answer, Batcher, Job
+from serving.guard import ApiError
+
+# What changes nothing is accepted, because clients send it by default.
+NEUTRAL: Mapping[str, tuple] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],),
+    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "store": (False,), "service_tier": ("auto", "default")}
+IGNORED = {"user", "metadata", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+
+
+class Strict(BaseModel):
+    """The base: no unknown fields, no conversions; null is as good as nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if value is not None}
+
+
+def as_text(content: Any) -> Any:
+    """Return content parts as one text; what is no list, as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise ValueError('only parts {"type": "text", "text": ...} are supported')
+    return "\n".join(texts)
+
+
+class Message(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(as_text)]
+
+
+class StreamOptions(Strict):
+    """Of a stream."""
+
+    include_usage: bool = False
+
+
+def as_list(value: Any) -> Any:
+    """Return a text as the only item of a list."""
+    return [value] if isinstance(value, str) else value
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Asked(Strict):
+    """What chats and completions have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: Optional[StreamOptions] = None
+    max_tokens: Optional[int] = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, ge=1e-6, le=1)
+    top_k: int = Field(0, ge=0, lt=2**31)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    seed: Optional[int] = Field(None, ge=-2**63, lt=2**63)
+    stop: Annotated[list[StopString], BeforeValidator(as_list), Field(max_length=4)] = []
+
+
+class ChatAsked(Asked):
+    """The body of a request to /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Optional[int] = Field(None, ge=1)
+
+
+class CompletionAsked(Asked):
+    """The body of a request to /v1/completions."""
+
+    prompt: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
+
+
+AnyAsked = TypeVar("AnyAsked", bound=Asked)
+
+
+def parse(schema: type[AnyAsked], body: bytes) -> AnyAsked:
+    """Return the request in a body.
+
+    Raises:
+        ApiError: it is none; the first field that is wrong is named.
+    """
+    try:
+        content = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    content = {name: value for name, value in content.items()
+               if name not in IGNORED and value not in NEUTRAL.get(name, ())}
+    try:
+        asked = schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise ApiError(400, f"{field} is not supported here", field, "unsupported_parameter") from error
+        why = first["msg"].removeprefix("Value error, ")
+        why = why[:1].lower() + why[1:]
+        raise ApiError(400, f"{field}: {why}", field) from error
+    if asked.stream_options and not asked.stream:
+        raise ApiError(400, "stream_options goes with stream", "stream_options")
+    return asked
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an endpoint answers."""
+
+    prefix: str  # of ids
+    whole: str  # the object's name
+    chunk: str  # the name of an object of a stream
+    content: Callable[[str, bool], dict]  # a choice's own fields, of its text and whether it is streamed
+    opening: Optional[dict] = None  # the fields of a stream's first choice
+
+
+def chat_content(text: str, streamed: bool) -> dict:
+    """The own fields of a chat's choice."""
+    if streamed:
+        return {"delta": {"content": text} if text else {}}
+    return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+CHAT = Shape("chatcmpl", "chat.completion", "chat.completion.chunk", chat_content,
+             {"delta": {"role": "assistant", "content": ""}})
+COMPLETION = Shape("cmpl", "text_completion", "text_completion", lambda text, streamed: {"text": text})
+
+
+class Reply(Response):
+    """The response of an answer; what is not finished when it ends is cancelled."""
+
+    def __init__(self, answer: Answer, shape: Shape, asked: Asked):
+        self.answer, self.shape, self.asked = answer, shape, asked
+        self.id, self.created = f"{shape.prefix}-{uuid4().hex}", int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        with self.answer:
+            if not self.asked.stream:
+                return await JSONResponse(await self.whole())(scope, receive, send)
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for data in self.events():
+                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(),
+                            "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            ApiError: it cannot be finished.
+        """
+        texts, reasons = [""] * len(self.answer.jobs), [""] * len(self.answer.jobs)
+        async for piece in self.answer.pieces():
+            texts[piece.index] += piece.text
+            reasons[piece.index] = piece.finish_reason
+        choices = [choice(index, reason, self.shape.content(text, False))
+                   for index, (text, reason) in enumerate(zip(texts, reasons))]
+        return self.object(self.shape.whole, choices) | {"usage": self.answer.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the data of a stream's events; an error ends it."""
+        try:
+            async for content in self.chunks():
+                yield json.dumps(content, ensure_ascii=False)
+        except ApiError as error:
+            yield json.dumps(error.body)
+        else:
+            yield "[DONE]"
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the objects of a stream.
+
+        Raises:
+            ApiError: it cannot be finished.
+        """
+        if self.shape.opening:
+            yield self.object(self.shape.chunk, [choice(0, None, self.shape.opening)])
+        async for piece in self.answer.pieces():
+            if piece.text or piece.finish_reason:
+                content = self.shape.content(piece.text, True)
+                yield self.object(self.shape.chunk, [choice(piece.index, piece.finish_reason, content)])
+        if self.asked.stream_options and self.asked.stream_options.include_usage:
+            yield self.object(self.shape.chunk, []) | {"usage": self.answer.usage()}
+
+    def object(self, name: str, choices: list[dict]) -> dict[str, Any]:
+        """An object of the API."""
+        return {"id": self.id, "object": name, "created": self.created, "model": self.asked.model,
+                "choices": choices}
+
+
+def choice(index: int, reason: Optional[str], content: dict) -> dict[str, Any]:
+    """An object's choice."""
+    return {"index": index, "finish_reason": reason, "logprobs": None, **content}
+
 
 LEAST_TEMPERATURE = 1e-6  # below, the most likely token is certain, and logits would overflow
 

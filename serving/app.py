@@ -1,4 +1,6 @@
-"""The web application of a model or several: a chat page, and OpenAI's API."""
+"""The chat page: one HTML document that asks nobody but the server that it came from for anything.
+
+The web application of a model or several: a chat page, and OpenAI's API."""
 
 import os
 import socket
@@ -6,14 +8,30 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Optional
 
 from common.errors import SettingsError, requires_package
 from common.http_server import KEY_VARIABLE, is_loopback, listen
 from common.text import print_safely, print_traceback, show
-from inference.language_model import LanguageModel
+from inference.text import LanguageModel
+from report.page import csp_hash, fill_template, join_assets
 from serving.batcher import Batcher, is_out_of_memory
-from serving.errors import ApiError
+from serving.guard import ApiError
+
+ASSETS = Path(__file__).parent / "assets"
+STYLE = join_assets("base.css", ASSETS / "chat.css")
+SCRIPT = join_assets("elements.js", ASSETS / "chat.js")
+# Trusted types forbid the page to set text as HTML, should its script ever try.
+CONTENT_SECURITY_POLICY = (
+    f"default-src 'none'; script-src {csp_hash(SCRIPT)}; style-src {csp_hash(STYLE)}; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'")
+
+
+def page_html() -> str:
+    """Return the page; it is sent with CONTENT_SECURITY_POLICY."""
+    return fill_template(join_assets(ASSETS / "chat.html"), {"style": STYLE, "script": SCRIPT})
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,6 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions):
 
         from serving.api import Api
         from serving.guard import Guard, as_response
-    from serving.page import CONTENT_SECURITY_POLICY, page_html
 
     names = [model.name for model in models]
     if len({*names}) < len(names):
@@ -111,7 +128,7 @@ def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
     """
     check(options)
     with requires_package("uvicorn", "--serve"):
-        from serving.connections import Server
+        from serving.guard import Server
     try:
         with listen(options.host, options.port) as listening:
             app = make_app([*models], options)

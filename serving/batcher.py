@@ -17,11 +17,9 @@ from typing import NamedTuple, Optional
 import torch
 
 from common.text import print_safely, print_traceback
-from inference.engine import Engine, Request
-from inference.language_model import LanguageModel, Prompt
-from inference.sampling import Sampling
-from inference.text_stream import TextStream
-from serving.errors import ApiError
+from inference.engine import Engine, Request, Sampling
+from inference.text import LanguageModel, Prompt, TextStream
+from serving.guard import ApiError
 
 RETRY_SECONDS = 2
 

@@ -1,17 +1,50 @@
-"""What a request must fulfil before it is looked at: where it comes from, what it may, how large it is."""
+"""What a client is told when its request cannot be answered.
+
+What a request must fulfil before it is looked at: where it comes from, what it may, how large it is.
+
+uvicorn's server and connections, with the limits that it leaves out."""
 
 import asyncio
 import hmac
 import socket
-from collections.abc import Mapping
-from typing import Optional
+from collections.abc import Callable, Mapping
+from typing import Any, Optional
 
+import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from common.http_server import HEADERS, is_ip, is_loopback
-from serving.errors import ApiError
+
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+         429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """A request's error, in OpenAI's schema.
+
+    Args:
+        param: the field of the request that it is about.
+        code: a word for programs.
+        headers: further headers of the response.
+    """
+
+    def __init__(self, status: int, message: str, param: Optional[str] = None, code: Optional[str] = None,
+                 headers: Optional[dict[str, str]] = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        # OpenAI's client repeats what failed on the server, and this would fail again.
+        final = {"x-should-retry": "false"} if status in (500, 504) else {}
+        self.headers = final | (headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as the client gets it."""
+        kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
 
 OPEN_PATHS = ("/", "/health")  # without a key
 BODY_BYTES = 1 << 20
@@ -148,3 +181,55 @@ def has_key(headers: Mapping[str, str], key: str) -> bool:
 def as_response(error: ApiError) -> JSONResponse:
     """The response to a request that failed."""
     return JSONResponse(error.body, error.status, headers=HEADERS | error.headers)
+
+
+REQUEST_SECONDS = 20.0  # for the headers of a request
+CONNECTIONS = 256
+GRACE_SECONDS = 1
+
+
+class Connection(H11Protocol):
+    """A connection that is cut if no request comes; the application finds it in the scope's state."""
+
+    def __init__(self, config, server_state, app_state, _loop=None):
+        super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
+        # Uvicorn sets no limit to the time that a request's headers may take.
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self.abort)
+        self._requests = 0  # two, where one follows before the last word on the one before
+
+    def request_began(self) -> None:
+        """Wait no longer for a request."""
+        self._requests += 1
+        self._deadline.cancel()
+
+    def request_ended(self) -> None:
+        """Wait for the next request."""
+        self._requests -= 1
+        if not self._requests:
+            self._deadline = self.loop.call_later(REQUEST_SECONDS, self.abort)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Forget the time limit."""
+        self._deadline.cancel()
+        super().connection_lost(error)
+
+    def abort(self) -> None:
+        """Cut the connection, also if the client reads nothing."""
+        self.transport.abort()
+
+
+class Server(uvicorn.Server):
+    """A server that tells its application at once when it is to end."""
+
+    def __init__(self, app, on_end: Callable[[], None]):
+        # Without log_config=None, uvicorn would close the log handlers of all other packages.
+        super().__init__(uvicorn.Config(
+            app, http=Connection, ws="none", lifespan="on", log_config=None, log_level="critical",
+            proxy_headers=False, server_header=False, limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_SECONDS))
+        self.on_end = on_end
+
+    def handle_exit(self, sig, frame) -> None:
+        """End at a signal."""
+        self.on_end()
+        super().handle_exit(sig, frame)

@@ -2,11 +2,11 @@
 
 from typing import Optional
 
-from checkpoint import peft_format, store
-from checkpoint.hf_format import context_length, read_json
-from inference.language_model import LanguageModel
+from checkpoint import peft, store
+from checkpoint.huggingface import context_length, read_json
+from inference.text import LanguageModel
 from model_utils import find_model
-from training.adapters import base_of_adapters, load_for_use
+from run.adapters import base_of_adapters, load_for_use
 
 
 def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
@@ -17,7 +17,7 @@ def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
         DataError: its tokenizer cannot be used.
     """
     of_shape = folder = find_model(name)
-    if (folder / peft_format.CONFIG_FILE).exists():
+    if (folder / peft.CONFIG_FILE).exists():
         of_shape = base_of_adapters(folder, base)
         base = str(of_shape)
     model, tokenizer = load_for_use(folder, base)

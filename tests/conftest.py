@@ -60,8 +60,8 @@ def pytest_make_collect_report():
 def no_broken_trackers():
     """Forget trackers that a test broke: they would end pytest at the exit of a later test's program."""
     yield
-    if "training.run_log" in sys.modules:
-        sys.modules["training.run_log"].Tracker.broken.clear()
+    if "run.log" in sys.modules:
+        sys.modules["run.log"].Tracker.broken.clear()
 
 
 @pytest.fixture

@@ -21,18 +21,18 @@ import torch
 
 import train
 from config import Config
-from data_pipeline.batch import Batch
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
-from fused.chunked_head import IGNORE_INDEX
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from learn.objectives import NextToken
+from learn.optim import Optimizer
 from model import Transformer
 from model_utils import wrap_model
-from objectives.base import NextToken
-from parallel.collectives import Ranks
-from training import run_folder
-from training.optim import Optimizer
-from training.run_log import CLOCKS
-from training.state import Progress
+from parallel.ranks import Ranks
+from run import folder as run_folder
+from run.life import Progress
+from run.log import CLOCKS
 
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()

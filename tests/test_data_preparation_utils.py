@@ -18,7 +18,7 @@ import pytest
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import DOCUMENTS, describe_prepared, split_of
-from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set
 from data_pipeline.sources import Source
 from data_preparation_utils import PreparationOptions, prepare_pretrain
 from tokenizer import load_tokenizer
@@ -107,7 +107,7 @@ def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
     source = write_jsonl(tmp_path / "x.jsonl", stories(50))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
     monkeypatch.setattr(preparation, "write_shards", None)
-    monkeypatch.setattr("data_pipeline.readers.sha256", None)
+    monkeypatch.setattr("data_pipeline.sources.sha256", None)
     assert prepare(source, tokenizer_path, tmp_path / "out") == folder
 
 

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.batch import Batch
 from data_pipeline.row_order import RowOrder, permutation, rows_of_step
-from data_pipeline.shard_reader import (
+from data_pipeline.shards import (
     HEADER_BYTES,
     Shard,
     TokenizerFacts,
@@ -19,8 +18,8 @@ from data_pipeline.shard_reader import (
     header_bytes,
     open_token_set,
 )
-from dataloaders import StepLoader, TokenRows, number_documents, validation_batches
-from fused.chunked_head import IGNORE_INDEX
+from dataloaders import Batch, StepLoader, TokenRows, number_documents, validation_batches
+from fused.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoint.hf_format import save_model_folder
+from checkpoint.huggingface import save_model_folder
 from common.errors import DataError
 from config import ModelConfig
 from hellaswag_utils import (

@@ -17,16 +17,17 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lora
-from checkpoint import hf_format, peft_format
-from checkpoint.tensor_files import lazy, open_tensors, read_all
+from checkpoint import huggingface
+from checkpoint import peft as peft_format
+from checkpoint.tensors import lazy, open_tensors, read_all
 from common.errors import CheckpointError, SettingsError
 from config import Config, LoraConfig, ModelConfig
 from model import Linear, Transformer, padded
 from model_utils import model_from_tensors, wrap_model
-from parallel.collectives import Ranks, start_ranks, stop_ranks
+from observe.check import describe_adapters
+from parallel.ranks import Ranks, start_ranks, stop_ranks
+from run import life
 from tokenizer import Tokenizer
-from training import setup
-from training.preflight import describe_adapters
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
 SCRIPT = Path(lora.__file__).parent / "scripts" / "merge_lora.py"
@@ -65,7 +66,7 @@ def adapted(config: ModelConfig, changes: dict, dtype: torch.dtype = torch.float
         for name, parameter in model.named_parameters():
             if grown and parameter.requires_grad:
                 noise = 0.05 * torch.randn(parameter.shape, generator=generator)
-                if name in hf_format.VOCABULARY:
+                if name in huggingface.VOCABULARY:
                     noise[VOCAB:] = 0
                 parameter.add_(noise)
     return model
@@ -153,7 +154,7 @@ def test_merged_is_unmerged(changes, tied):
     with torch.no_grad():
         expected = model.logits(tokens())
         assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert hf_format.to_huggingface(state, config, VOCAB).keys() == hf_format.to_huggingface(
+    assert huggingface.to_huggingface(state, config, VOCAB).keys() == huggingface.to_huggingface(
         base_model(config).state_dict(), config, VOCAB).keys()
 
 
@@ -318,7 +319,7 @@ def trained_on(seen: int, config: ModelConfig, folder: Path, tokenizer: Tokenize
         learn(model, torch.multinomial(chances, 512, replacement=True, generator=generator).view(8, 64))
         optimizer.step()
     folder.mkdir()
-    hf_format.save_model_folder(folder, model.state_dict(), config, tokenizer, 256)
+    huggingface.save_model_folder(folder, model.state_dict(), config, tokenizer, 256)
     return folder
 
 
@@ -328,7 +329,7 @@ def test_of_a_trained_base_only_the_tokens_that_it_never_saw_are_found(tied, tok
     base, unseen = trained_on(264, config, tmp_path / "base", tokenizer), [270, tokenizer.eot_id, tokenizer.eot_id + 1]
     inputs = SimpleNamespace(tokenizer=tokenizer, used_ids=lambda: [*range(264), *unseen])
     settings = Config(lora_enabled=True, **config.model_dump())
-    assert setup.token_ids_to_train(settings, inputs, base) == ids_of(config, dict(token_rows=unseen))
+    assert life.token_ids_to_train(settings, inputs, base) == ids_of(config, dict(token_rows=unseen))
 
 
 def test_tokens_can_be_named():
@@ -343,9 +344,9 @@ def test_tokens_can_be_named():
 
 def in_transformers(config: ModelConfig):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
-    content = hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
+    content = huggingface.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**content))
-    tensors = read_all(hf_format.to_huggingface(base_model(config).state_dict(), config, VOCAB))
+    tensors = read_all(huggingface.to_huggingface(base_model(config).state_dict(), config, VOCAB))
     theirs.load_state_dict(tensors, strict=not config.tie_embeddings)
     theirs.tie_weights()
     return theirs
@@ -416,8 +417,8 @@ def test_trainable_parameters_are_counted_as_peft_counts_them(peft, changes, tok
 def base_folder(folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> tuple[Path, str]:
     """The base as a model folder, and its hash."""
     folder.mkdir()
-    hf_format.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
-    return folder, hf_format.weights_sha256(hf_format.load_model_weights(folder))
+    huggingface.save_model_folder(folder, base_model(config).state_dict(), config, tokenizer, 256)
+    return folder, huggingface.weights_sha256(huggingface.load_model_weights(folder))
 
 
 def saved(folder: Path, model: Transformer, changes: dict, tokenizer: Tokenizer) -> tuple[Path, Path]:
@@ -492,18 +493,18 @@ def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
 def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_path, monkeypatch):
     config = shape(tie_embeddings=True)
     whole, sha256 = base_folder(tmp_path / "whole", config, tokenizer)
-    monkeypatch.setattr(hf_format.save_weights, "__defaults__", (100_000,))
+    monkeypatch.setattr(huggingface.save_weights, "__defaults__", (100_000,))
     divided, same = base_folder(tmp_path / "divided", config, tokenizer)
     assert len(list(divided.glob("*.safetensors"))) > 2 and same == sha256
-    tensors = hf_format.load_model_weights(whole)
+    tensors = huggingface.load_model_weights(whole)
     extra = {"lm_head.weight": tensors["model.embed_tokens.weight"], "model.layers.0.rotary_emb.inv_freq": lazy(torch.ones(8))}
-    assert hf_format.weights_sha256({**extra, **tensors}) == sha256
+    assert huggingface.weights_sha256({**extra, **tensors}) == sha256
     name, like_it = "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
-    assert hf_format.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
-    assert hf_format.weights_sha256({**tensors, name: lazy(tensors[name].whole().reshape(64, -1))}) != sha256
+    assert huggingface.weights_sha256({**tensors, name: tensors[like_it], like_it: tensors[name]}) != sha256
+    assert huggingface.weights_sha256({**tensors, name: lazy(tensors[name].whole().reshape(64, -1))}) != sha256
     changed = tensors[name].whole().clone()
     changed[3, 4] += 1e-6
-    assert hf_format.weights_sha256({**tensors, name: lazy(changed)}) != sha256
+    assert huggingface.weights_sha256({**tensors, name: lazy(changed)}) != sha256
 
 
 @pytest.mark.parametrize("damage, match", [
@@ -517,7 +518,7 @@ def test_the_hash_of_a_base_goes_by_its_weights_not_by_its_files(tokenizer, tmp_
 ])
 def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path):
     folder, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
-    content = hf_format.read_json(folder / "adapter_config.json")
+    content = huggingface.read_json(folder / "adapter_config.json")
     (folder / "adapter_config.json").write_text(json.dumps({**content, **damage}))
     with pytest.raises(CheckpointError, match=match):
         peft_format.load_adapter_folder(folder, shape(), padded(VOCAB))
@@ -554,7 +555,7 @@ def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field,
     with torch.no_grad():
         expected = theirs.eval()(tokens()).logits
         theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
-        merged = model_from_tensors(hf_format.load_model_weights(tmp_path / "merged"), config, VOCAB)
+        merged = model_from_tensors(huggingface.load_model_weights(tmp_path / "merged"), config, VOCAB)
         assert (merged.logits(tokens()) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
@@ -577,7 +578,7 @@ def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field,
 def test_adapters_whose_configuration_contradicts_their_tensors_are_refused(made, changed, problem, peft, tmp_path):
     config = shape(tie_embeddings=False)
     made_by_peft(peft, tmp_path, config, **made)
-    content = {**hf_format.read_json(tmp_path / "adapter_config.json"), **changed}
+    content = {**huggingface.read_json(tmp_path / "adapter_config.json"), **changed}
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"^adapter_config.json has {problem}"):
         peft_format.load_adapter_folder(tmp_path, config, padded(VOCAB))
@@ -635,7 +636,7 @@ def test_a_merge_can_round_to_bf16(tokenizer, tmp_path):
     model = adapted(shape(), {})
     adapter, _ = saved(tmp_path, model, {}, tokenizer)
     assert 0 < merge(adapter, tmp_path / "merged", dtype=torch.bfloat16) < 0.2
-    assert {tensor.dtype for tensor in hf_format.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in huggingface.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
 
 
 def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_path):
@@ -652,10 +653,10 @@ def test_a_merge_that_cannot_be_is_refused_and_leaves_nothing(tokenizer, tmp_pat
     refused("no checkpoint .*nowhere.*--base", output, str(tmp_path / "nowhere"))
     other = tmp_path / "other"
     shutil.copytree(base, other)
-    tensors = hf_format.load_model_weights(base)
+    tensors = huggingface.load_model_weights(base)
     tensors["model.norm.weight"] = lazy(tensors["model.norm.weight"].whole() * 2)
-    hf_format.save_weights(other, tensors)
-    hashes = [hf_format.weights_sha256(hf_format.load_model_weights(folder)) for folder in (other, base)]
+    huggingface.save_weights(other, tensors)
+    hashes = [huggingface.weights_sha256(huggingface.load_model_weights(folder)) for folder in (other, base)]
     refused(f"another base.*{hashes[0]}.*{hashes[1]}", output, str(other))
     factors = read_all(open_tensors(adapter / "adapter_model.safetensors"))
     next(iter(factors.values())).fill_(torch.nan)

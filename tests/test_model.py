@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import model as model_module
-from checkpoint.hf_format import huggingface_config, to_huggingface
-from checkpoint.tensor_files import read_all
+from checkpoint.huggingface import huggingface_config, to_huggingface
+from checkpoint.tensors import read_all
 from common.errors import SettingsError
 from config import ModelConfig
 from fused.attention import choose_kernel, compute_cu_seqlens
-from fused.chunked_head import IGNORE_INDEX, float_logits
+from fused.head import IGNORE_INDEX, float_logits
 from fused.matmul import linear
-from inference.row_cache import RowCache
+from inference.engine import RowCache
 from model import (
     SHARED_PREFIX,
     Linear,

@@ -15,7 +15,7 @@ import torch
 
 import model
 import model_utils
-from checkpoint import hf_format
+from checkpoint import huggingface
 from common.errors import CheckpointError, SettingsError
 from config import LORA_LAYERS, Config, ModelConfig
 from model_utils import clip_scale, seed_step
@@ -57,8 +57,8 @@ class Bare(model.TransformerBlock):
 
 @pytest.mark.parametrize("changed, sentence", [
     (("Attention", NormedAttention), r"\(3 such parameters\): layers.0.attention.q_norm.weight is \(8,\) in model.py and missing in"),
-    (("Attention", WiderAttention), r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in checkpoint/hf_format"),
-    (("TransformerBlock", Bare), r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in checkpoint/hf_format.py"),
+    (("Attention", WiderAttention), r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in checkpoint/huggingface"),
+    (("TransformerBlock", Bare), r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in checkpoint/huggingface.py"),
 ])
 def test_a_model_that_checkpoints_could_not_store_is_refused_when_it_is_built(changed, sentence, monkeypatch):
     config = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2)
@@ -69,15 +69,15 @@ def test_a_model_that_checkpoints_could_not_store_is_refused_when_it_is_built(ch
 
 
 def test_a_parameter_without_a_hugging_face_name_is_refused_too(monkeypatch):
-    monkeypatch.delitem(hf_format.HUGGINGFACE_NAMES, "feed_forward.w3")
-    with pytest.raises(CheckpointError, match="layers.0.feed_forward.w3.weight is .* and missing in checkpoint/hf_format.py"):
+    monkeypatch.delitem(huggingface.HUGGINGFACE_NAMES, "feed_forward.w3")
+    with pytest.raises(CheckpointError, match="layers.0.feed_forward.w3.weight is .* and missing in checkpoint/huggingface.py"):
         model_utils.model_on_meta(ModelConfig(), 500, torch.float32)
 
 
 def test_every_linear_layer_can_have_adapters():
     layers = [name for name, module in model_utils.model_on_meta(ModelConfig(), 500, torch.float32).named_modules()
               if isinstance(module, model.Linear)]
-    assert {name.rpartition(".")[2]: hf_format.huggingface_name(f"{name}.weight").split(".")[-2]
+    assert {name.rpartition(".")[2]: huggingface.huggingface_name(f"{name}.weight").split(".")[-2]
             for name in layers} == LORA_LAYERS
 
 

@@ -29,8 +29,9 @@ from factories import (
 import train
 from checkpoint import store
 from config import Config
+from evaluation import during_run
 from model import Transformer
-from training import evaluation, state
+from run import life
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
 
@@ -91,9 +92,9 @@ def test_a_bad_gradient_at_the_smallest_scale_is_no_overflow():
 
 def test_a_skipped_step_advances_no_schedule():
     config = Config(total_batch_size=256)
-    run = state.Run(config, *[None] * 6, state.Progress(), None, None)
+    run = life.Run(config, *[None] * 6, life.Progress(), None, None)
     for updated in (True, False, True):
-        run.advance(state.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
+        run.advance(life.StepResult(3.0, {}, 256, 1.0, True, updated, 0.0, False))
     assert (run.progress.step, run.progress.updates, run.progress.tokens_seen) == (3, 2, 768)
 
 
@@ -365,7 +366,7 @@ def with_validation_losses(monkeypatch, losses: dict[int, float]) -> list[list]:
         seen.append([batch.tokens_BT.tolist() for batch in batches])
         return losses[len(seen) - 1], {}, np.ones((1, 2))
 
-    monkeypatch.setattr(evaluation, "validation_loss", validation_loss)
+    monkeypatch.setattr(during_run, "validation_loss", validation_loss)
     return seen
 
 
@@ -377,7 +378,7 @@ def test_validation_reads_the_same_rows_each_time(tiny_run, monkeypatch):
 
 
 def test_a_validation_loss_that_is_only_as_good_is_no_new_best():
-    progress, best = state.Progress(), []
+    progress, best = life.Progress(), []
     for step, loss in enumerate((2.0, 1.5, 1.5, math.nan, 1.6, 1.4), 1):
         progress.step = step
         best.append(progress.note_validation(loss, skip_steps=3))
@@ -425,7 +426,7 @@ def test_the_checkpoint_that_a_run_was_resumed_from_is_kept(finished):
 
 def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatch, capsys):
     """The signal arrives in the last evaluation, between validation and HellaSwag."""
-    run, original = tiny_run(), evaluation.validation_loss
+    run, original = tiny_run(), during_run.validation_loss
 
     def validation_loss(*arguments):
         loss = original(*arguments)
@@ -433,16 +434,16 @@ def test_what_a_signal_cut_off_is_measured_on_resume(whole, tiny_run, monkeypatc
             os.kill(os.getpid(), signal.SIGTERM)
         return loss
 
-    monkeypatch.setattr(evaluation, "validation_loss", validation_loss)
+    monkeypatch.setattr(during_run, "validation_loss", validation_loss)
     assert run.train() == train.EXIT_PREEMPTED
     assert "hellaswag_acc" not in run.metrics()[-1]
     monkeypatch.undo()
     assert run.train() == 0
     assert "Finished 6 steps" in capsys.readouterr().out
     assert_same_run(run, whole, 6)
-    state, undisturbed = (store.read_state(each.checkpoint(6)) for each in (run, whole))
-    assert state["val_loss"] == undisturbed["val_loss"]
-    assert state["progress"] | {"wandb_run_id": None} == undisturbed["progress"] | {"wandb_run_id": None}
+    life, undisturbed = (store.read_state(each.checkpoint(6)) for each in (run, whole))
+    assert life["val_loss"] == undisturbed["val_loss"]
+    assert life["progress"] | {"wandb_run_id": None} == undisturbed["progress"] | {"wandb_run_id": None}
 
 
 def test_no_step_to_take_is_a_measurement(tiny_run, whole):

@@ -12,15 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from config import Config, OptimConfig
-from data_pipeline.batch import Batch
-from fused.chunked_head import IGNORE_INDEX
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from learn.objectives import DPO, NextToken
+from learn.optim import Optimizer, newton_schulz
 from model import Transformer
 from model_utils import clip_scale, gradient_norm
-from objectives.base import NextToken
-from objectives.preference import DPO
-from parallel.collectives import start_ranks, stop_ranks
-from training import diagnostics
-from training.optim import Optimizer, newton_schulz
+from parallel.ranks import start_ranks, stop_ranks
+from run import diagnostics
 
 # ------------------------------------------------------------------------- waiting for the device
 

@@ -8,8 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.card import card_text, code, facts_of, fenced, read_card, sections_of, table
 from common.text import printable
+from run.card import card_text, code, facts_of, fenced, read_card, sections_of, table
 
 TEXTS = st.one_of(st.text(st.characters(codec="utf-8")), st.text("-:`|#\"'{}[]&*!%@,\n\\ ano0.<>~=_"), st.sampled_from(
     ["no", "Yes", "null", "~", "1e5", "0x1", "12:30:45", "2001-01-01", ".inf", "---", "a: b", "<script>", "{{ x }}", "\ufeff", "\uffff"]))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import hf_format, store
-from checkpoint.tensor_files import LazyTensor, lazy, read_all
+from checkpoint import huggingface, store
+from checkpoint.tensors import LazyTensor, lazy, read_all
 from common.errors import CheckpointError
 from config import ModelConfig
 from data_pipeline.train_bpe import write_tiktoken
@@ -61,8 +61,8 @@ def config(request) -> ModelConfig:
 
 def test_there_and_back_is_bit_equal(config):
     state = model_of(config).state_dict()
-    tensors = hf_format.to_huggingface(state, config, VOCAB)
-    back = read_all(hf_format.from_huggingface(tensors, config, padded(VOCAB)))
+    tensors = huggingface.to_huggingface(state, config, VOCAB)
+    back = read_all(huggingface.from_huggingface(tensors, config, padded(VOCAB)))
     assert list(back) == list(state)
     for name in state:
         assert torch.equal(back[name], state[name]), name
@@ -73,7 +73,7 @@ def test_there_and_back_is_bit_equal(config):
 def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
     """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
     model = model_of(config)
-    hf_format.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
+    huggingface.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
@@ -95,8 +95,8 @@ def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
     state, ours = model_of(config).state_dict(), Transformer(config, VOCAB, torch.bfloat16)
     ours.load_state_dict(state)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
-    theirs.load_state_dict(read_all(hf_format.to_huggingface(state, config, VOCAB)), strict=not config.tie_embeddings)
+        **huggingface.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
+    theirs.load_state_dict(read_all(huggingface.to_huggingface(state, config, VOCAB)), strict=not config.tie_embeddings)
     theirs.tie_weights()
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -111,11 +111,11 @@ def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
 def test_a_transformers_model_gives_its_logits_in_ours(config):
     """As in an import, from a model that transformers built and initialized."""
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **hf_format.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
-    settings = hf_format.model_settings_from_huggingface(theirs.config.to_dict())
+        **huggingface.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
+    settings = huggingface.model_settings_from_huggingface(theirs.config.to_dict())
     ours = Transformer(ModelConfig(**settings), VOCAB)
     tensors = {name: lazy(tensor) for name, tensor in theirs.state_dict().items()}
-    ours.load_state_dict(read_all(hf_format.from_huggingface(tensors, ours.config, padded(VOCAB))))
+    ours.load_state_dict(read_all(huggingface.from_huggingface(tensors, ours.config, padded(VOCAB))))
     tokens_BT = torch.randint(VOCAB, (2, 100), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (ours.logits(tokens_BT) - theirs(tokens_BT).logits).abs().max() < 1e-4
@@ -125,7 +125,7 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
     """From folders of ours and of transformers; cut within a head, between heads, and in the padding."""
     state, asked = model_of(config).state_dict(), []
     (tmp_path / "ours").mkdir()
-    hf_format.save_model_folder(tmp_path / "ours", state, config, tokenizer, max_seq_len=256)
+    huggingface.save_model_folder(tmp_path / "ours", state, config, tokenizer, max_seq_len=256)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
 
     def counted(tensor: LazyTensor) -> LazyTensor:
@@ -133,8 +133,8 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
 
     for folder in ("ours", "theirs"):
         asked.clear()
-        tensors = {name: counted(tensor) for name, tensor in hf_format.load_model_weights(tmp_path / folder).items()}
-        mine = hf_format.from_huggingface(tensors, config, padded(VOCAB))
+        tensors = {name: counted(tensor) for name, tensor in huggingface.load_model_weights(tmp_path / folder).items()}
+        mine = huggingface.from_huggingface(tensors, config, padded(VOCAB))
         assert not asked and mine.keys() == state.keys()
         for name, whole in state.items():
             cuts = [cut for cut in (0, 1, 5, 16, 23, 32, 63, 64, VOCAB - 3, VOCAB, VOCAB + 9, padded(VOCAB)) if cut <= len(whole)]
@@ -142,7 +142,7 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
                 asked.clear()
                 assert torch.equal(mine[name].read(start, stop), whole[start:stop]), (name, start, stop)
                 allowed = stop - start + (config.head_dim if name.endswith((".wq.weight", ".wk.weight")) else 0)
-                if name in hf_format.VOCABULARY:
+                if name in huggingface.VOCABULARY:
                     allowed = min(stop, VOCAB) - min(start, VOCAB)
                 assert sum(asked) <= (allowed if start < stop else 0)
 
@@ -155,14 +155,14 @@ def test_permutation_is_the_one_of_transformers_own_converter():
         for i in range(8):
             for half in range(2):
                 expected[16 * head + 8 * half + i] = weight[16 * head + 2 * i + half]
-    assert torch.equal(hf_format.permuted(name, lazy(weight), config, to_huggingface=True).whole(), expected)
-    assert torch.equal(hf_format.permuted(name, lazy(expected), config, to_huggingface=False).whole(), weight)
+    assert torch.equal(huggingface.permuted(name, lazy(weight), config, to_huggingface=True).whole(), expected)
+    assert torch.equal(huggingface.permuted(name, lazy(expected), config, to_huggingface=False).whole(), weight)
     other = lazy(weight)
-    assert hf_format.permuted("layers.0.attention.wv.weight", other, config, to_huggingface=True) is other
+    assert huggingface.permuted("layers.0.attention.wv.weight", other, config, to_huggingface=True) is other
 
 
 def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):
-    hf_format.save_model_folder(tmp_path, model_of(config).state_dict(), config, tokenizer, max_seq_len=256)
+    huggingface.save_model_folder(tmp_path, model_of(config).state_dict(), config, tokenizer, max_seq_len=256)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in ("the heat is in the tent", "  Zürich\n\n\n 12345 <|eot_id|>x", "日本語 🙂 don't"):
         ids = tokenizer.encode(text)
@@ -178,10 +178,10 @@ def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):
 
 def test_settings_come_back_from_the_config(config):
     """From our file, and from transformers' copy of it."""
-    written = hf_format.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
+    written = huggingface.huggingface_config(config, VOCAB, 128, 1, 2, torch.float32)
     rewritten = transformers.LlamaConfig(**written).to_dict()
     for content in (written, rewritten):
-        settings = hf_format.model_settings_from_huggingface(json.loads(json.dumps(content)))
+        settings = huggingface.model_settings_from_huggingface(json.loads(json.dumps(content)))
         back = ModelConfig(**settings)
         assert back.hidden_dim == config.hidden_dim
         ignored = {"ffn_dim", "multiple_of"}  # known together as the hidden dimension
@@ -191,11 +191,11 @@ def test_settings_come_back_from_the_config(config):
 def test_old_config_files_are_understood():
     """Files without num_key_value_heads, and with the scaling's type named as in Llama 3.1's first files."""
     old = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-    settings = hf_format.model_settings_from_huggingface(old)
+    settings = huggingface.model_settings_from_huggingface(old)
     assert (settings["n_kv_heads"], settings["rope_theta"], settings["tie_embeddings"]) == (4, 10_000.0, False)
     scaling = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}
-    assert hf_format.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
+    assert huggingface.model_settings_from_huggingface({**old, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
 
 
 @pytest.mark.parametrize("change, named", [
@@ -204,10 +204,10 @@ def test_old_config_files_are_understood():
     ({"hidden_size": None}, "hidden_size"),
 ])
 def test_a_model_that_cannot_be_represented_is_refused(change, named):
-    content = {**hf_format.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32), **change}
+    content = {**huggingface.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32), **change}
     content = {key: value for key, value in content.items() if value is not None}
     with pytest.raises(CheckpointError, match=named):
-        hf_format.model_settings_from_huggingface(content)
+        huggingface.model_settings_from_huggingface(content)
 
 
 SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -216,7 +216,7 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 
 def config_json(**changes) -> dict:
     """A config.json of 64 dimensions that says nothing of the rotary embedding."""
-    written = hf_format.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32)
+    written = huggingface.huggingface_config(config_of("tied, grouped"), VOCAB, 128, 1, 2, torch.float32)
     return {key: value for key, value in written.items() if not key.startswith("rope_")} | changes
 
 
@@ -236,9 +236,9 @@ def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected)
     content = json.loads(json.dumps(config_json(**rope)))
     if isinstance(expected, str):
         with pytest.raises(CheckpointError, match=f"contradicts itself: {expected}"):
-            hf_format.model_settings_from_huggingface(content)
+            huggingface.model_settings_from_huggingface(content)
         return
-    settings = hf_format.model_settings_from_huggingface(content)
+    settings = huggingface.model_settings_from_huggingface(content)
     theirs = transformers.LlamaConfig(**content).rope_parameters
     assert settings["rope_theta"] == theirs["rope_theta"] == expected
     assert settings["rope_scaling_factor"] == theirs.get("factor")
@@ -251,32 +251,32 @@ def test_the_rotary_embedding_is_transformers_or_a_contradiction(rope, expected)
 def test_a_number_of_another_type_or_size_is_one_sentence(field, value):
     content = config_json(rope_theta=7e3) | {field: value}
     with pytest.raises(CheckpointError, match=rf"^config.json gives {field}=.*; correct it, or download it again$"):
-        hf_format.model_settings_from_huggingface(content)
+        huggingface.model_settings_from_huggingface(content)
 
 
 @pytest.mark.parametrize("field", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
 def test_a_number_of_the_scaling_too(field):
     for value in ("8", -5, None):
         with pytest.raises(CheckpointError, match=f"^config.json gives {field}="):
-            hf_format.model_settings_from_huggingface(config_json(rope_scaling={**SCALING, field: value}))
+            huggingface.model_settings_from_huggingface(config_json(rope_scaling={**SCALING, field: value}))
 
 
 def test_finite_weights_whose_sum_overflows_are_read():
     large = torch.full((64, 64), 3e38)
-    assert torch.equal(hf_format.checked("w", lazy(large)).whole(), large)
+    assert torch.equal(huggingface.checked("w", lazy(large)).whole(), large)
     for bad in (torch.inf, torch.nan):
         large[3, 5] = bad
         with pytest.raises(CheckpointError, match="w holds numbers that are not finite"):
-            hf_format.checked("w", lazy(large)).whole()
+            huggingface.checked("w", lazy(large)).whole()
 
 
 def test_weights_of_another_shape_are_refused_by_name():
     config = config_of("tied, grouped")
-    tensors = hf_format.to_huggingface(model_of(config).state_dict(), config, VOCAB)
+    tensors = huggingface.to_huggingface(model_of(config).state_dict(), config, VOCAB)
 
     def refuse(match, tensors=tensors, **changes):
         with pytest.raises(CheckpointError, match=match):
-            hf_format.from_huggingface(tensors, config.model_copy(update=changes), padded(VOCAB))
+            huggingface.from_huggingface(tensors, config.model_copy(update=changes), padded(VOCAB))
 
     refuse("lack model.layers.2", n_layers=3)
     refuse("hold model.layers.1", n_layers=1)
@@ -285,43 +285,43 @@ def test_weights_of_another_shape_are_refused_by_name():
     refuse("TIE_EMBEDDINGS=true", tie_embeddings=False)
     refuse("TIE_EMBEDDINGS=false", {**tensors, "lm_head.weight": lazy(torch.zeros(VOCAB, 64))})
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \(556, 64\).*\(512, 64\)"):
-        hf_format.from_huggingface(tensors, config, 512)
+        huggingface.from_huggingface(tensors, config, 512)
     # A tied head that is stored anyway and the buffers of old files are ignored.
     extra = {"lm_head.weight": tensors["model.embed_tokens.weight"],
              "model.layers.0.self_attn.rotary_emb.inv_freq": lazy(torch.ones(8))}
-    assert hf_format.from_huggingface({**tensors, **extra}, config, padded(VOCAB)).keys() == model_of(config).state_dict().keys()
+    assert huggingface.from_huggingface({**tensors, **extra}, config, padded(VOCAB)).keys() == model_of(config).state_dict().keys()
 
 
 def test_large_weights_are_split_and_read_by_both(tokenizer, tmp_path, monkeypatch):
     config = config_of("untied, one key for all")
     model = model_of(config)
-    monkeypatch.setattr(hf_format.save_weights, "__defaults__", (100_000,))
-    hf_format.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
+    monkeypatch.setattr(huggingface.save_weights, "__defaults__", (100_000,))
+    huggingface.save_model_folder(tmp_path, model.state_dict(), config, tokenizer, max_seq_len=256)
     files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
     assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    tensors = read_all(hf_format.load_model_weights(tmp_path))
-    expected = read_all(hf_format.to_huggingface(model.state_dict(), config, VOCAB))
+    tensors = read_all(huggingface.load_model_weights(tmp_path))
+    expected = read_all(huggingface.to_huggingface(model.state_dict(), config, VOCAB))
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(theirs[name], expected[name]) for name in expected)
     (tmp_path / files[1]).unlink()
     with pytest.raises(CheckpointError, match=files[1]):
-        hf_format.load_model_weights(tmp_path)
+        huggingface.load_model_weights(tmp_path)
 
 
 def test_pickled_weights_are_not_read(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({}))
     with pytest.raises(CheckpointError, match="pickled weights"):
-        hf_format.load_model_weights(tmp_path)
+        huggingface.load_model_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(pickle.dumps({}))
     with pytest.raises(CheckpointError, match="model.safetensors cannot be read"):
-        hf_format.load_model_weights(tmp_path)
+        huggingface.load_model_weights(tmp_path)
 
 
 def test_an_index_does_not_lead_out_of_its_folder(tmp_path):
-    (tmp_path / hf_format.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    (tmp_path / huggingface.INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
     with pytest.raises(CheckpointError, match="outside its folder"):
-        hf_format.load_model_weights(tmp_path)
+        huggingface.load_model_weights(tmp_path)
 
 
 def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, torch.Tensor], dict]:
@@ -343,14 +343,14 @@ def metas_download(folder: Path, tied: bool) -> tuple[ModelConfig, dict[str, tor
 def test_metas_weights_need_no_change(tied, tmp_path):
     config, state, params = metas_download(tmp_path / "meta", tied)
     meta = torch.load(tmp_path / "meta" / "consolidated.00.pth", weights_only=True)
-    read, settings = hf_format.from_meta(meta, params)
+    read, settings = huggingface.from_meta(meta, params)
     assert read.keys() == state.keys() and all(torch.equal(read[name].whole(), state[name]) for name in state)
     assert settings["ffn_dim"] == config.hidden_dim and settings["tie_embeddings"] == tied
     assert settings["rope_scaling_factor"] == (32.0 if tied else 8.0)
     with pytest.raises(CheckpointError, match="wk.weight"):
-        hf_format.from_meta(meta, {**params, "n_kv_heads": 4})
+        huggingface.from_meta(meta, {**params, "n_kv_heads": 4})
     with pytest.raises(CheckpointError, match="lack output.weight"):
-        hf_format.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
+        huggingface.from_meta({name: meta[name] for name in meta if name != "output.weight"}, params)
 
 
 IMPORT_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "import_checkpoint.py"
@@ -361,9 +361,9 @@ def imported_logits(folder: Path, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Our model's logits from a start checkpoint, verified as training does."""
     assert store.verify(store.locate(str(folder), folder.parent / "run"))["step"] == 0
     assert store.read_state(folder) == store.read_optimizer(folder) == {}
-    settings = hf_format.model_settings_from_huggingface(hf_format.read_json(folder / "config.json"))
+    settings = huggingface.model_settings_from_huggingface(huggingface.read_json(folder / "config.json"))
     model = Transformer(ModelConfig(**settings), VOCAB)
-    tensors = hf_format.from_huggingface(hf_format.load_model_weights(folder), model.config, padded(VOCAB))
+    tensors = huggingface.from_huggingface(huggingface.load_model_weights(folder), model.config, padded(VOCAB))
     model.load_state_dict(read_all(tensors))
     with torch.no_grad():
         return model.logits(tokens_BT)
@@ -374,7 +374,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
     source, output = tmp_path / "source", tmp_path / "start"
     config = config_of("3.1 scaling, untied")
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **hf_format.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
+        **huggingface.huggingface_config(config, VOCAB + 84, 256, tokenizer.bos_id, tokenizer.eos_id, torch.float32)))
     theirs.bfloat16().save_pretrained(source)
     tokenizer.save_huggingface(source)
     done = subprocess.run([sys.executable, IMPORT_SCRIPT, source, output], capture_output=True, text=True)
@@ -386,7 +386,7 @@ def test_a_huggingface_folder_is_imported(tokenizer, tmp_path):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         expected = theirs(tokens_BT).logits[..., :VOCAB]
     assert (imported_logits(output, tokens_BT) - expected).abs().max() < 1e-4
-    assert hf_format.read_json(output / "config.json")["dtype"] == "bfloat16"
+    assert huggingface.read_json(output / "config.json")["dtype"] == "bfloat16"
     assert load_tokenizer(str(output)).encode("the heat") == tokenizer.encode("the heat")
     with pytest.raises(CheckpointError, match=f"{output} exists"):
         import_checkpoint(source, output)

@@ -7,7 +7,7 @@ import pytest
 from factories import cached_on_the_hub
 
 from checkpoint import store
-from checkpoint.hub import hub_model, name_of_download
+from checkpoint.huggingface import hub_model, name_of_download
 from common.errors import CheckpointError
 
 

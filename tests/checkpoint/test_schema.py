@@ -13,7 +13,7 @@ from factories import UNMEASURED, TinyRun
 from checkpoint import store
 from checkpoint.schema import SavedProgress
 from common.errors import CheckpointError
-from training.state import Progress
+from run.life import Progress
 
 GONE = object()
 WRONG = (GONE, None, "\0", -1, 1.5, 10**30, True, [None], {})

@@ -18,12 +18,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import hf_format, store, tensor_files
-from checkpoint.tensor_files import write_tensors
+from checkpoint import huggingface, store
+from checkpoint import tensors as tensor_files
+from checkpoint.tensors import write_tensors
 from common import __version__
 from common.errors import CheckpointError
-from parallel.collectives import Ranks, start_ranks, stop_ranks
-from training import run_folder
+from parallel.ranks import Ranks, start_ranks, stop_ranks
+from run import folder as run_folder
 
 fork_warning = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -175,7 +176,7 @@ def test_what_is_pruned_while_it_is_loaded_is_no_model_that_never_had_it(tmp_pat
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match=f"{name} is gone: "):
         read(folder)
-    for load in (store.verify, hf_format.load_model_weights):
+    for load in (store.verify, huggingface.load_model_weights):
         with pytest.raises(CheckpointError, match="step-00000001 is gone: "):
             load(folder)
 

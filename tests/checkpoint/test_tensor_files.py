@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from checkpoint import hf_format, tensor_files
-from checkpoint.tensor_files import LazyTensor, lazy, open_tensors, read_all, write_tensors
+from checkpoint import huggingface
+from checkpoint import tensors as tensor_files
+from checkpoint.tensors import LazyTensor, lazy, open_tensors, read_all, write_tensors
 from common.errors import CheckpointError
 from config import ModelConfig, OptimConfig
+from learn.optim import Optimizer
 from model import Transformer
 from model_utils import load_weights, restore_padding, trim_padding
-from training.optim import Optimizer
 
 
 def test_rows_of_a_file_are_those_of_the_tensor(tmp_path, monkeypatch):
@@ -99,8 +100,8 @@ def test_a_model_and_its_optimizer_are_read_one_tensor_at_a_time(monkeypatch, tm
     trained(torch.arange(20).view(1, 20), torch.arange(20).view(1, 20)).sum().backward()
     optimizer.step(0.01)
     trained.tok_embeddings.weight.data[100:] = 0
-    tensors = read_all(hf_format.to_huggingface(trained.state_dict(), config, 100))
-    monkeypatch.setattr(hf_format, "load_model_weights", lambda folder: one_at_a_time(tensors))
+    tensors = read_all(huggingface.to_huggingface(trained.state_dict(), config, 100))
+    monkeypatch.setattr(huggingface, "load_model_weights", lambda folder: one_at_a_time(tensors))
     load_weights(tmp_path, loaded)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(loaded.parameters(), trained.parameters()))
     state = trim_padding(optimizer.state_tensors(), trained)

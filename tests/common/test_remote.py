@@ -15,8 +15,7 @@ from factories import free_port
 from common import remote
 from common.errors import DataError
 from common.remote import TRIES, hub_folder, is_transient, retry
-from data_pipeline.readers import Reading, list_files
-from data_pipeline.sources import Source, read_texts, source_of
+from data_pipeline.sources import Reading, Source, list_files, read_texts, source_of
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
 CONTENT = "".join(LINES).encode()

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from common.errors import DataError
-from data_pipeline.chat_records import read_chats, read_pairs
-from data_pipeline.readers import Reading
-from data_pipeline.sources import Source
+from data_pipeline.chats import read_chats, read_pairs
+from data_pipeline.sources import Reading, Source
 
 ASK, SAY = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SYSTEM = {"role": "system", "content": "Be kind."}

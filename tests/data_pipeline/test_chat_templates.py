@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import DataError
-from data_pipeline.chat_templates import ChatFormat, TemplateFormat, load_chat_format
+from data_pipeline.templates import ChatFormat, TemplateFormat, load_chat_format
 from data_pipeline.train_bpe import train_bpe
 from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
 
@@ -275,7 +275,7 @@ def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint,
     ("{{ 'a' | center(10**11) }}", "1 GiB of memory"),
 ])
 def test_a_template_that_never_ends_or_grows_without_end_is_refused(template, complaint, with_template, monkeypatch):
-    monkeypatch.setattr("data_pipeline.chat_templates.TEMPLATE_SECONDS", 0.1)
+    monkeypatch.setattr("data_pipeline.templates.TEMPLATE_SECONDS", 0.1)
     limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     with pytest.raises(DataError, match=complaint):
         load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))

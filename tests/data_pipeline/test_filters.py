@@ -21,7 +21,7 @@ from data_pipeline.filters import (
     words_of,
 )
 from data_pipeline.prepare import describe_prepared
-from data_pipeline.shard_reader import MANIFEST
+from data_pipeline.shards import MANIFEST
 from data_pipeline.sources import Source
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
 

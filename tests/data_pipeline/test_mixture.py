@@ -14,17 +14,14 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
-from data_pipeline.batch import Batch, join
-from data_pipeline.mix_file import read_mix
 from data_pipeline.mixture import Mixture, describe_sources, read_mixture, source_facts
 from data_pipeline.prepare import DOCUMENTS, Plan, PreparationOptions
 from data_pipeline.row_order import Mixing, Phase, RowOrder, rows_of_step, weight_units
 from data_pipeline.sources import Source
-from data_preparation_utils import describe, prepare_mixture
-from dataloaders import open_rows
+from data_preparation_utils import describe, prepare_mixture, read_mix
+from dataloaders import Batch, join, open_rows
+from run.life import read_inputs, rows_of_run
 from tokenizer import load_tokenizer
-from training.build_objective import rows_of_run
-from training.setup import read_inputs
 
 WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))
 

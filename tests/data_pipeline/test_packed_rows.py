@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from config import ModelConfig
-from data_pipeline.packed_rows import ExampleRows, open_example_set
-from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, Verification, header_bytes, open_token_set
+from data_pipeline.shards import MANIFEST, TokenizerFacts, Verification, header_bytes, open_token_set
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_examples
-from dataloaders import TokenRows, validation_batches
-from fused.chunked_head import IGNORE_INDEX
+from dataloaders import ExampleRows, TokenRows, open_example_set, validation_batches
+from fused.head import IGNORE_INDEX
 from model import Transformer
 from tokenizer import Tokenizer
 
@@ -360,7 +359,7 @@ def test_segments_are_read_the_same_in_blocks_of_any_size(tmp_path, monkeypatch)
     folder = write(tmp_path, "chats", draw_chats(30), cuts=([7], [11, 12]))
     whole = opened(folder, "chats")
     for size in (4, 12, 100):
-        monkeypatch.setattr("data_pipeline.shard_reader.SCAN_BYTES", size)
+        monkeypatch.setattr("data_pipeline.shards.SCAN_BYTES", size)
         again = opened(folder, "chats", verify="never")
         for name in ("starts", "segment_starts", "first_targets"):
             assert getattr(again, name).tolist() == getattr(whole, name).tolist()

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.packing import pack
+from dataloaders import pack
 
 # (lengths, capacity)
 problems = st.integers(1, 40).flatmap(lambda most: st.tuples(st.lists(st.integers(1, most), max_size=80), st.just(most)))

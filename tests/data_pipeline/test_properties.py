@@ -17,12 +17,17 @@ from safetensors.torch import save_file
 
 from checkpoint import store
 from common.errors import CheckpointError, DataError
-from data_pipeline.packing import pack
-from data_pipeline.readers import Reading, flaw_of
 from data_pipeline.row_order import RowOrder, rows_of_step
-from data_pipeline.shard_reader import MANIFEST, TokenizerFacts, Verification, dtype_for, open_token_set
-from data_pipeline.shard_writer import ShardWriter
-from data_pipeline.sources import Source, read_texts
+from data_pipeline.shards import (
+    MANIFEST,
+    ShardWriter,
+    TokenizerFacts,
+    Verification,
+    dtype_for,
+    open_token_set,
+)
+from data_pipeline.sources import Reading, Source, flaw_of, read_texts
+from dataloaders import pack
 
 fewer = settings(max_examples=40)
 any_text = st.text(st.characters(), max_size=12)  # lone surrogates and NUL among it

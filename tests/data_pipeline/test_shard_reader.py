@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from common.errors import DataError
-from common.verified_files import VERIFIED
-from data_pipeline import shard_reader
-from data_pipeline.shard_reader import (
+from data_pipeline import shards as shard_reader
+from data_pipeline.shards import (
     HEADER_BYTES,
     MANIFEST,
+    VERIFIED,
     TokenizerFacts,
     Verification,
     dtype_for,

@@ -13,15 +13,8 @@ import zstandard
 
 from common.errors import DataError, SettingsError
 from data_pipeline import sources
-from data_pipeline.chat_records import read_chats
-from data_pipeline.readers import Reading, list_files
-from data_pipeline.sources import (
-    Source,
-    identify,
-    read_records,
-    read_texts,
-    source_of,
-)
+from data_pipeline.chats import read_chats
+from data_pipeline.sources import Reading, Source, identify, list_files, read_records, read_texts, source_of
 
 
 def texts_of(path, skip_bad=False, **fields):
@@ -75,7 +68,7 @@ def test_packed_files_are_read_and_a_line_that_would_fill_the_memory_is_refused(
     path = tmp_path / f"x.jsonl.{suffix}"
     path.write_bytes(packed.compress(jsonl("one", "two").encode()))
     assert texts_of(path)[0] == ["one", "two"]
-    monkeypatch.setattr("data_pipeline.readers.MAX_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("data_pipeline.sources.MAX_LINE_BYTES", 1 << 20)
     path.write_bytes(packed.compress((jsonl("one") + "0" * (1 << 21)).encode()))
     with pytest.raises(DataError, match=f"{path.name}:2: a line of more than 1 MiB"):
         texts_of(path)
@@ -163,7 +156,7 @@ RECORDS = [{"text": "one, ] \" \\u00e9 é 👩‍👧 \u2028"}, {"text": "", "n"
 @pytest.mark.parametrize("block", [1, 7, 1 << 16])
 @pytest.mark.parametrize("how", [{}, {"indent": 4}, {"ensure_ascii": False, "separators": (",", ":")}])
 def test_an_array_is_what_json_reads_in_it_however_it_is_written_and_cut(tmp_path, monkeypatch, block, how):
-    monkeypatch.setattr("data_pipeline.readers.BLOCK_CHARACTERS", block)
+    monkeypatch.setattr("data_pipeline.sources.BLOCK_CHARACTERS", block)
     for around in (" \r\n\t{}\n", "\ufeff{}"):
         written = around.format(json.dumps(RECORDS, **how))
         found, reading = array_of(tmp_path / "x.json", written)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from common.errors import DataError, SettingsError
+from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
-from data_pipeline import tokenize_chats
-from data_pipeline.chat_templates import ChatFormat, load_chat_format
 from data_pipeline.prepare import describe_prepared
-from data_pipeline.shard_reader import HEADER_BYTES, MANIFEST, Verification, open_token_set
+from data_pipeline.shards import HEADER_BYTES, MANIFEST, Verification, open_token_set
 from data_pipeline.sources import Source
+from data_pipeline.templates import ChatFormat, load_chat_format
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
 from tokenizer import load_tokenizer
@@ -142,7 +142,7 @@ def test_every_pair_is_its_prompt_once_and_its_two_answers(tmp_path, tokenizer_p
 
 
 def test_what_trains_on_examples_reads_them(tmp_path, tokenizer_path):
-    from data_pipeline.packed_rows import open_example_set
+    from dataloaders import open_example_set
     tokenizer = load_tokenizer(tokenizer_path)
     for kind in RECORDS:
         folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", RECORDS[kind](40)), tokenizer_path, tmp_path / kind)

@@ -15,8 +15,7 @@ from factories import Stages, prepare_stages
 import train
 from checkpoint import store
 from common.errors import DataError
-from data_pipeline.readers import Reading
-from data_pipeline.sources import Source, read_texts
+from data_pipeline.sources import Reading, Source, read_texts
 
 # For each mode: the settings whose files are replaced, and the files without which it cannot run.
 READ = {"lora-sft": (("PRETRAIN_CHECKPOINT", "SFT_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH", "OUTPUT_DIR"),

@@ -6,9 +6,8 @@ import pytest
 from factories import prepare
 
 from common.errors import DataError
-from data_pipeline.chat_records import chats_of
-from inference.conversation import Conversation, Turn
-from inference.language_model import LanguageModel
+from data_pipeline.chats import chats_of
+from inference.text import Conversation, LanguageModel, Turn
 from tokenizer import load_tokenizer
 
 

@@ -8,13 +8,11 @@ from factories import prepare
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from checkpoint import hf_format
+from checkpoint import huggingface
 from config import ModelConfig
 from inference import engine as engine_module
-from inference.engine import Engine, Request
+from inference.engine import GRAIN, MOST_LIKELY, Engine, Request, Sampling, Samplings, choose, penalize
 from inference.generate import generate
-from inference.row_cache import GRAIN
-from inference.sampling import MOST_LIKELY, Sampling, Samplings, choose, penalize
 from model import Transformer
 from model_utils import model_on_meta
 from tokenizer import load_tokenizer
@@ -222,7 +220,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):
     model = Transformer(config, tokenizer.vocab_size)
     model.init_weights(torch.Generator().manual_seed(2))
     folder = tmp_path_factory.mktemp("folder")
-    hf_format.save_model_folder(folder, model.state_dict(), model.config, tokenizer, 256)
+    huggingface.save_model_folder(folder, model.state_dict(), model.config, tokenizer, 256)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     prompts = random_prompts(5, 1, 17, 40, 3, 9, 64, 2, 25, 11, vocabulary=tokenizer.vocab_size)
     ours = run(Engine(model, 4, 200, read_at_once=16), *[Request(prompt, 100) for prompt in prompts])

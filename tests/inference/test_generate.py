@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from config import ModelConfig
+from inference.engine import Sampling, Samplings, choose
 from inference.generate import generate
-from inference.sampling import Sampling, Samplings, choose
 from model import Transformer
 
 VOCAB = 61  # not a multiple of 128: the padded ids are there to be drawn by mistake

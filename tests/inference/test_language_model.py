@@ -8,10 +8,10 @@ import pytest
 import torch
 from factories import prepare
 
-from checkpoint import hf_format, store
+from checkpoint import huggingface, store
 from common.errors import DataError
 from config import ModelConfig
-from data_pipeline.chat_templates import ChatFormat, TemplateFormat
+from data_pipeline.templates import ChatFormat, TemplateFormat
 from model import Transformer
 from serving.models import open_model
 from tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     path, config = tmp_path_factory.mktemp("folder"), ModelConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, multiple_of=16)
     model = Transformer(config, tokenizer.vocab_size)
     model.init_weights(torch.Generator().manual_seed(2))
-    hf_format.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
+    huggingface.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
     return path
 
 

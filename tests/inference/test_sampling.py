@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inference import sampling as module
-from inference.sampling import Sampling, Samplings, choose, penalize
+from inference import engine as module
+from inference.engine import Sampling, Samplings, choose, penalize
 
 WAYS = [
     {"temperature": 0.7},

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from factories import run_ranks
 
 from common.errors import DataError
-from parallel.collectives import joined_ranks
+from parallel.ranks import joined_ranks
 
 WORLD = 3
 

@@ -8,18 +8,18 @@ import pytest
 from nvml_stub import GIB
 
 from common.errors import SettingsError
-from parallel import gpus
-from parallel.gpus import Gpu, Wanted, choose
+from parallel import process
+from parallel.process import Gpu, Wanted, choose
 
 
 def test_every_gpu_is_read_as_it_is(nvml):
     module = nvml()
-    found = gpus.read_gpus()
+    found = process.read_gpus()
     assert not module.is_open
     assert found[1] == Gpu(1, "GPU-10f3", False, 2, 1 * GIB, 80 * GIB, 0)
     assert [gpu.number for gpu in found if gpu.is_idle] == [0, 2]
     nvml("nvmlDeviceGetUtilizationRates")  # as on some cards
-    assert [gpu.number for gpu in gpus.read_gpus() if gpu.is_idle] == [0, 2, 4]
+    assert [gpu.number for gpu in process.read_gpus() if gpu.is_idle] == [0, 2, 4]
 
 
 @pytest.mark.parametrize(("asked", "visible", "taken"), [
@@ -31,11 +31,11 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
         monkeypatch.delenv(name)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    gpus.take(Wanted.parse(asked))
+    process.take(Wanted.parse(asked))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, taken))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert len(taken) == Wanted.parse(asked).count
-    assert [gpus.number_of(rank) for rank in range(len(taken))] == taken
+    assert [process.number_of(rank) for rank in range(len(taken))] == taken
 
 
 @pytest.mark.parametrize(("asked", "visible", "reason"), [
@@ -48,7 +48,7 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
 def test_what_cannot_be_taken_is_refused_with_the_reason(asked, visible, reason, nvml):
     nvml()
     with pytest.raises(SettingsError) as refused:
-        choose(Wanted.parse(asked), gpus.read_gpus(), visible)
+        choose(Wanted.parse(asked), process.read_gpus(), visible)
     assert reason in str(refused.value)
 
 
@@ -61,10 +61,10 @@ def test_what_means_nothing_is_refused(text):
 def test_without_nvml_it_is_told_what_to_do(nvml, monkeypatch):
     nvml("nvmlInit")
     with pytest.raises(SettingsError, match="NVML Shared Library Not Found.*check that nvidia-smi works"):
-        gpus.read_gpus()
+        process.read_gpus()
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(SettingsError, match="pip install nvidia-ml-py"):
-        gpus.read_gpus()
+        process.read_gpus()
 
 
 @pytest.mark.parametrize(("environ", "numbers"), [
@@ -76,4 +76,4 @@ def test_a_ranks_gpu_is_called_by_its_number_if_that_is_known(environ, numbers, 
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert [gpus.number_of(rank) for rank in (0, 1)] == numbers
+    assert [process.number_of(rank) for rank in (0, 1)] == numbers

@@ -7,8 +7,8 @@ import socket
 import pytest
 from commands import listening
 
-from parallel import network
-from parallel.network import (
+from parallel import process
+from parallel.process import (
     LOOPBACK,
     interface_addresses,
     interface_towards,
@@ -39,7 +39,7 @@ def test_a_name_may_become_known_later_but_not_for_ever(monkeypatch):
         return answer
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(network.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(process.time, "sleep", lambda seconds: None)
     listen_at(["node-0"], 0).close()
     answers = [socket.gaierror("never")]
     with pytest.raises(socket.gaierror, match="never"):
@@ -60,7 +60,7 @@ def test_ranks_of_one_machine_keep_to_loopback_and_others_to_the_way_to_the_firs
     assert interfaces("127.0.0.1", True, NCCL_SOCKET_IFNAME="eth7") == (loopback, "eth7"), "what the user says stays"
     for host in ("localhost", "0.0.0.0", "nowhere.invalid"):
         assert interfaces(host, False) == (None, None), "where others would be shut out"
-    monkeypatch.setattr(network, "interface_towards", lambda host: "eth1")
+    monkeypatch.setattr(process, "interface_towards", lambda host: "eth1")
     assert interfaces("10.0.0.1", False) == ("eth1", "=eth1")
 
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import train
-from fused.chunked_head import ChunkedHead
+from fused.head import ChunkedHead
+from learn.objectives import LossSum, NextToken
 from model_utils import build_model
-from objectives.base import LossSum, NextToken
-from parallel.collectives import start_ranks, stop_ranks
-from parallel.sharding import is_divided, own
+from parallel.fsdp import is_divided, own
+from parallel.ranks import start_ranks, stop_ranks
 from settings.load import load_config
 
 PRETRAIN = {"TRAINING_STAGE": "pretrain"}

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from common.heartbeat import HEARTBEAT
-from parallel import collectives, exit_report
-from parallel.collectives import StopSignals
+from parallel import process, ranks
+from parallel.ranks import StopSignals
 
 
 def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
@@ -34,10 +34,10 @@ def answers(capfd, *numbers: signal.Signals) -> tuple[StopSignals, str]:
 def test_what_follows_a_signal_is_said_at_once(number, phase, said, capfd, monkeypatch):
     monkeypatch.setattr(HEARTBEAT, "phase", phase)
     monkeypatch.setattr(HEARTBEAT, "step", 7)
-    before = [signal.getsignal(each) for each in exit_report.stop_signals()], signal.set_wakeup_fd(-1)
+    before = [signal.getsignal(each) for each in process.stop_signals()], signal.set_wakeup_fd(-1)
     signals, printed = answers(capfd, number, signal.SIGTERM)
     assert printed == said and signals.received == number, "the second one came within a second, and is the same"
-    assert ([signal.getsignal(each) for each in exit_report.stop_signals()], signal.set_wakeup_fd(-1)) == before
+    assert ([signal.getsignal(each) for each in process.stop_signals()], signal.set_wakeup_fd(-1)) == before
     monkeypatch.setenv("LOCAL_RANK", "1")
     signals, printed = answers(capfd, number)
     assert (signals.received, printed) == (number, "")
@@ -46,7 +46,7 @@ def test_what_follows_a_signal_is_said_at_once(number, phase, said, capfd, monke
 def test_a_second_signal_leaves_although_the_main_thread_never_returns_to_python(capfd, monkeypatch):
     left, at = [], iter([0.0, 2.0])
     monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr(collectives.time, "monotonic", lambda: next(at, 9.0))
+    monkeypatch.setattr(ranks.time, "monotonic", lambda: next(at, 9.0))
     monkeypatch.setattr(StopSignals, "_handle", lambda *_: None)
     answers(capfd, signal.SIGTERM, signal.SIGINT)
     assert left == [128 + signal.SIGINT]

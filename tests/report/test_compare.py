@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.item_scores import packed_bits
-from report.compare import comparison
-from report.paired_tests import mcnemar, paired_t, sign_test, t_probability
-from report.run_data import RunReader
+from report.compare import comparison, mcnemar, paired_t, sign_test, t_probability
+from report.data import RunReader
 
 
 @given(st.integers(0, 400), st.integers(0, 400))

@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from report.goodput import goodput
-from report.run_data import RunReader
-from report.run_state import KILLED
+from report.data import KILLED, RunReader, goodput
 
 
 def write(path, rows) -> None:

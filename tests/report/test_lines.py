@@ -7,7 +7,7 @@ import pytest
 
 from checkpoint.schema import Line
 from common.errors import CheckpointError
-from report.lines import GrowingFile
+from report.data import GrowingFile
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from commands import ROOT
 from factories import PATIENCE, prepare
 
-from checkpoint import hf_format
+from checkpoint import huggingface
 from config import ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_examples
 from model import Transformer
@@ -59,7 +59,7 @@ def folder(tmp_path_factory, tokenizer) -> Path:
         others = [token for token in tokenizer.special_ids.values() if token != tokenizer.eot_id]
         model.tok_embeddings.weight[others] = 0
     path = tmp_path_factory.mktemp("folder")
-    hf_format.save_model_folder(path, model.state_dict(), config, tokenizer, 4096)
+    huggingface.save_model_folder(path, model.state_dict(), config, tokenizer, 4096)
     return path
 
 

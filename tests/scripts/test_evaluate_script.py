@@ -12,7 +12,7 @@ from factories import Stages, prepare_stages, start
 
 from common.errors import CheckpointError, DataError, SettingsError
 from model_utils import load_model
-from training.adapters import merge
+from run.adapters import merge
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
 

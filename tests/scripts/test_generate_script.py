@@ -12,18 +12,17 @@ import torch
 from factories import prepare
 
 import lora
-from checkpoint import hf_format, peft_format, store
-from checkpoint.tensor_files import lazy
+from checkpoint import huggingface, peft, store
+from checkpoint.tensors import lazy
 from common.errors import CheckpointError
 from config import Config, LoraConfig, ModelConfig
 from fused import matmul
+from inference.engine import RowCache, Sampling
 from inference.generate import Part, Writer
-from inference.row_cache import RowCache
-from inference.sampling import Sampling
 from model import Transformer
 from model_utils import load_model
+from run import adapters
 from tokenizer import load_tokenizer
-from training import adapters
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
 PROMPTS = ["The cat", "A longer beginning: the dog found", ""]
@@ -49,7 +48,7 @@ def folder(tmp_path_factory, tokenizer) -> Path:
     config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16, init_std=0.3)
     model = Transformer(config, tokenizer.vocab_size)
     model.init_weights(torch.Generator().manual_seed(2))
-    hf_format.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
+    huggingface.save_model_folder(path, model.state_dict(), config, tokenizer, 256)
     return path
 
 
@@ -60,15 +59,15 @@ def adapter(tmp_path, folder, tokenizer) -> Path:
     lora.add_adapters(model, config, torch.Generator().manual_seed(0))
     state = {name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)) * 0.3
              for number, (name, tensor) in enumerate(lora.adapter_state_dict(model).items())}
-    sha256 = hf_format.weights_sha256(hf_format.load_model_weights(folder))
+    sha256 = huggingface.weights_sha256(huggingface.load_model_weights(folder))
     path = tmp_path / "runs" / "adapted" / "checkpoints" / "step-00000001"
-    contents = peft_format.Adapter(state, config, str(folder), sha256, {})
+    contents = peft.Adapter(state, config, str(folder), sha256, {})
     settings = Config().public() | {"LORA_BASE_QUANTIZATION": "none", "PRETRAIN_CHECKPOINT": "gone"}
     saved = {"progress": {"step": 1, "base": str(folder), "base_sha256": sha256}, "identity": {}, "world_size": 1,
              "settings": settings}
 
     def write(place: Path) -> None:
-        peft_format.save_adapter_folder(place, contents, model.config, tokenizer)
+        peft.save_adapter_folder(place, contents, model.config, tokenizer)
         (place / store.STATE).write_text(json.dumps(saved))
 
     store.publish(path, write, {"step": 1})
@@ -129,7 +128,7 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
         for name, parameter in model.named_parameters():  # as on the hub: norms and matrices in bf16
             parameter.data = (parameter.data + 0.01 * len(name)).bfloat16()
         (tmp_path / "untied").mkdir()
-        hf_format.save_model_folder(tmp_path / "untied", model.state_dict(), config, tokenizer, 256)
+        huggingface.save_model_folder(tmp_path / "untied", model.state_dict(), config, tokenizer, 256)
     if kind in ("tied", "untied"):
         place = folder if kind == "tied" else tmp_path / "untied"
         expected = load_model(place, None, dtype)[0].float()
@@ -180,8 +179,8 @@ def test_a_base_that_is_gone_is_named_with_where_it_was(script, folder, adapter,
             script.load(str(adapter))
         assert script.load(str(adapter), str(copy))
         with pytest.raises(CheckpointError, match="belong to another base"):
-            tensors = hf_format.load_model_weights(copy)
-            hf_format.save_weights(copy, {name: lazy(tensor.whole() * 2) for name, tensor in tensors.items()})
+            tensors = huggingface.load_model_weights(copy)
+            huggingface.save_weights(copy, {name: lazy(tensor.whole() * 2) for name, tensor in tensors.items()})
             script.load(str(adapter), str(copy))
     finally:
         moved.rename(folder)

@@ -182,7 +182,7 @@ def test_nvml_is_read_before_cuda_starts_and_after_the_steps(task, monkeypatch):
     monkeypatch.setattr(gpu_probe, "used_memory", lambda: events.append("NVML") or next(used))
     monkeypatch.setattr(gpu_probe, "peak_of_a_step", lambda *_: events.append("steps") or 10 * gib)
     monkeypatch.setattr("model_utils.choose_dtype", lambda *_: events.append("CUDA") or torch.bfloat16)
-    monkeypatch.setattr("training.memory_estimate.estimate_memory", lambda *_: SimpleNamespace(total=10.4 * gib))
+    monkeypatch.setattr("learn.cost.estimate_memory", lambda *_: SimpleNamespace(total=10.4 * gib))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a", total_memory=80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 * gib)
     task.device, task.layout = "cuda", "as it is"

@@ -14,7 +14,7 @@ from commands import ROOT
 
 from common import __version__
 from common.command_line import HELP_COLUMNS, CommandParser
-from parallel.exit_report import STOP_SIGNALS
+from parallel.process import STOP_SIGNALS
 
 PYTHON = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "\nif __name__ ==" in path.read_text()]
 SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name != "setup.sh"]

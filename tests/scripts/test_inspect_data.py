@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from common.errors import DataError, SettingsError
 from common.text import EXIT_UNREAD
-from data_pipeline import statistics
 from data_pipeline.mixture import write_mixture
-from data_pipeline.statistics import RepeatCounter, begins_at, begins_with, measure
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from debug import inspect as statistics
+from debug.inspect import RepeatCounter, begins_at, begins_with, measure
 from scripts import inspect_data
 from tokenizer import load_tokenizer
 
@@ -160,7 +160,7 @@ def test_all_sets_are_listed(sets, inspect):
 
 
 def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, monkeypatch):
-    monkeypatch.setattr("debug.data_report.find_tokenizer", lambda manifest, config: None)
+    monkeypatch.setattr("debug.inspect.find_tokenizer", lambda manifest, config: None)
     said = inspect(sets["chats"])
     assert "60 chats" in said and "rows: not shown, because TOKENIZER_PATH" in said and "bytes a token" not in said
 

@@ -20,9 +20,9 @@ from commands import ROOT
 from factories import PATIENCE, TinyRun, assert_same_run, do_in_step, free_port
 
 from common import errors
-from parallel.exit_report import EXIT_PREEMPTED
+from learn import optim
+from parallel.process import EXIT_PREEMPTED
 from settings.load import load_config
-from training import optim
 
 RECIPES = ROOT / "scripts" / "launch"
 FATAL = {errors.DataError, errors.NonFiniteError, errors.CheckpointError}

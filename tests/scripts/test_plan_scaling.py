@@ -8,11 +8,11 @@ from factories import TINY, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
-from data_pipeline.batch import Batch
+from dataloaders import Batch
+from learn.objectives import NextToken
 from model_utils import build_model, exchanging, wrap_model
-from objectives.base import NextToken
-from parallel import sharding
-from parallel.collectives import joined_ranks
+from parallel import fsdp
+from parallel.ranks import joined_ranks
 from scripts.plan_scaling import Hardware, collectives, sizes_of
 
 KINDS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
@@ -46,8 +46,8 @@ def compare(mode: str, changes: dict) -> None:
             for number in range(MICRO_BATCHES):
                 with exchanging(trained, number == MICRO_BATCHES - 1):
                     NextToken().loss_sum(trained, Batch(tokens_BT, tokens_BT)).total.backward()
-            if sharding.is_sharded(model):
-                sharding.average_vectors(model, ranks)
+            if fsdp.is_sharded(model):
+                fsdp.average_vectors(model, ranks)
         expected = Counter()
         for each in collectives(mode, sizes_of(config, VOCABULARY), RANKS, 2, MICRO_BATCHES):
             expected[each.kind] += each.calls * each.bytes

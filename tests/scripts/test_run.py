@@ -15,7 +15,7 @@ from commands import ROOT
 from factories import argv_of
 
 from common.errors import PaddockError
-from data_pipeline.shard_reader import MANIFEST
+from data_pipeline.shards import MANIFEST
 from data_preparation_utils import is_source, prepare_from_flags
 from settings.load import load_config
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import DataError
+from observe import check
+from observe.check import provide_sample
 from scripts.sample import world
 from scripts.sample.plots import KIND, PLOTS, QUESTIONS, UNKIND
 from scripts.sample.world import (
@@ -26,8 +28,6 @@ from scripts.sample.world import (
 )
 from settings.load import load_config
 from tokenizer import load_tokenizer
-from training import preflight
-from training.preflight import provide_sample
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 2000
@@ -213,7 +213,7 @@ def test_a_run_that_names_the_sample_makes_it_once_a_machine(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     made, codes = [], [0, 1]
-    monkeypatch.setattr(preflight.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
+    monkeypatch.setattr(check.subprocess, "run", lambda command: made.append(command) or SimpleNamespace(
         returncode=codes.pop(0)))
     sample = load_config(["--preset", "sample"], {}).config
     own = sample.model_copy(update={"pretrain_data_path": "set", "hellaswag_path": None, "tokenizer_path": "t.model"})

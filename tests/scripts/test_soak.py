@@ -8,8 +8,8 @@ import pytest
 from factories import assert_same_run, prepare_stages, stop_at
 
 import train
-from data_pipeline.packed_rows import ExampleRows, open_example_set
-from data_pipeline.shard_reader import TokenizerFacts
+from data_pipeline.shards import TokenizerFacts
+from dataloaders import ExampleRows, open_example_set
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINE = re.compile(r"soak: (\d+)/(\d+) kills identical \((\d+) inside saves, (\d+) of two ranks\), (\d+)/(\d+) crash points "

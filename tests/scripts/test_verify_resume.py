@@ -21,7 +21,9 @@ import dataloaders
 import model_utils
 import train
 from checkpoint import store
-from training import optim, preflight, setup
+from learn import optim
+from observe import check
+from run import life
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "verify_resume.py"
@@ -145,14 +147,14 @@ def begin_anew() -> None:
 
 
 def forget_progress() -> None:
-    original = setup.restore
+    original = life.restore
 
     def restore(*arguments):
         progress = original(*arguments)
         progress.tokens_seen = 0
         return progress
 
-    setup.restore = restore
+    life.restore = restore
 
 
 def roll_dice() -> None:
@@ -176,7 +178,7 @@ def test_what_is_not_restored_is_found(plant, differing, words, verify):
 
 def roll_dice_on_a_gpu() -> None:
     roll_dice()
-    preflight.describe_hardware = lambda *_: "H200; bfloat16"
+    check.describe_hardware = lambda *_: "H200; bfloat16"
 
 
 @pytest.mark.parametrize("wanted", ["false", "true"])
@@ -204,7 +206,7 @@ def exaggerate_on_rank_1() -> None:
             model.layers[1].attention.wo.weight.register_hook(lambda gradient: gradient * 1.01)
             return model
 
-        setup.build_model = build
+        life.build_model = build
 
 
 def test_a_layout_with_another_gradient_is_found(verify):
@@ -282,7 +284,7 @@ def test_the_command_itself_on_two_ranks(fault, code, prepared, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(f"""
         import os
         if os.environ.get("RANK"):
-            from training import optim
+            from learn import optim
             {fault}
         """))
     run = TinyRun(prepared, tmp_path / "runs")

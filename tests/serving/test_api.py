@@ -6,7 +6,7 @@ import threading
 import pytest
 from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
 
-from inference.text_stream import TextStream
+from inference.text import TextStream
 from serving import batcher
 from serving.app import ServeOptions
 

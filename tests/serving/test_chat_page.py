@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from stub_server import StubServer, model
 
-from serving.page import ASSETS, CONTENT_SECURITY_POLICY, page_html
+from serving.app import ASSETS, CONTENT_SECURITY_POLICY, page_html
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
 ERRORS = "Failed to load resource"  # what Chromium writes to the console for a refused or broken request

@@ -15,7 +15,7 @@ from serving import guard
 from serving.api import Api
 
 httpx = pytest.importorskip("httpx")
-connections = pytest.importorskip("serving.connections")
+connections = pytest.importorskip("serving.guard")
 KEY = "key-of-this-test"
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}

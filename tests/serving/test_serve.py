@@ -146,7 +146,7 @@ def test_too_little_memory_is_told_with_what_to_lower(prepared, monkeypatch):
         serve([tiny_model(prepared.tokenizer)], ServeOptions(port=0))
 
 
-@pytest.mark.parametrize("package, module", [("starlette", "starlette.applications"), ("uvicorn", "serving.connections")])
+@pytest.mark.parametrize("package, module", [("starlette", "starlette.applications"), ("uvicorn", "serving.guard")])
 def test_missing_packages_are_told(prepared, monkeypatch, package, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SettingsError, match=f"--serve needs the package {package}: .*pip install {package}"):

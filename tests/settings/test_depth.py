@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from common.errors import SettingsError
 from config import Config
 from scripts.measure_depth import above_best
-from settings.depth import settings_of_depth
-from settings.help import PRESETS_DIR
-from settings.load import load_config
+from settings.load import PRESETS_DIR, load_config, settings_of_depth
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 DEPTHS = range(1, 65)

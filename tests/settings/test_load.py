@@ -26,18 +26,22 @@ from config import (
     on_resume,
     rules,
 )
-from parallel.exit_report import first_on_machine
-from settings.help import PRESETS_DIR, describe_settings, help_text
+from parallel.process import first_on_machine
 from settings.load import (
+    FOREIGN_NAMES,
     LISTS,
+    PRESETS_DIR,
+    describe_settings,
     exit_with,
     export,
     find_run,
+    help_text,
     load_config,
+    misspelt,
+    nearest,
     peek,
     read_env_file,
 )
-from settings.names import FOREIGN_NAMES, misspelt, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}

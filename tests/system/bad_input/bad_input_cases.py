@@ -43,7 +43,7 @@ from bad_inputs import (
 )
 from safetensors.torch import save_file
 
-from data_pipeline.shard_reader import header_bytes
+from data_pipeline.shards import header_bytes
 
 TRAIN = "train.py"
 TEXT = f"scripts/load_pretrain_dataset.py --source in.jsonl {PREPARE}"

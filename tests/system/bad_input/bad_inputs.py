@@ -15,9 +15,9 @@ from factories import TINY, prepare
 from safetensors.torch import load_file, save_file
 
 import lora
-from checkpoint import hf_format, peft_format
+from checkpoint import huggingface, peft
 from config import LoraConfig, ModelConfig
-from data_pipeline.shard_reader import header_bytes
+from data_pipeline.shards import header_bytes
 from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
 from model import Transformer
 from tokenizer import load_tokenizer
@@ -64,18 +64,18 @@ def make_farm(folder: Path) -> None:
     model.init_weights(torch.Generator().manual_seed(0))
     for name in ("model", "meta", "adapter"):
         (folder / name).mkdir()
-    hf_format.save_model_folder(folder / "model", model.state_dict(), SHAPE, tokenizer, 64)
-    state = {name: tensor[:tokenizer.vocab_size] if name in hf_format.VOCABULARY else tensor
+    huggingface.save_model_folder(folder / "model", model.state_dict(), SHAPE, tokenizer, 64)
+    state = {name: tensor[:tokenizer.vocab_size] if name in huggingface.VOCABULARY else tensor
              for name, tensor in model.state_dict().items()}
     torch.save({**state, "output.weight": state["tok_embeddings.weight"]}, folder / "meta" / "consolidated.00.pth")
     (folder / "meta" / "params.json").write_text(json.dumps({"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
                                                              "norm_eps": 1e-5, "rope_theta": 500_000.0}))
     shutil.copy(prepared.tokenizer, folder / "meta" / "tokenizer.model")
     adapters = LoraConfig(lora_enabled=True, lora_rank=4)
-    base_sha256 = hf_format.weights_sha256(hf_format.load_model_weights(folder / "model"))
+    base_sha256 = huggingface.weights_sha256(huggingface.load_model_weights(folder / "model"))
     lora.add_adapters(model, adapters, torch.Generator().manual_seed(0))
-    adapter = peft_format.Adapter(lora.adapter_state_dict(model), adapters, "model", base_sha256, {})
-    peft_format.save_adapter_folder(folder / "adapter", adapter, SHAPE, tokenizer)
+    adapter = peft.Adapter(lora.adapter_state_dict(model), adapters, "model", base_sha256, {})
+    peft.save_adapter_folder(folder / "adapter", adapter, SHAPE, tokenizer)
     (folder / ".env").write_text(lines(*[f"{name}={value}" for name, value in {
         **TINY, "OUTPUT_DIR": "runs", "PRETRAIN_DATA_PATH": "set", "SFT_DATA_PATH": "chats", "DPO_DATA_PATH": "pairs",
         "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl", "MAX_STEPS": 1}.items()]))

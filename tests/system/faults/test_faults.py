@@ -19,10 +19,11 @@ from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step
 from safetensors.torch import load_file
 
 import train
-from checkpoint import hf_format, store
+from checkpoint import huggingface, store
+from evaluation import during_run
+from learn import objectives
 from model_utils import build_model
-from objectives import base
-from training import evaluation, run_log, setup
+from run import life, log
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
@@ -32,10 +33,10 @@ WORLD = 2
 
 
 # When the signal arrives (module, function, number of the call), and the last step that is finished then.
-MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "baseline": (evaluation, "validation_loss", 1, 0),
-           "step": (train, "learning_rate", 3, 3), "validation": (evaluation, "validation_loss", 3, 4),
-           "HellaSwag": (evaluation, "evaluate_batches", 2, 3), "samples": (evaluation, "generate", 1, 6),
-           "save": (hf_format, "save_model_folder", 1, 3)}
+MOMENTS = {"start-up": (life, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
+           "step": (train, "learning_rate", 3, 3), "validation": (during_run, "validation_loss", 3, 4),
+           "HellaSwag": (during_run, "evaluate_batches", 2, 3), "samples": (during_run, "generate", 1, 6),
+           "save": (huggingface, "save_model_folder", 1, 3)}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -97,7 +98,7 @@ def when_built(change) -> None:
         change(model)
         return model
 
-    setup.build_model = build
+    life.build_model = build
 
 
 def bad_gradient_in_step(step: int, value: float, once: bool = False):
@@ -155,7 +156,7 @@ def test_a_nan_in_one_gradient_of_one_rank_stops_all_before_the_update(tiny_run)
 
 def nan_by_dropout_on_rank_1() -> None:
     """Whether the loss becomes NaN depends on a random number, as with dropout."""
-    reached, draws, loss_sum = threading.Event(), [], base.NextToken.loss_sum
+    reached, draws, loss_sum = threading.Event(), [], objectives.NextToken.loss_sum
     do_in_step(4, reached.set)
 
     def spoilt(*arguments):
@@ -163,10 +164,10 @@ def nan_by_dropout_on_rank_1() -> None:
         if reached.is_set():
             draws.append(float(torch.rand(())))
             total = total * (math.nan if draws[-1] == draws[0] else 1)
-        return base.LossSum(total, metrics)
+        return objectives.LossSum(total, metrics)
 
     if is_rank(1):
-        base.NextToken.loss_sum = spoilt
+        objectives.NextToken.loss_sum = spoilt
 
 
 def test_a_step_is_computed_again_with_the_same_dropout(tiny_run):
@@ -198,7 +199,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, capsys):
-    monkeypatch.setattr(setup, "build_model", setup.build_model)
+    monkeypatch.setattr(life, "build_model", life.build_model)
     run = tiny_run()
     with at_step(1, lambda: None):
         bad_gradient_in_step(3, value)
@@ -218,7 +219,7 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
         with torch.no_grad():
             model.layers[1].ffn_norm.weight[5] = math.inf
 
-    monkeypatch.setattr(setup, "build_model", setup.build_model)
+    monkeypatch.setattr(life, "build_model", life.build_model)
     when_built(spoil)
     run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train(DEBUG="true") == 4
@@ -246,12 +247,12 @@ def die_on_rank_1() -> None:
 
 def die_in_evaluation_of_rank_1() -> None:
     if is_rank(1):
-        during(evaluation, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+        during(during_run, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
 
 
 def die_in_the_save_of_rank_0() -> None:
     if is_rank(0):
-        during(hf_format, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+        during(huggingface, "save_model_folder", lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
 
 
 @pytest.mark.parametrize(("plant", "codes", "saved"), [
@@ -316,7 +317,7 @@ def test_training_does_not_notice_wandb(misbehaviour, whole, tiny_run, tmp_path,
     (tmp_path / "fake" / "wandb.py").write_text("def Settings(**_): pass\n" + textwrap.dedent(WANDB[misbehaviour]))
     monkeypatch.syspath_prepend(tmp_path / "fake")
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(run_log, "FINISH_SECONDS", 0.5)
+    monkeypatch.setattr(log, "FINISH_SECONDS", 0.5)
     run = tiny_run()
     assert run.train(WANDB_ENABLED="true") == 0
     sys.modules.pop("wandb", None)

@@ -12,13 +12,14 @@ import torch
 from commands import during
 from factories import UNMEASURED, do_in_step, run_ranks
 
-from checkpoint import tensor_files
+from checkpoint import tensors
 from common.errors import DataError
 from common.heartbeat import HEARTBEAT, Heartbeat
-from objectives import base
-from parallel import collectives, watchdog
-from parallel.watchdog import HangWatchdog, StatusStore, describe_ranks
-from training import evaluation
+from evaluation import during_run
+from learn import objectives
+from parallel import hang
+from parallel import ranks as collectives
+from parallel.hang import HangWatchdog, StatusStore, describe_ranks
 
 WORLD = 2
 TIMEOUT = 2  # seconds
@@ -29,20 +30,20 @@ def is_rank(rank: int) -> bool:
 
 
 def stop_here() -> None:
-    time.sleep(2 * watchdog.PUBLISH_SECONDS)  # until all know where it is
+    time.sleep(2 * hang.PUBLISH_SECONDS)  # until all know where it is
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stop_rank_1_in_a_step() -> None:
-    watchdog.RESPONSE_SECONDS = 1.5
+    hang.RESPONSE_SECONDS = 1.5
     if is_rank(1):
         do_in_step(3, stop_here)
 
 
 def stop_rank_0_in_hellaswag() -> None:
-    watchdog.RESPONSE_SECONDS = 1.5
+    hang.RESPONSE_SECONDS = 1.5
     if is_rank(0):
-        during(evaluation, "evaluate_batches", stop_here, 2)
+        during(during_run, "evaluate_batches", stop_here, 2)
 
 
 def stall() -> None:
@@ -68,7 +69,7 @@ class File:
 
 def on_such_a_disk(before_write) -> None:
     if is_rank(0):
-        tensor_files.open = lambda path, mode: File(open(path, mode), before_write) if mode == "wb" else open(path, mode)
+        tensors.open = lambda path, mode: File(open(path, mode), before_write) if mode == "wb" else open(path, mode)
 
 
 def stall_rank_0_in_a_save() -> None:
@@ -89,16 +90,16 @@ def wait_for_each_other() -> None:
 
 def lose_rank_1() -> None:
     """Rank 0 does not notice, as if it waited in a GPU kernel."""
-    watchdog.EXITED_RANK_SECONDS = 1
+    hang.EXITED_RANK_SECONDS = 1
     if is_rank(1):
-        do_in_step(3, lambda: (time.sleep(2 * watchdog.PUBLISH_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
+        do_in_step(3, lambda: (time.sleep(2 * hang.PUBLISH_SECONDS), os.kill(os.getpid(), signal.SIGKILL)))
     else:
         wait_for_each_other()
 
 
 def stall_rank_1_in_a_forward() -> None:
     if is_rank(1):
-        do_in_step(3, lambda: setattr(base.NextToken, "loss_sum", lambda *_: stall()))
+        do_in_step(3, lambda: setattr(objectives.NextToken, "loss_sum", lambda *_: stall()))
 
 
 STEP, HELLASWAG, SAVE = "data (step 3)", "HellaSwag (step 3)", "save (step 2)"
@@ -235,19 +236,19 @@ def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
     monkeypatch.setattr(HangWatchdog, "_report", lambda *_: pytest.fail("a hang was reported"))
     watch = HangWatchdog(Heartbeat(), StatusStore(store, "secret", 1), True, 0, 60)
     store.broken = broken
-    time.sleep(1.2 * watchdog.PUBLISH_SECONDS)
+    time.sleep(1.2 * hang.PUBLISH_SECONDS)
     watch.stop()
     assert threading.active_count() == before and watch.alarm is False
 
 
 def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monkeypatch):
-    count = 4 * watchdog.POLLED_RANKS
+    count = 4 * hang.POLLED_RANKS
     store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
                              "reported": False, "sent_at": 1.0}
     board = StatusStore(store, "secret", count)
     for rank in range(count):
         board.publish({**state, "rank": rank})
-    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
     watch, heard, asked = HangWatchdog(Heartbeat(), StatusStore(store, "secret", count), True, 100, 600), [], []
     monkeypatch.setattr(store, "multi_get", lambda keys: asked.append(len(keys)) or [store.values[key] for key in keys])
     for _ in range(4):
@@ -261,12 +262,12 @@ def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monke
 
 
 def test_a_rank_of_many_allows_for_what_it_has_not_read_yet(monkeypatch):
-    monkeypatch.setattr(watchdog.threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
     for count, timeout, reads in ((64, 600, 1), (256, 600, 4), (1024, 600, 16), (256, 5, 1), (10_000, 600, 48)):
         watch = HangWatchdog(Heartbeat(), StatusStore(Store(), "secret", count), True, 0, timeout)
         assert watch.extra_reads == reads - 1
         watch.heartbeat.is_waiting, now = True, time.monotonic()
-        round_seconds = (reads - 1) * (watch.interval + watchdog.PUBLISH_SECONDS)
+        round_seconds = (reads - 1) * (watch.interval + hang.PUBLISH_SECONDS)
         assert abs(watch._last_progress() - now - round_seconds) < 1 and round_seconds <= timeout / 5
 
 
@@ -337,7 +338,7 @@ def tensor_beyond_the_limit() -> None:
 
 def object_beyond_the_limit() -> None:
     if is_rank(0):
-        during(evaluation, "evaluate_batches", lambda: under_a_limit(lambda: bytearray(2**32)), 2)
+        during(during_run, "evaluate_batches", lambda: under_a_limit(lambda: bytearray(2**32)), 2)
 
 
 @pytest.mark.parametrize(("plant", "rank"), [(out_of_gpu_memory, 1), (tensor_beyond_the_limit, 1), (object_beyond_the_limit, 0)])

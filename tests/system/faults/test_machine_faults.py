@@ -22,14 +22,14 @@ from commands import Command, launch
 from factories import UNMEASURED, assert_same_run, do_in_step
 
 import train
-from checkpoint import hf_format, store
+from checkpoint import huggingface, store
 from common.errors import DataError
 from common.files import write_json
 from config import Config
 from data_pipeline import prepare
 from data_preparation_utils import PreparationOptions, prepare_pretrain
-from training import optim
-from training.run_log import RunLog
+from learn import optim
+from run.log import RunLog
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
@@ -135,14 +135,14 @@ def test_a_disk_that_fills_ends_the_run_at_the_next_save_and_with_room_it_goes_o
 
 def fill_the_disk_in_the_save_of_step_4() -> None:
     """After the check of the free space, and before the last byte."""
-    original, saves = hf_format.save_model_folder, iter(range(9))
+    original, saves = huggingface.save_model_folder, iter(range(9))
 
     def save_model_folder(*arguments):
         if next(saves) == 1:
             fill(Path(os.environ["SMALL_DISK"]), leave=200_000)
         return original(*arguments)
 
-    hf_format.save_model_folder = save_model_folder
+    huggingface.save_model_folder = save_model_folder
 
 
 @needs_mounts

@@ -21,16 +21,16 @@ from torch.nn import functional as F
 import train
 from common.errors import SettingsError
 from config import Config
-from data_pipeline.batch import Batch
-from fused.chunked_head import IGNORE_INDEX
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
 from hellaswag_utils import Task, ending_logprobs
+from inference.engine import RowCache
 from inference.generate import generate
-from inference.row_cache import RowCache
 from model import SHARED_PREFIX
 from model_utils import build_model, compile_model, wrap_model
-from parallel import collectives
-from parallel.collectives import Ranks
-from training import setup
+from parallel import ranks as collectives
+from parallel.ranks import Ranks
+from run import life
 
 GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
 CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -297,7 +297,7 @@ def plant_in_gradients(patch: pytest.MonkeyPatch, step: int, factor: float) -> N
             hooks.append(models[0].norm.weight.register_hook(lambda gradient: gradient * factor))
         return rate(updates, config)
 
-    patch.setattr(setup, "build_model", build)
+    patch.setattr(life, "build_model", build)
     patch.setattr(train, "learning_rate", learning_rate)
 
 
@@ -310,7 +310,7 @@ def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device,
     """On a CPU, where the settings refuse fp16, the check is patched away."""
     if device.type == "cpu":
         scaler = torch.amp.GradScaler
-        monkeypatch.setattr(setup, "choose_dtype", lambda *_: torch.float16)
+        monkeypatch.setattr(life, "choose_dtype", lambda *_: torch.float16)
         monkeypatch.setattr(torch.amp, "GradScaler", lambda *_: scaler("cpu", init_scale=2.0**10))
     precision = {"DEVICE": "cuda", "PRECISION": "fp16"} if device.type == "cuda" else {}
     run = tiny_run(**UNMEASURED, **precision, SAVE_EVERY=1, KEEP_LAST=0, MAX_STEPS=6)
@@ -389,7 +389,7 @@ def over_gloo() -> None:
 
 def drifting() -> None:
     over_gloo()
-    original, build = train.learning_rate, setup.build_model
+    original, build = train.learning_rate, life.build_model
     models = []
 
     def learning_rate(finished: int, config) -> float:
@@ -398,7 +398,7 @@ def drifting() -> None:
                 models[0].layers[1].attention.wq.weight[0, 0] += 1e-3
         return original(finished, config)
 
-    setup.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
+    life.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
     train.learning_rate = learning_rate
 
 

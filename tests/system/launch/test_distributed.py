@@ -21,8 +21,8 @@ from factories import (
 import train
 from common import errors
 from common.errors import DataError
-from parallel.collectives import Ranks, start_ranks, stop_ranks
-from parallel.network import loopback_interface
+from parallel.process import loopback_interface
+from parallel.ranks import Ranks, start_ranks, stop_ranks
 
 WORLD = 2
 

@@ -26,23 +26,24 @@ from commands import ROOT, Command, during, launch, listening, torchrun
 from factories import TinyRun, assert_same_run, do_in_step, free_port
 from test_pickles import Bomb
 
-from checkpoint import hf_format
+from checkpoint import huggingface
 from common.errors import CheckpointError, SettingsError
 from config import Config
-from parallel import collectives
-from parallel.exit_report import JOB_TOKEN, LAUNCHER_PID, stop_signals
-from parallel.network import LOOPBACK, listen_at
-from parallel.watchdog import PUBLISH_SECONDS, StatusStore
-from training import evaluation, optim, setup, state
+from evaluation import during_run
+from learn import optim
+from parallel import ranks
+from parallel.hang import PUBLISH_SECONDS, StatusStore
+from parallel.process import JOB_TOKEN, LAUNCHER_PID, LOOPBACK, listen_at, stop_signals
+from run import life
 
 WORLD = 2
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
 
 # Where faults are injected: module, function, number of the call; and the last step finished by then.
-MOMENTS = {"start-up": (setup, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
-           "validation": (evaluation, "validation_loss", 3, 4), "HellaSwag": (evaluation, "evaluate_batches", 2, 3),
-           "save": (state, "trim_padding", 1, 3)}
-OF_RANK_0 = {"write": (hf_format, "save_model_folder", 1, 3)}
+MOMENTS = {"start-up": (life, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
+           "validation": (during_run, "validation_loss", 3, 4), "HellaSwag": (during_run, "evaluate_batches", 2, 3),
+           "save": (life, "trim_padding", 1, 3)}
+OF_RANK_0 = {"write": (huggingface, "save_model_folder", 1, 3)}
 
 
 def plant() -> None:
@@ -218,7 +219,7 @@ def test_ranks_that_do_not_come_are_told(rank, world_size, told, tiny_run):
 
 def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tiny_run):
     """The launcher's connection to the store does not count as the missing rank."""
-    hosted = collectives.host_store(listen_at(LOOPBACK, 0))
+    hosted = ranks.host_store(listen_at(LOOPBACK, 0))
     dist.TCPStore(hosted.host, hosted.port, world_size=1, is_master=False)
     job = tiny_run().start(plant=impatient, env={
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": hosted.host, "MASTER_PORT": str(hosted.port),
@@ -227,8 +228,8 @@ def test_a_rank_that_connected_and_waits_for_one_that_stopped_before_is_told(tin
 
 
 def impatient() -> None:
-    assert collectives.JOIN_SECONDS < 30
-    collectives.JOIN_SECONDS = 2
+    assert ranks.JOIN_SECONDS < 30
+    ranks.JOIN_SECONDS = 2
 
 
 # ------------------------------------------------------------------------------------ how it ends

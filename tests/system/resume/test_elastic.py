@@ -23,12 +23,13 @@ from factories import (
 from test_sharding import FEATURES, compare_alike, run_with
 
 import train
-from checkpoint import store, tensor_files
-from parallel import sharding
-from parallel.collectives import start_ranks, stop_ranks
+from checkpoint import store, tensors
+from evaluation import during_run
+from parallel import fsdp
+from parallel.ranks import start_ranks, stop_ranks
+from run import life
+from run.life import write_checkpoint
 from settings.load import load_config
-from training import evaluation, setup
-from training.state import write_checkpoint
 
 NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
 OFFLOADED = {**FULL, "CPU_OFFLOAD": "true"}
@@ -105,10 +106,10 @@ def saved(tmp_path_factory) -> dict[str, TinyRun]:
 def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
     """Load the checkpoint of each run with one layout after the other, and save it without a step."""
     ranks = start_ranks("cpu", 60)
-    setup.joined_ranks = lambda *_: nullcontext(ranks)
+    life.joined_ranks = lambda *_: nullcontext(ranks)
     for argv in commands:
         for layout in layouts:
-            with setup.open_run(load_config([*argv, *argv_of(layout)])) as run:
+            with life.open_run(load_config([*argv, *argv_of(layout)])) as run:
                 write_checkpoint(run)
     stop_ranks()
 
@@ -143,7 +144,7 @@ def is_rank(rank: int) -> bool:
 
 def stop_in_hellaswag_on_rank_1() -> None:
     if is_rank(1):
-        during(evaluation, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
+        during(during_run, "evaluate_batches", lambda: os.kill(os.getpid(), signal.SIGTERM), 2)
 
 
 def fail_once_in_the_second_save(number: int) -> None:
@@ -152,7 +153,7 @@ def fail_once_in_the_second_save(number: int) -> None:
         raise OSError(number, os.strerror(number))
 
     if is_rank(0):
-        during(tensor_files, "_write", fail, 100)
+        during(tensors, "_write", fail, 100)
 
 
 def lose_the_network_disk() -> None:
@@ -164,7 +165,7 @@ def fill_the_disk() -> None:
 
 
 def die_in_the_second_save() -> None:
-    during(tensor_files, "_write", lambda: os.kill(os.getpid(), signal.SIGKILL), 100)
+    during(tensors, "_write", lambda: os.kill(os.getpid(), signal.SIGKILL), 100)
 
 
 def die_while_rank_0_writes() -> None:
@@ -174,7 +175,7 @@ def die_while_rank_0_writes() -> None:
 
 def die_while_rank_1_serves() -> None:
     if is_rank(1):
-        during(sharding, "gather_rows", lambda: os.kill(os.getpid(), signal.SIGKILL), 70)
+        during(fsdp, "gather_rows", lambda: os.kill(os.getpid(), signal.SIGKILL), 70)
 
 
 def test_a_signal_in_an_evaluation_which_gathers_embedding_and_head_saves_the_own_rows(whole_sharded, tiny_run):

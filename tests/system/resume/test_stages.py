@@ -29,16 +29,14 @@ from safetensors.torch import load_file, save_file
 
 import lora
 import train
-from common import verified_files
 from config import Config
-from data_pipeline.batch import Batch
-from data_pipeline.packed_rows import ExampleRows, open_example_set
-from data_pipeline.shard_reader import TokenizerFacts
+from data_pipeline import shards
+from data_pipeline.shards import TokenizerFacts
+from dataloaders import Batch, ExampleRows, open_example_set
+from learn import stored as precompute
+from learn.objectives import DPO, NextToken, stored_reference
 from model import Transformer
-from objectives import precompute
-from objectives.base import NextToken
-from objectives.preference import DPO, stored_reference
-from parallel.collectives import start_ranks, stop_ranks
+from parallel.ranks import start_ranks, stop_ranks
 
 ROW_TOKENS = 192  # tokens of a row in the tests of single steps; several pairs fit
 
@@ -286,8 +284,8 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
     shutil.rmtree(data / ".verified.json", ignore_errors=True)
     (data / ".verified.json").unlink(missing_ok=True)
     (data / ".verified.json").mkdir()  # as in a folder that cannot be written, which root can
-    original, refused = verified_files.why_not_writable, PermissionError(13, "Permission denied")
-    monkeypatch.setattr(verified_files, "why_not_writable",
+    original, refused = shards.why_not_writable, PermissionError(13, "Permission denied")
+    monkeypatch.setattr(shards, "why_not_writable",
                         lambda folder: refused if folder.is_relative_to(data) else original(folder))
     settings = {"DPO_DATA_PATH" if mode == "dpo-stored" else "PRETRAIN_DATA_PATH": data, "MAX_STEPS": 1, **UNMEASURED}
     before = sorted(path.name for path in data.iterdir())

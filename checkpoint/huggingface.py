@@ -1,0 +1,512 @@
+"""Weights and configuration in the formats of Hugging Face and Meta.
+
+Paddock's parameter names are Meta's. Hugging Face has other names, rotates the two halves of a head instead
+of neighbouring pairs (so the rows of wq and wk are permuted), and stores no padding of the vocabulary.
+
+
+Models of the Hugging Face hub, as folders of its local cache."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from checkpoint.schema import GONE
+from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
+from common.errors import CheckpointError
+from common.files import read_plain
+from common.remote import HUB_NAME, hub_folder, why_not
+from config import MAX_NUMBER, ModelConfig
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
+VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row for each id
+# Trained ids, ascending, of "tok_embeddings" and "output"; with tied embeddings the first means both.
+TokenIds = Mapping[str, Sequence[int]]
+
+HUGGINGFACE_NAMES = {
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}
+# Settings, and the fields of config.json and of its rope_parameters that give them.
+CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+                 "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
+                 "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+                 "tie_embeddings": "tie_word_embeddings"}
+SCALING_FIELDS = {"rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
+                  "rope_high_freq_factor": "high_freq_factor",
+                  "rope_original_max_len": "original_max_position_embeddings"}
+DEFAULT_CONTEXT = 2048  # as in transformers, where a config.json gives no length
+
+
+def huggingface_name(name: str) -> str:
+    """Return Hugging Face's name of one of our parameters."""
+    stem = name.removesuffix(".weight")
+    if not stem.startswith("layers."):
+        return f"{HUGGINGFACE_NAMES[stem]}.weight"
+    _, layer, part = stem.split(".", 2)
+    return f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}.weight"
+
+
+def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
+    """Return the name and shape of every parameter of the model, in its own order."""
+    c = model_config
+    kv_dim = c.n_kv_heads * c.head_dim
+    block = {"attention.wq": (c.dim, c.dim), "attention.wk": (kv_dim, c.dim), "attention.wv": (kv_dim, c.dim),
+             "attention.wo": (c.dim, c.dim), "feed_forward.w1": (c.hidden_dim, c.dim),
+             "feed_forward.w2": (c.dim, c.hidden_dim), "feed_forward.w3": (c.hidden_dim, c.dim),
+             "attention_norm": (c.dim,), "ffn_norm": (c.dim,)}
+    shapes = {"tok_embeddings.weight": (vocab_rows, c.dim)}
+    for layer in range(c.n_layers):
+        shapes |= {f"layers.{layer}.{part}.weight": shape for part, shape in block.items()}
+    shapes["norm.weight"] = (c.dim,)
+    if not c.tie_embeddings:
+        shapes["output.weight"] = (vocab_rows, c.dim)
+    return shapes
+
+
+def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: ModelConfig,
+                     vocab_rows: int) -> None:
+    """Raise CheckpointError unless these shapes by name are the ones that checkpoints and adapters store."""
+    stored = parameter_shapes(model_config, vocab_rows)
+    stored = {name: shape for name, shape in stored.items()
+              if re.sub(r"layers\.\d+\.|\.weight$", "", name) in HUGGINGFACE_NAMES}
+    found = {name: tuple(shape) for name, shape in parameters.items()}
+    if names := [name for name in (*found, *stored) if found.get(name) != stored.get(name)]:
+        raise CheckpointError(
+            f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
+            f"{found.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in "
+            "checkpoint/huggingface.py; add it to parameter_shapes and HUGGINGFACE_NAMES there, and a linear "
+            "layer to LORA_LAYERS in config.py")
+
+
+def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
+    """Return the weight with the rows of each rotated head (of wq and wk) in the other layout's order."""
+    heads = {"wq": model_config.n_heads, "wk": model_config.n_kv_heads}.get(name.rsplit(".", 2)[-2])
+    if heads is None:
+        return weight
+    pairs_or_halves = (heads, -1, 2) if to_huggingface else (heads, 2, -1)
+    order = torch.arange(weight.rows).unflatten(0, pairs_or_halves).transpose(1, 2).flatten()
+
+    def read(start: int, stop: int) -> Tensor:
+        if start == stop:
+            return weight.read(0, 0)
+        wanted = order[start:stop]
+        first = int(wanted.min())
+        return weight.read(first, int(wanted.max()) + 1)[wanted - first]
+
+    return replace(weight, read=read)
+
+
+def checked(name: str, tensor: LazyTensor) -> LazyTensor:
+    """Return a tensor of floats that raises CheckpointError when it reads one that is not finite.
+
+    Raises:
+        CheckpointError: it does not hold floats.
+    """
+    if not tensor.dtype.is_floating_point:
+        raise CheckpointError(f"{name} has dtype {tensor.dtype}, expected floats; use another checkpoint")
+
+    def read(start: int, stop: int) -> Tensor:
+        rows = tensor.read(start, stop)
+        # The sum takes one pass and no mask, but it may overflow although each number is finite.
+        if not rows.sum(dtype=torch.float32).isfinite() and not rows.float().isfinite().all():
+            raise CheckpointError(f"{name} holds numbers that are not finite; use another checkpoint")
+        return rows
+
+    return replace(tensor, read=read)
+
+
+def on_cpu(tensor: LazyTensor) -> LazyTensor:
+    """Return a tensor that is read as a contiguous one on the CPU."""
+    return replace(tensor, read=lambda start, stop: tensor.read(start, stop).cpu().contiguous())
+
+
+def to_huggingface(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                   vocab_size: int) -> dict[str, LazyTensor]:
+    """Return our parameters under Hugging Face's names, on the CPU, without the padding of the vocabulary.
+
+    A tied head is left out; `from_huggingface` restores the same bits.
+    """
+    shapes = parameter_shapes(model_config, vocab_size)
+    unknown, missing = set(state_dict) - set(shapes) - {"output.weight"}, set(shapes) - set(state_dict)
+    assert not unknown and not missing, f"not the parameters of this model: {unknown or missing}"
+    tensors = {}
+    for name, shape in shapes.items():
+        weight = permuted(name, lazy(state_dict[name]), model_config, to_huggingface=True)
+        if name in VOCABULARY:
+            weight = weight.first_rows(vocab_size)
+        assert weight.shape == shape, f"{name} is {weight.shape}, expected {shape}"
+        tensors[huggingface_name(name)] = on_cpu(weight)
+    return tensors
+
+
+def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
+    """Return the number of ids in a Llama's embedding. Raises CheckpointError if there is none."""
+    embedding = tensors.get("model.embed_tokens.weight")
+    if embedding is None or len(embedding.shape) != 2 or not embedding.rows:
+        raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
+    return embedding.rows
+
+
+def first_part(tensors: Mapping[str, LazyTensor], vocab_size: int,
+               keep_layers: Optional[int]) -> dict[str, LazyTensor]:
+    """Return a Hugging Face Llama's tensors without ids that no token has, and with the first layers only.
+
+    Args:
+        keep_layers: how many; None = all.
+    """
+    def is_kept(name: str) -> bool:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        return keep_layers is None or layer is None or int(layer[1]) < keep_layers
+
+    by_id = {huggingface_name(name) for name in VOCABULARY}
+    return {name: tensor.first_rows(vocab_size) if name in by_id else tensor
+            for name, tensor in tensors.items() if is_kept(name)}
+
+
+def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int,
+                     finite: bool = True) -> dict[str, LazyTensor]:
+    """Return a Hugging Face Llama's tensors under our names, the vocabulary padded with zero rows.
+
+    Args:
+        finite: refuse NaN and infinity, in each row that is read.
+    Raises:
+        CheckpointError: a tensor is missing, unknown, or not of the shape that the settings give.
+    """
+    shapes = parameter_shapes(model_config, padded_vocab)
+    embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
+    if model_config.tie_embeddings:
+        if head is not None and (embedding is None or not embedding.equals(head)):
+            raise CheckpointError("the weights have a separate lm_head.weight; set TIE_EMBEDDINGS=false")
+    elif head is None:
+        raise CheckpointError("the weights have no separate lm_head.weight; set TIE_EMBEDDINGS=true")
+    ours = {huggingface_name(name): name for name in shapes}
+    ignored = ("lm_head.weight",)  # of a tied model, checked above
+    unknown = [name for name in tensors if name not in (*ours, *ignored) and not name.endswith("inv_freq")]
+    missing = [name for name in ours if name not in tensors]
+    if unknown or missing:
+        what = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which this model does not have"
+        raise CheckpointError(f"the weights {what} ({len(missing)} missing, {len(unknown)} unknown); set "
+                              "N_LAYERS and the other model settings as in the checkpoint's config.json")
+    state = {}
+    for name, shape in shapes.items():
+        weight = tensors[huggingface_name(name)]
+        if finite:
+            weight = checked(huggingface_name(name), weight)
+        if name in VOCABULARY:
+            weight = weight.padded(padded_vocab)
+        if weight.shape != shape:
+            raise CheckpointError(f"{huggingface_name(name)} is {weight.shape} in the checkpoint, but the "
+                                  f"settings and the tokenizer give {shape}; set the model settings as in "
+                                  "the checkpoint's config.json")
+        state[name] = permuted(name, weight, model_config, to_huggingface=False)
+    return state
+
+
+def from_meta(tensors: Mapping[str, Tensor],
+              params: Mapping[str, Any]) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """Return parameters and model settings of Meta's Llama 3 files: consolidated.00.pth, params.json.
+
+    Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor
+    of the rotary scaling, which is 32; Llama 3.1's is 8. Source: the models' published configurations.
+    Raises:
+        CheckpointError: the file or the parameters are not a Llama 3's.
+    """
+    state = {name: checked(name, lazy(tensor)) for name, tensor in tensors.items() if name != "rope.freqs"}
+    required = ("dim", "n_layers", "n_heads", "norm_eps")
+    gate = "layers.0.feed_forward.w1.weight"
+    missing = [key for key in required if key not in params]
+    missing += [name for name in (*VOCABULARY, gate) if name not in state]
+    if missing:
+        raise CheckpointError(f"not Meta's Llama 3 files: they lack {', '.join(missing)}; use others")
+    tied = state["tok_embeddings.weight"].equals(state["output.weight"])
+    if tied:
+        del state["output.weight"]
+    rows, ffn_dim = (state[name].rows for name in ("tok_embeddings.weight", gate))
+    settings = {key: params[key] for key in required} | {
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": ffn_dim,
+        "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
+    if params.get("use_scaled_rope"):
+        settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
+        settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
+    expected = parameter_shapes(checked_settings(settings, "params.json"), rows)
+    wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
+             if name not in state or state[name].shape != expected.get(name)]
+    if wrong:
+        raise CheckpointError(f"{wrong[0]} does not fit params.json ({len(wrong)} such tensors); use its own")
+    return state, settings
+
+
+def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
+    """Return a hash of a model's weights under Hugging Face's names, however they are divided into files.
+
+    A tied head that is stored all the same and the buffers of old files do not count.
+    """
+    digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        is_tied_head = name == "lm_head.weight" and embedding is not None and tensor.equals(embedding)
+        if is_tied_head or name.endswith("inv_freq"):
+            continue
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        for piece in tensor.pieces():
+            digest.update(piece.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: int, bos: Optional[int],
+                       eos: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of config.json, for transformers 4.57 and 5.
+
+    Version 5 reads `rope_parameters` and `dtype`, version 4 reads `rope_theta`, `rope_scaling` and
+    `torch_dtype`; each ignores the other's.
+    """
+    c = model_config
+    scaling = None
+    if c.rope_scaling_factor is not None:
+        scaling = {"rope_type": "llama3", "factor": c.rope_scaling_factor,
+                   "low_freq_factor": c.rope_low_freq_factor, "high_freq_factor": c.rope_high_freq_factor,
+                   "original_max_position_embeddings": c.rope_original_max_len}
+        # The scaling is for this length, however short the rows of this run are.
+        max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))
+    dtype_name = str(dtype).removeprefix("torch.")
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab_size,
+        "hidden_size": c.dim, "intermediate_size": c.hidden_dim, "num_hidden_layers": c.n_layers,
+        "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
+        "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False,
+        "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "tie_word_embeddings": c.tie_embeddings,
+        "max_position_embeddings": max_seq_len, "rope_theta": c.rope_theta, "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": c.rope_theta, **(scaling or {"rope_type": "default"})},
+        "bos_token_id": bos, "eos_token_id": eos, "use_cache": True, "dtype": dtype_name,
+        "torch_dtype": dtype_name,
+    }
+
+
+def checked_settings(settings: Mapping[str, Any], file_name: str,
+                     fields: Mapping[str, str] = {}) -> ModelConfig:
+    """Return the model settings that a file gives; its own names for them are in `fields`."""
+    try:
+        return ModelConfig.model_validate(settings, strict=True)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        name = str(fault["loc"][0])
+        raise CheckpointError(
+            f"{file_name} gives {fields.get(name, name.upper())}={fault['input']!r:.40}: "
+            f"{fault['msg'][0].lower() + fault['msg'][1:]}; correct it, or download it again") from error
+
+
+def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of the rotary embedding, as transformers 5 reads it.
+
+    Version 4 reads the top level and `rope_scaling`; in version 5 `rope_scaling` replaces `rope_parameters`.
+    """
+    places = {"": {"rope_theta": config.get("rope_theta")},
+              **{name: config.get(name) for name in ("rope_parameters", "rope_scaling")}}
+    for name, place in places.items():
+        place = {} if place is None else place
+        if not isinstance(place, Mapping):
+            raise CheckpointError(f"config.json gives {name}={place!r:.40}, expected an object; download it "
+                                  "again")
+        known = {"rope_type": place.get("type"), **place}
+        places[name] = {key: value for key, value in known.items() if value is not None and key != "type"}
+    rope = {"rope_theta": 10_000.0, "rope_type": "default", **places[""],
+            **(places["rope_scaling"] or places["rope_parameters"])}
+    for name, place in places.items():
+        for key, value in place.items():
+            if rope.get(key) not in (value,):  # NaN is refused later
+                raise CheckpointError(f"config.json contradicts itself: {f'{name}.' * bool(name)}{key} is "
+                                      f"{value!r:.40}, and {rope.get(key)!r:.40} elsewhere; keep the value "
+                                      "that the model was trained with")
+    return rope
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """Return the longest text of a config.json's model, in tokens."""
+    return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
+
+
+def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
+    """Return a whole number above 0 from a config.json; None if it has none."""
+    count = config.get(field)
+    if count is not None and (type(count) is not int or not 0 < count <= MAX_NUMBER):
+        raise CheckpointError(f"config.json gives {field}={count!r:.40}, expected a whole number above 0; "
+                              "correct it, or download it again")
+    return count
+
+
+def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ModelConfig that a config.json gives.
+
+    Raises:
+        CheckpointError: the model is no Llama, or has a part that ours does not have.
+    """
+    if config.get("model_type") != "llama":
+        kind = config.get("model_type")
+        raise CheckpointError(f"config.json describes a {kind!r} model; only Llamas are read")
+    missing = [key for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+               if config.get(key) is None]
+    if missing:
+        raise CheckpointError(f"config.json lacks {', '.join(missing)}; download it again")
+    rope = rope_parameters_of(config)
+    given = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, **config}
+    if given.get("num_key_value_heads") is None:
+        given["num_key_value_heads"] = config["num_attention_heads"]
+    settings = {name: given[field] for name, field in CONFIG_FIELDS.items()}
+    settings |= {"rope_theta": rope["rope_theta"], "rope_scaling_factor": None}
+    if rope["rope_type"] == "llama3":
+        settings |= {name: rope.get(field, "missing") for name, field in SCALING_FIELDS.items()}
+    fields = {**CONFIG_FIELDS, **SCALING_FIELDS, "rope_theta": "rope_theta"}
+    model = checked_settings(settings, "config.json", fields)
+    for field in ("vocab_size", "max_position_embeddings"):
+        count_in(config, field)
+
+    # What our model computes in one way only.
+    fixed = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": model.head_dim,
+             "pretraining_tp": 1, "sliding_window": None, "quantization_config": None}
+    unlike = [f"{key}={config[key]!r}" for key, value in fixed.items()
+              if config.get(key) not in (value, None)]
+    if rope["rope_type"] not in ("default", "llama3"):
+        unlike.append(f"rope_type={rope['rope_type']!r}")
+    if model.dim % model.n_heads or model.n_heads % model.n_kv_heads:
+        unlike.append(f"{model.n_heads} heads and {model.n_kv_heads} key/value heads at width {model.dim}")
+    if unlike:
+        raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model lacks; use another")
+    return settings
+
+
+def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+                      tokenizer, max_seq_len: int) -> None:
+    """Write a Hugging Face model folder: config.json, generation_config.json, weights and tokenizer files."""
+    folder = Path(folder)
+    tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
+    config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
+                                tokenizer.eos_id, tensors["model.embed_tokens.weight"].dtype)
+    ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
+    ids = {name: value for name, value in ids.items() if value is not None}
+    save_weights(folder, tensors)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", ids)
+    tokenizer.save_huggingface(folder)
+
+
+def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
+                 max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """Write tensors as model.safetensors, or several files if one would be too large, with an index."""
+    # Not by huggingface_hub, which is optional here and writes a file in one call without a heartbeat.
+    shards: list[dict[str, LazyTensor]] = [{}]
+    room = max_shard_bytes
+    for name, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            file_name = WEIGHTS_FILE
+        write_tensors(folder / file_name, shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file_name)
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    # Also of a single file: without an index, vLLM takes the optimizer's file for weights too.
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+
+
+def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
+    """Return the tensors of a model folder under Hugging Face's names; reads safetensors only.
+
+    Raises:
+        CheckpointError: there are none, or a file is missing or damaged.
+    """
+    folder, index = Path(folder), Path(folder) / INDEX_FILE
+    if os.path.exists(folder / WEIGHTS_FILE):
+        return open_tensors(folder / WEIGHTS_FILE)
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"{folder} {GONE}")
+    if not os.path.exists(index):
+        pickles = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
+        what = f"has {pickles[0]}, but" if pickles else "holds"
+        raise CheckpointError(f"{folder} {what} no {WEIGHTS_FILE}; pickled weights (.bin, .pth) are not "
+                              "read: save the model as safetensors first")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} does not say which file holds which tensor; download it again")
+    tensors = {}
+    for name in sorted(set(weight_map.values())):
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} points outside its folder: {name!r}; download it again")
+        tensors |= open_tensors(folder / name)
+    return tensors
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file formatted as in the folders of Hugging Face."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises CheckpointError if it cannot be read or is no object."""
+    try:
+        content = json.loads(read_plain(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object; copy or download it again")
+    return content
+
+
+FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"], "ignore_patterns": ["*/*"]}
+
+
+def is_model_name(name: str) -> bool:
+    """Return whether this can name a model of the hub, perhaps with a revision: `owner/name@revision`.
+
+    A path into a local folder, such as a misspelt `runs/frist`, names none.
+    """
+    model = name.partition("@")[0]
+    is_path = "/" in model and os.path.isdir(model.partition("/")[0])
+    return not is_path and HUB_NAME.fullmatch(model) is not None
+
+
+def hub_model(name: str) -> Path:
+    """Return the folder of a model of the hub, which is downloaded unless the cache has it.
+
+    Raises:
+        CheckpointError: the hub does not give it.
+    """
+    repository, _, revision = name.partition("@")
+    try:
+        return hub_folder(repository, "config.json", is_complete, revision or None, **FILES)
+    except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
+        raise CheckpointError(f"{name} is no local folder, and the hub gives no model of that name: "
+                              f"{why_not(error)}; check the name, the network, HF_TOKEN and "
+                              "HF_HUB_OFFLINE, or give a path") from error
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a model folder has its configuration and all of its weights."""
+    index = folder / INDEX_FILE
+    files = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {WEIGHTS_FILE}
+    return all((folder / file).exists() for file in ("config.json", *files))
+
+
+def name_of_download(folder: Path) -> Optional[str]:
+    """Return `owner/name@commit` of a folder in the hub's cache; None for any other folder."""
+    parts = re.search(r"/models--([^/]+)/snapshots/([^/]+)$", str(folder))
+    return f"{parts[1].replace('--', '/')}@{parts[2]}" if parts else None

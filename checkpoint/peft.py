@@ -1,0 +1,317 @@
+"""LoRA adapters in PEFT's format, and the hash of their base in a file of ours beside them."""
+
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Optional, Union
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from checkpoint import huggingface
+from checkpoint.huggingface import (
+    HUGGINGFACE_NAMES,
+    VOCABULARY,
+    TokenIds,
+    checked,
+    name_of_download,
+    on_cpu,
+    permuted,
+    read_json,
+    write_json,
+)
+from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
+from common.errors import CheckpointError
+from common.text import command
+from config import ALL_LINEAR, LORA_LAYERS, LoraConfig, ModelConfig
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+BASE_FILE = "paddock_adapter.json"
+PEFT_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
+
+# The fields of adapter_config.json that are read, or change nothing that is computed.
+READ_FIELDS = {
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
+    "layers_to_transform", "trainable_token_indices", "base_model_name_or_path", "revision", "task_type",
+    "auto_mapping", "peft_version", "inference_mode", "ensure_weight_tying", "fan_in_fan_out",
+    "megatron_core", "qalora_group_size", "runtime_config"}
+# What the others must be. Further values of init_lora_weights change the base's weights.
+PLAIN_VALUES = {"peft_type": ("LORA",), "bias": ("none", None),
+                "init_lora_weights": (True, False, None, "gaussian", "orthogonal"),
+                "layers_pattern": (None, "", [], "layers", ["layers"])}
+NOTHING = (None, False, {}, [], "")
+MERGE = "merge the adapters into their base with PEFT (merge_and_unload), and use that model"
+
+
+class Adapter(NamedTuple):
+    """The content of an adapter folder."""
+
+    state: dict[str, Tensor]  # what LoRA trains, under our names
+    config: LoraConfig
+    base_path: Optional[str]  # a folder, or a name on the hub
+    base_sha256: Optional[str]  # `weights_sha256` of the base; None if PEFT wrote the folder
+    token_ids: TokenIds  # whose rows are trained
+
+    def check_base(self, base_sha256: str, base: str | Path) -> None:
+        """Raise CheckpointError unless the adapters were trained on these weights."""
+        if self.base_sha256 not in (None, base_sha256):
+            raise CheckpointError(f"the adapters belong to another base: the weights in {base} have SHA-256 "
+                                  f"{base_sha256}, those that the adapters were trained on had "
+                                  f"{self.base_sha256} (then in {self.base_path}); name that base")
+
+
+def peft_name(name: str) -> str:
+    """Return PEFT's name of a LoRA factor, of trained token rows, or of a fully trained parameter."""
+    stem, _, last = name.rpartition(".")
+    suffix = {"weight": "weight", "rows": "token_adapter.trainable_tokens_delta"}.get(last, f"{last}.weight")
+    return f"base_model.model.{huggingface.huggingface_name(f'{stem}.weight').removesuffix('weight')}{suffix}"
+
+
+def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
+            vocab_size: int) -> dict[str, LazyTensor]:
+    """Return what LoRA trains under PEFT's names, on the CPU; a tied matrix both as embedding and as head."""
+    tensors = {}
+    for name, tensor in state_dict.items():
+        tensor = lazy(tensor)
+        if name.endswith(".lora_B"):
+            tensor = permuted(name, tensor, model_config, to_huggingface=True)
+        if name in VOCABULARY:
+            tensor = tensor.first_rows(vocab_size)
+        tensors[peft_name(name)] = on_cpu(tensor)
+    if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
+        tensors[peft_name("output.weight")] = tied
+    return tensors
+
+
+def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int, rank: int,
+              token_ids: TokenIds) -> dict[str, Tensor]:
+    """Return PEFT's tensors under our names; the inverse of `to_peft`.
+
+    Args:
+        token_ids: whose rows are trained.
+    Raises:
+        CheckpointError: a tensor is of no parameter of this model, or not of its shape.
+    """
+    remaining, state, shapes = dict(tensors), {}, {}
+    for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
+        stem = name.removesuffix(".weight")
+        if name in VOCABULARY:
+            shapes[name] = shape
+            if ids := token_ids.get(stem):
+                shapes[f"{stem}.rows"] = (len(ids), shape[1])
+        elif len(shape) == 2:
+            shapes |= {f"{stem}.lora_A": (rank, shape[1]), f"{stem}.lora_B": (shape[0], rank)}
+    if model_config.tie_embeddings:
+        embedding = tensors.get(peft_name("tok_embeddings.weight"))
+        head = remaining.pop(peft_name("output.weight"), None)
+        if (embedding is None) != (head is None) or (head is not None and not embedding.equals(head)):
+            raise CheckpointError("the adapters train head and embeddings separately; their base ties them")
+    for name, shape in shapes.items():
+        tensor = remaining.pop(peft_name(name), None)
+        if tensor is None:
+            continue
+        tensor = checked(peft_name(name), tensor)
+        if name in VOCABULARY:
+            tensor = tensor.padded(padded_vocab)
+        if tensor.shape != shape:
+            raise CheckpointError(f"{peft_name(name)} is {tensor.shape}, but rank and base give {shape}; use "
+                                  "the base that the adapters were made for")
+        if name.endswith(".lora_B"):
+            tensor = permuted(name, tensor, model_config, to_huggingface=False)
+        state[name] = tensor.whole()
+    if remaining:
+        raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
+                              f"({len(remaining)} such tensors); use the base that they were made for")
+    return state
+
+
+def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    targets = [name.strip() for name in config.lora_target_modules.split(",")]
+    modules = [name.rpartition(".")[2] for part, name in huggingface.HUGGINGFACE_NAMES.items()
+               if part.rpartition(".")[2] in targets]
+    trained = (config.lora_train_embeddings, config.lora_train_head)
+    both = tied and any(trained)
+    whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
+    rows: Any = {PEFT_LAYERS[name]: list(ids) for name, ids in token_ids.items()}
+    if tied and rows:  # a list means the embedding, which is the head too
+        rows = rows["embed_tokens"]
+    base = {"base_model_name_or_path": base_path}
+    if name := name_of_download(base_path):  # PEFT downloads it where it is missing
+        base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
+            "r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout,
+            "use_rslora": config.lora_rslora, "target_modules": modules, "modules_to_save": whole or None,
+            "trainable_token_indices": rows or None, "ensure_weight_tying": both, "bias": "none",
+            "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
+
+
+class Targets(BaseModel):
+    """The fields of an adapter_config.json that choose modules of the base."""
+
+    model_config = ConfigDict(strict=True)
+
+    target_modules: Union[str, list[str]]
+    exclude_modules: Union[str, list[str], None] = None
+    modules_to_save: Optional[list[str]] = None
+    layers_to_transform: Union[int, list[int], None] = None
+
+    def why_not(self, module: str) -> Optional[str]:
+        """Return the field that leaves a module without adapters; None if it gets them.
+
+        Source: check_target_module_exists in PEFT's tuners/tuners_utils.py.
+        """
+        if matches(self.exclude_modules or [], module):
+            return "exclude_modules"
+        if matches(self.modules_to_save or [], module):
+            return "modules_to_save"
+        if not matches(self.target_modules, module):
+            return "target_modules"
+        layers = self.layers_to_transform
+        layers = [layers] if isinstance(layers, int) else layers
+        if not layers or isinstance(self.target_modules, str) or module in self.target_modules:
+            return None
+        in_layers = module.startswith(tuple(f"model.layers.{layer}." for layer in layers))
+        return None if in_layers else "layers_to_transform"
+
+
+def matches(names: str | Sequence[str], module: str) -> bool:
+    """Return whether a regular expression matches a module, or one of these names ends it."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
+def check_plain_lora(content: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an adapter_config.json describes more than plain LoRA."""
+    unlike = [f"{key}={value!r:.80}" for key, value in content.items()
+              if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
+    missing = [key for key in ("peft_type", "r", "lora_alpha") if key not in content]
+    if unlike or missing:
+        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {missing[0]}'}; only plain LoRA "
+                              f"can be read: {MERGE}")
+
+
+def check_targets(content: Mapping[str, Any], names: Collection[str], model_config: ModelConfig,
+                  token_ids: TokenIds) -> None:
+    """Raise CheckpointError unless tensors of these names are what an adapter_config.json describes.
+
+    The adapters must be on the same linear layers of every block.
+    """
+    def refuse(field: str, problem: str, advice: str = "correct it, or download both files again"
+               ) -> NoReturn:
+        raise CheckpointError(f"{CONFIG_FILE} has {field}={content.get(field)!r:.80}, {problem}; {advice}")
+
+    layers = [f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}" for part in HUGGINGFACE_NAMES
+              for layer in range(model_config.n_layers) if part.rpartition(".")[2] in LORA_LAYERS]
+    modules = [*layers, "model.embed_tokens", "lm_head"]
+    try:
+        targets = Targets.model_validate({key: content.get(key) for key in Targets.model_fields})
+        if str(targets.target_modules).lower() == ALL_LINEAR:
+            targets.target_modules = [*LORA_LAYERS.values()]
+        why_not = {module: targets.why_not(module) for module in modules}
+    except (ValidationError, re.error) as error:
+        field = str(error.errors()[0]["loc"][0]) if isinstance(error, ValidationError) else "target_modules"
+        refuse(field, "which PEFT cannot read")
+
+    # Contradictions between the fields and the tensors.
+    for name in targets.target_modules if isinstance(targets.target_modules, list) else ():
+        if not any(matches([name], module) for module in modules):
+            refuse("target_modules", f"and {name!r} is not a linear layer of the base")
+    for module, field in why_not.items():
+        tensors = [name for name in names if name.startswith(f"base_model.model.{module}.lora_")]
+        if len(tensors) != (0 if field else 2):
+            refuse(field or "target_modules", f"but {WEIGHTS_FILE} has {len(tensors)} tensors of {module}")
+    whole = [name.rpartition(".")[2] for name in targets.modules_to_save or ()]
+    if unknown := {*whole} - {*PEFT_LAYERS.values()}:
+        refuse("modules_to_save", f"and of whole modules only embed_tokens and lm_head can be read, not "
+               f"{min(unknown)}", MERGE)
+    needed = {f"{layer}.weight": "modules_to_save" for layer, name in PEFT_LAYERS.items() if name in whole}
+    needed |= {f"{layer}.rows": "trainable_token_indices" for layer in token_ids}
+    for name, field in needed.items():
+        if peft_name(name) not in names:
+            refuse(field, f"but {WEIGHTS_FILE} lacks {peft_name(name)}")
+
+    # Adapters that this model does not have.
+    for module in modules[len(layers):]:
+        if not why_not[module]:
+            refuse("target_modules", f"and {module} cannot have adapters here", MERGE)
+    parts = {module.split(".", 3)[3] for module in layers if not why_not[module]}
+    for module in layers:
+        if why_not[module] and module.split(".", 3)[3] in parts:
+            refuse(why_not[module], f"which leaves out {module}: only adapters on the same linear layers of "
+                   "every block can be read", MERGE)
+
+
+def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
+    """Return the trained token ids of an adapter_config.json. Raises CheckpointError if they are invalid."""
+    found = content.get("trainable_token_indices") or {}
+    found = found if isinstance(found, dict) else {"embed_tokens": found}  # which a list means
+    token_ids = {}
+    for module, ids in found.items():
+        layer = next((ours for ours, name in PEFT_LAYERS.items() if module.rpartition(".")[2] == name), None)
+        valid = isinstance(ids, list) and all(type(each) is int and 0 <= each < padded_vocab for each in ids)
+        if layer is None or not valid or not ids or ids != sorted(set(ids)):
+            raise CheckpointError(f"{CONFIG_FILE} has trainable_token_indices={found!r:.200}; only ascending "
+                                  f"ids of embed_tokens and lm_head below {padded_vocab} can be read")
+        token_ids[layer] = ids
+    if tied and token_ids:
+        if len(set(map(tuple, token_ids.values()))) > 1:
+            raise CheckpointError(f"{CONFIG_FILE} trains other rows of the head than of the embedding, which "
+                                  "are one matrix in the base")
+        token_ids = {"tok_embeddings": next(iter(token_ids.values()))}
+    return token_ids
+
+
+def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
+    """Return the LoRA settings of an adapter_config.json. Raises CheckpointError if a value is invalid."""
+    targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
+    try:
+        return LoraConfig(lora_enabled=True, lora_rank=content["r"], lora_alpha=content["lora_alpha"],
+                          lora_dropout=content.get("lora_dropout") or 0.0,
+                          lora_rslora=content.get("use_rslora") or False,
+                          lora_target_modules=",".join(targets),
+                          lora_train_head="output.weight" in state_dict,
+                          lora_train_embeddings="tok_embeddings.weight" in state_dict)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}; "
+                              "copy or download it again") from error
+
+
+def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:
+    """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files."""
+    folder = Path(folder)
+    tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
+    config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
+    write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
+    write_json(folder / CONFIG_FILE, config)
+    write_json(folder / BASE_FILE, {"base_sha256": adapter.base_sha256})
+    tokenizer.save_huggingface(folder)
+
+
+def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
+    """Return the adapters of a folder of ours or PEFT's. Raises CheckpointError if they do not fit."""
+    folder = Path(folder)
+    if not os.path.exists(folder / CONFIG_FILE):
+        raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")
+    content = read_json(folder / CONFIG_FILE)
+    check_plain_lora(content)
+    own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
+    token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
+    tensors = open_tensors(folder / WEIGHTS_FILE)
+    check_targets(content, tensors, model_config, token_ids)
+    state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
+    if not state:
+        raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
+    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"),
+                   own.get("base_sha256"), token_ids)
+
+
+def refuse_adapters(folder: Path) -> None:
+    """Raise CheckpointError if a folder holds adapters and not a whole model."""
+    if os.path.exists(folder / CONFIG_FILE):
+        raise CheckpointError(f"{folder} holds adapters, not a whole model; merge them first: "
+                              f"{command('scripts/merge_lora.py', Path(folder))} --output FOLDER")

@@ -1,0 +1,158 @@
+"""Reading and writing safetensors files, tensor by tensor and by rows."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Optional
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from checkpoint.schema import GONE
+from common.errors import CheckpointError
+from common.files import BLOCK_BYTES, plain
+from common.heartbeat import HEARTBEAT
+
+# Widest first, which is the order of tensors in a file of safetensors.
+DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.int32: "I32",
+          torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.int8: "I8",
+          torch.uint8: "U8", torch.bool: "BOOL"}
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """A tensor that is read when it is needed, by rows. A scalar has one row, which is itself.
+
+    Args:
+        read: returns the rows start..stop, which may share memory with others.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all rows."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def whole(self) -> Tensor:
+        """Read all rows."""
+        return self.read(0, self.rows)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Read all rows in turn, at most BLOCK_BYTES at once, or one row if it is larger."""
+        return (self.read(*span) for span in self._spans())
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        step = max(1, BLOCK_BYTES * self.rows // max(1, self.nbytes))
+        return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
+
+    def equals(self, other: "LazyTensor") -> bool:
+        """Return whether both hold the same numbers; reads them in pieces."""
+        return self.shape == other.shape and all(torch.equal(self.read(*span), other.read(*span))
+                                                 for span in self._spans())
+
+    def first_rows(self, rows: int) -> "LazyTensor":
+        """Return the first so many rows, or all if there are fewer."""
+        return replace(self, shape=(min(rows, self.rows), *self.shape[1:]))
+
+    def padded(self, rows: int) -> "LazyTensor":
+        """Return the tensor with rows of zeros at its end, if it has fewer than so many."""
+        def read(start: int, stop: int) -> Tensor:
+            there = self.read(min(start, self.rows), min(stop, self.rows))
+            return nn.functional.pad(there, (0, 0) * (there.ndim - 1) + (0, stop - start - len(there)))
+
+        return self if rows <= self.rows else LazyTensor((rows, *self.shape[1:]), self.dtype, read)
+
+
+def lazy(tensor: Tensor | LazyTensor) -> LazyTensor:
+    """Return a tensor in memory as a LazyTensor, which reads views of it."""
+    if isinstance(tensor, LazyTensor):
+        return tensor
+    tensor = tensor.detach()
+    return LazyTensor(tuple(tensor.shape), tensor.dtype,
+                      lambda start, stop: tensor[start:stop] if tensor.ndim else tensor)
+
+
+def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
+    """Return the tensors in memory."""
+    return {name: tensor.whole() for name, tensor in tensors.items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
+                  metadata: Optional[Mapping[str, str]] = None) -> None:
+    """Write a safetensors file, byte for byte as safetensors would. Raises OSError if it cannot.
+
+    Each LazyTensor is read when its turn comes, so that one is in memory at a time.
+    """
+    # Not by safetensors.torch.save_file: it copies all tensors of a GPU to the host at once, and it is one
+    # call without a heartbeat, so that a slow disk could not be told from a hang.
+    ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
+    header, end = ({"__metadata__": dict(metadata)} if metadata else {}), 0
+    for name, tensor in ordered:
+        offsets = [end, end := end + tensor.nbytes]
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            _write(file, lazy(tensor).whole())
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    for block in tensor.flatten().view(torch.uint8).split(BLOCK_BYTES):
+        file.write(block.cpu().numpy())
+        HEARTBEAT.beat()
+
+
+def open_tensors(path: Path) -> dict[str, LazyTensor]:
+    """Return a safetensors file's tensors, which are read on the CPU.
+
+    What is read is a view of the mapped file: copy what you keep, or the file stays mapped.
+
+    Raises:
+        CheckpointError: the file cannot be read; also later, when a tensor is read.
+    """
+    def in_file(name: str) -> LazyTensor:
+        rows = file.get_slice(name)
+        shape = tuple(rows.get_shape())
+
+        def read(start: int, stop: int) -> Tensor:
+            # Opened each time: while it is open, all that was read of a mapped file counts as memory.
+            with _opened(path, version) as (file, _):
+                HEARTBEAT.beat()
+                return file.get_slice(name)[start:stop] if shape else file.get_tensor(name)
+
+        return LazyTensor(shape, (rows[:0] if shape else file.get_tensor(name)).dtype, read)
+
+    with _opened(path) as (file, version):
+        return {name: in_file(name) for name in file.offset_keys()}
+
+
+@contextmanager
+def _opened(path: Path, known: Optional[tuple] = None) -> Iterator[tuple[safe_open, tuple]]:
+    """The open file and what tells it from one that replaces it, which must be `known`."""
+    try:
+        with open(path, "rb", opener=plain) as file:  # refuses a pipe, for which safetensors would wait
+            status = os.fstat(file.fileno())
+        version = status.st_ino, status.st_size, status.st_mtime_ns
+        if known not in (None, version):
+            raise FileNotFoundError
+        with safe_open(path, "pt") as tensors:
+            yield tensors, version
+    except (OSError, SafetensorError) as error:
+        is_gone = known is not None and isinstance(error, FileNotFoundError)
+        what = GONE if is_gone else f"cannot be read: {error}; copy or download it again"
+        raise CheckpointError(f"{path} {what}") from error

@@ -1,0 +1,858 @@
+"""Data files that are verified once and watched while they are read, and the folders that cache results.
+
+The schema of manifest.json, as far as readers of a prepared set need it; docs/architecture.md has one.
+
+Token files: llm.c's format and our manifest, verification, and reading ranges of tokens across files.
+
+Writes token shards so that a crash at any moment leaves something to continue from."""
+
+import glob
+import hashlib
+import json
+import os
+import re
+import resource
+import threading
+import weakref
+from bisect import bisect_right
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Optional
+
+import numpy as np
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from tqdm import tqdm
+
+from common.errors import DataError, SettingsError
+from common.files import atomic_write, plain, read_plain, sha256, why_not_writable
+from common.heartbeat import HEARTBEAT
+from common.remote import HUB_NAME
+from common.text import command
+
+VERIFIED = ".verified.json"
+
+
+class Cache(NamedTuple):
+    """The folders for what is computed from data: `chosen`; else beside the data, or else `fallback`."""
+
+    chosen: Optional[Path] = None  # CACHE_DIR
+    fallback: Optional[Path] = None
+
+    def places(self, data: Path, fingerprint: str) -> list[Path]:
+        """Return the folders in which results for the data in a folder may be, the preferred one first."""
+        name = f"data-{fingerprint[:16]}"
+        if self.chosen:
+            return [self.chosen / name]
+        return [data, *([self.fallback / name] if self.fallback else [])]
+
+    def place_to_write(self, data: Path, fingerprint: str, name: str = "") -> tuple[Path, str]:
+        """Return the first writable folder, and why the preferred one is not: "" if it is.
+
+        Args:
+            name: of the result, an entry there that may exist already and belong to another user.
+        Raises:
+            DataError: no folder is writable.
+        """
+        refusals = []
+        for place in self.places(data, fingerprint):
+            folders = [place, place / name] if os.path.isdir(place / name) else [place]
+            refused = [f"{folder} cannot be written: {error.strerror}" for folder in folders
+                       if (error := why_not_writable(folder))]
+            if not refused:
+                return place, "; ".join(refusals)
+            refusals.append(refused[0])
+        raise DataError(f"{'; '.join(refusals)}; set CACHE_DIR to a writable folder")
+
+    def check(self) -> None:
+        """Raise SettingsError if CACHE_DIR cannot be written."""
+        if self.chosen and (error := why_not_writable(self.chosen)):
+            raise SettingsError(f"CACHE_DIR={self.chosen} cannot be written to: {error.strerror}; set it to "
+                                "a writable folder, or leave it unset")
+
+
+def file_stamp(status: os.stat_result) -> dict[str, int]:
+    """Return what identifies an unchanged file in a later process, as JSON."""
+    # The change time as well: a copy that preserves the modification time may still be a bad copy.
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+
+
+def load_verified(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the facts of a folder's verified files by name; {} if none are stored or readable."""
+    try:
+        known = json.loads(read_plain(folder / VERIFIED))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    well_formed = isinstance(known, dict) and all(isinstance(facts, dict) for facts in known.values())
+    return known if well_formed else {}
+
+
+def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
+    """Store the facts of a folder's verified files; return whether that was possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / VERIFIED) as temporary:
+            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
+    except OSError:
+        return False
+    return True
+
+
+class WatchedFile:
+    """A file that is read in pieces and must not change meanwhile.
+
+    It is not memory-mapped: truncating a mapped file kills the process that reads it (SIGBUS).
+
+    Args:
+        status: of the file when it was verified; None = it may change.
+        scattered: the pieces are far apart, so the kernel should not read ahead: 100 times faster when cold.
+        is_unharmed: returns whether a file with a changed status still has the verified content.
+    Raises:
+        DataError: the file cannot be read or, in `read`, has changed.
+    """
+
+    def __init__(self, path: Path, status: Optional[os.stat_result] = None, scattered: bool = False,
+                 is_unharmed: Callable[[os.stat_result], bool] = lambda status: False):
+        self.path, self.status, self.is_unharmed = path, status, is_unharmed
+        try:
+            self.descriptor = plain(str(path), os.O_RDONLY)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        weakref.finalize(self, os.close, self.descriptor)
+        if scattered:
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset` on."""
+        try:
+            # The content first and the status after it, so that no change in between is missed.
+            content, now = os.pread(self.descriptor, size, offset), os.fstat(self.descriptor)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if self.status is not None and _identity(now) != _identity(self.status):
+            if not self.is_unharmed(now):
+                raise self._changed(now)
+            self.status = now
+            return self.read(offset, size)
+        if len(content) != size:
+            raise self._changed(now)
+        return content
+
+    def _changed(self, now: os.stat_result) -> DataError:
+        before = self.status
+        if before is None:
+            return DataError(f"{self.path}: is cut short; start again to recompute what is missing")
+        if before.st_ino != now.st_ino:
+            how = "another file has its name"
+        elif before.st_size == now.st_size:
+            how = "it was written to"
+        else:
+            how = f"it had {before.st_size:,} bytes and has {now.st_size:,}"
+        return DataError(f"{self.path}: was changed while it was read: {how}; restore the file and start "
+                         "again, and the run resumes from its last checkpoint")
+
+    def _unreadable(self, error: OSError) -> DataError:
+        return DataError(f"{self.path}: cannot be read: {error.strerror}; check the disk and the file's "
+                         "permissions, and start again")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    # Not the change time: a backup that makes hard links changes it.
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+MANIFEST = "manifest.json"
+MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
+
+
+class Entry(BaseModel, strict=True):
+    """One token file, in the manifest's own folder."""
+
+    file: str = Field(pattern=r"^[\w-][\w.-]*$")
+    tokens: int
+    sha256: str
+
+
+class Stream(BaseModel, strict=True):
+    """Token files that form one sequence."""
+
+    tokens: int
+    shards: list[Entry]
+
+    @model_validator(mode="after")
+    def check_sum(self) -> "Stream":
+        """Refuse a list that lacks a shard, or contains one twice."""
+        if len({entry.file for entry in self.shards}) < len(self.shards):
+            raise ValueError("a shard is listed twice")
+        if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
+            raise ValueError(f"the listed shards have {listed} tokens, and there should be {self.tokens}")
+        return self
+
+
+class Split(Stream):
+    """The tokens of one split and, for chats and pairs, the segments that they are cut into."""
+
+    documents: int = 0  # or examples
+    segments: Stream | None = None
+
+
+class Manifest(BaseModel, strict=True):
+    """The manifest of a prepared set."""
+
+    format: Literal[1]
+    kind: str = "documents"
+    dtype: Literal["uint16", "uint32"]
+    tokenizer_sha256: str
+    document_start_id: int = Field(ge=0)
+    splits: dict[str, Split]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a prepared folder.
+
+    Raises:
+        DataError: it is not a file, or violates the schema.
+        OSError: it cannot be read.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{path}: is no file; prepare the data again")
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise DataError(f"{path}: {first_fault(error)}; copy or prepare the data again") from error
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault of a file that violates its schema, for a message: where it is, and what."""
+    fault = error.errors()[0]
+    what = fault["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(map(str, fault['loc'])) or 'its content'}: {what[0].lower()}{what[1:]}"
+
+
+HEADER_BYTES = 1024
+# llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
+MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+
+SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
+PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as shard_writer names them
+RAW_NAMES = {"train", "val", "validation"}
+NPY_MAGIC = b"\x93NUMPY"
+SCAN_BYTES = 1 << 22
+FINGERPRINT_BYTES = 4096
+OTHER_OPEN_FILES = 64  # of this process, besides shards
+# What a prepared set can hold: the setting that names it, and the script that makes it.
+KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
+         "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
+         "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py")}
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What the data must agree with. A `Tokenizer` has these attributes too and can be given instead."""
+
+    vocab_size: int
+    sha256: str | None = None  # None = do not compare it with the manifest's
+    document_start_id: int | None = None
+
+    def is_same(self, sha256: str) -> bool:
+        """Return whether this is the hash of the tokenizer."""
+        return sha256 == self.sha256
+
+
+@dataclass(frozen=True)
+class Verification:
+    """How much of a file's content is read to verify it, and where the result is remembered.
+
+    `mode` is "auto" (skip files whose size and times are those of their last verification), "always", or
+    "never". Verifying needs one pass over all bytes, so one rank does it for all.
+    """
+
+    mode: str = "auto"
+    cache: Cache = Cache()
+
+
+def dtype_for(vocab_size: int) -> str:
+    """Return the narrowest id type of token files that fits the vocabulary: "uint16" or "uint32"."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def header_bytes(tokens: int, dtype: str) -> bytes:
+    """Return the 1024-byte header of a token file with `tokens` little-endian ids of `dtype`.
+
+    Source: llm.c, dev/data/data_common.py.
+    """
+    assert 0 <= tokens < 1 << 31, "llm.c counts a file's tokens in an int32"
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:3] = *MAGIC_AND_VERSION[dtype], tokens
+    return header.tobytes()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One token file, opened when it is first read."""
+
+    path: Path
+    dtype: str
+    offset: int  # bytes before the first id
+    tokens: int
+    sha256: str | None = None  # of the whole file, from the manifest; None without one
+    status: os.stat_result | None = None  # when the header was read
+
+    @cached_property
+    def ids_dtype(self) -> np.dtype:
+        """The NumPy type of the ids in the file."""
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    @cached_property
+    def file(self) -> WatchedFile:
+        """The open file. If only its times change, it is hashed again and reading continues."""
+        def is_unharmed(now: os.stat_result) -> bool:
+            if self.sha256 is None or now.st_size != self.status.st_size:
+                return False
+            return _scan(replace(self, status=now), lambda read: HEARTBEAT.beat())["sha256"] == self.sha256
+
+        return WatchedFile(self.path, self.status, scattered=True, is_unharmed=is_unharmed)
+
+    def read(self, start: int, count: int, file: WatchedFile | None = None) -> np.ndarray:
+        """Return the ids [start, start + count), read-only. Raises DataError if the file has changed."""
+        size = self.ids_dtype.itemsize
+        content = (file or self.file).read(self.offset + start * size, count * size)
+        return np.frombuffer(content, self.ids_dtype)
+
+    def blocks(self, file: WatchedFile) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield all ids in blocks of SCAN_BYTES, each with the position of its first id."""
+        size = SCAN_BYTES // self.ids_dtype.itemsize
+        for start in range(0, self.tokens, size):
+            yield start, self.read(start, min(size, self.tokens - start), file)
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """One split of a data set: its shards, concatenated to a single sequence of tokens.
+
+    `fingerprint` identifies the data and is the same on every rank. `document_start_id` begins each document.
+    Every id that is read is compared with the vocabulary, as files can change after their verification and an
+    embedding kernel does not check its indices.
+    """
+
+    shards: tuple[Shard, ...]
+    fingerprint: str
+    document_start_id: int | None = None
+    vocab_size: int = 1 << 32
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate((shard.tokens for shard in self.shards), initial=0))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the first shard."""
+        return self.shards[0].path.parent
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all shards."""
+        return self._starts[-1]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return the tokens [start, start + count); read-only if they are in one shard.
+
+        Raises:
+            DataError: a file has changed since it was verified.
+        """
+        assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
+        index = bisect_right(self._starts, start) - 1
+        begin = start - self._starts[index]
+        parts = []
+        while count:
+            shard = self.shards[index]
+            parts.append(shard.read(begin, min(count, shard.tokens - begin)))
+            check_ids(shard, begin, parts[-1], self.vocab_size)
+            count -= len(parts[-1])
+            index, begin = index + 1, 0
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Yield all tokens in order, in blocks of SCAN_BYTES, with sequential reads."""
+        for shard in self.shards:
+            for start, ids in shard.blocks(WatchedFile(shard.path, shard.status)):
+                check_ids(shard, start, ids, self.vocab_size)
+                yield ids
+
+
+def check_ids(shard: Shard, start: int, ids: np.ndarray, vocab_size: int) -> None:
+    """Raise DataError with the position of the first id beyond the vocabulary; `ids` begin at `start`."""
+    if len(ids) and int(ids.max()) >= vocab_size:
+        token = int(np.flatnonzero(ids >= vocab_size)[0])
+        place = start + token
+        raise DataError(f"{shard.path}: token {place} (byte {shard.offset + place * ids.itemsize}) has id "
+                        f"{ids[token]}, beyond the vocabulary of {vocab_size}; set TOKENIZER_PATH to the "
+                        "tokenizer it was made with, or prepare the data again")
+
+
+# --------------------------------------------------------------------------------------------------- opening
+
+
+def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, kind: str = "documents",
+                   minimum_tokens: int = 2, verification: Verification = Verification()) -> TokenSet:
+    """Open one split of prepared data or of token files made by others.
+
+    Sizes, headers and the tokenizer's hash are always checked, with one small read per file. `verification`
+    says whether the contents are: SHA-256 against the manifest, and every id against the vocabulary.
+
+    Args:
+        path: a prepared folder, a folder that contains exactly one, a token file (`.bin` of llm.c or nanoGPT,
+            `.npy`), a glob of such files, or a folder of them.
+        split: "train" or "validation"; files of others are chosen by `train` or `val` in their names.
+        kind: of KINDS, what the data must hold; files of others hold documents.
+        minimum_tokens: what the caller needs, for instance one batch and one token.
+    Raises:
+        DataError: the data is missing, damaged, too small, of another kind, or of another tokenizer.
+    """
+    assert split in SPLIT_WORDS and verification.mode in ("auto", "always", "never")
+    try:
+        if folder := prepared_folder(Path(path)):
+            manifest = read_manifest(folder)
+            _check_manifest(folder, manifest, tokenizer, kind)
+            shards, document_start_id = _prepared_shards(folder, manifest, split), manifest.document_start_id
+            fingerprint = _fingerprint(shards)
+        elif kind == "documents":
+            files = _foreign_files(Path(path), split)
+            shards = [_foreign_shard(file, tokenizer.vocab_size) for file in files]
+            fingerprint, document_start_id = _sampled_fingerprint(shards), tokenizer.document_start_id
+        else:
+            raise _unprepared(Path(path), f"holds no {MANIFEST} of {kind}", kind)
+        token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
+        allow_open_files(len(shards), token_set.folder)
+        if token_set.tokens < minimum_tokens:
+            smaller = "TOTAL_BATCH_SIZE" if split == "train" else "MAX_SEQ_LEN"
+            raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but "
+                            f"{minimum_tokens:,} are needed; prepare more text, or lower {smaller}")
+        _verify(token_set, verification)
+    except OSError as error:
+        raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: "
+                        f"{error.strerror}; check the path and its permissions") from error
+    return token_set
+
+
+def open_segments(path: str | Path, split: str, verification: Verification = Verification()) -> TokenSet:
+    """Open the uint32 segments of prepared chats or pairs whose tokens `open_token_set` has opened."""
+    folder = prepared_folder(Path(path))
+    assert folder is not None, "open_token_set comes first"
+    shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
+    segments = TokenSet(tuple(shards), _fingerprint(shards))
+    _verify(segments, verification)
+    return segments
+
+
+def allow_open_files(files: int, folder: Path) -> None:
+    """Raise this process's limit on open files, or DataError if the system does not allow as many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files + OTHER_OPEN_FILES > hard:
+        fewer = files > 1 and hard > OTHER_OPEN_FILES
+        other_way = ", or prepare the data again with a larger SHARD_TOKENS" if fewer else ""
+        raise DataError(f"{folder}: has {files:,} shard{'s' * (files > 1)}, and this shell lets a process "
+                        f"open {hard:,} files; run ulimit -n {files + OTHER_OPEN_FILES}, in a new shell or "
+                        f"as root{other_way}")
+    if soft < (wanted := min(hard, 2 * (files + OTHER_OPEN_FILES))):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# -------------------------------------------------------------------------------------------- prepared data
+
+
+def prepared_folder(path: Path) -> Path | None:
+    """Return the one prepared folder that `path` is or contains; None if there is none."""
+    if os.path.lexists(path / MANIFEST):
+        return path
+    # listdir, because glob skips a folder without read permission silently.
+    inside = path.iterdir() if path.is_dir() and os.listdir(path) else []
+    found = sorted(place for place in inside if not place.name.startswith(("tmp-", "."))
+                   and (os.path.lexists(place / MANIFEST) or os.path.lexists(place / MIXTURE)))
+    if len(found) > 1:
+        raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: "
+                        f"{', '.join(map(str, found))}")
+    return found[0] if found else None
+
+
+def _check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerFacts, kind: str) -> None:
+    if manifest.kind != kind:
+        raise DataError(f"{folder}: holds {manifest.kind}, but {KINDS[kind][0]} needs {kind}; prepare them "
+                        f"with {command(KINDS[kind][1])}")
+    if tokenizer.sha256 is None:
+        return
+    if not tokenizer.is_same(manifest.tokenizer_sha256):
+        raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "
+                        f"{tokenizer.sha256[:12]}); set TOKENIZER_PATH to it, or prepare the data again")
+    begins = tokenizer.document_start_id
+    if kind == "documents" and begins not in (None, manifest.document_start_id):
+        raise DataError(f"{folder / MANIFEST}: document_start_id is {manifest.document_start_id}, but its "
+                        f"tokenizer begins a document with {begins}; prepare the data again")
+
+
+def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
+    stream, dtype = manifest.splits.get(split), manifest.dtype
+    if stream is None or not stream.shards:
+        more = "prepare more documents"
+        if split == "validation":
+            more += (" (of a text file, --documents blank makes several), with a larger VALIDATION_FRACTION, "
+                     "or set VALIDATE_EVERY=0")
+        raise DataError(f"{folder / MANIFEST}: lists no {split} shards; {more}")
+    if segments:
+        stream, dtype = stream.segments, "uint32"
+        if stream is None:
+            raise DataError(f"{folder / MANIFEST}: lists no segments of {split}; prepare the data again")
+    shards = []
+    for entry in stream.shards:
+        path = folder / entry.file
+        status, head = _status_and_head(path)
+        if (shard := _llmc_shard(path, status, head, entry.sha256)) is None:
+            raise _wrong_magic(path, head)
+        if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
+            raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} "
+                            f"says {entry.tokens} of {dtype}; prepare the data again")
+        shards.append(shard)
+    return shards
+
+
+def _fingerprint(shards: Sequence[Shard]) -> str:
+    return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------- token files of others
+
+
+def _foreign_files(path: Path, split: str) -> list[Path]:
+    """Return the token files of one split, sorted by name."""
+    in_folder = path.is_dir()
+    if in_folder:
+        files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
+        if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
+            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}; restore "
+                            "it, or prepare the data again (files of another trainer need other names)")
+    else:
+        files = [path] if path.is_file() else sorted(
+            file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
+    if not files:
+        raise _unprepared(path, f"holds neither {MANIFEST} nor token files (.bin, .npy)")
+    # A file that the user names is training data unless its name says otherwise; in a folder it may not be.
+    default = None if in_folder else "train"
+    of_split = [file for file in files if (_split_in_name(file) or default) == split]
+    if not of_split:
+        without = "; set VALIDATE_EVERY=0 if there is none" if split == "validation" else ""
+        names = [file.name for file in files[:5]] + ["..."] * (len(files) > 5)
+        raise DataError(f"{path}: no token file for {split} (with '{SPLIT_WORDS[split][0]}' in its name) "
+                        f"among {', '.join(names)}{without}")
+    if len(suffixes := {file.suffix for file in of_split}) > 1:
+        raise DataError(f"{path}: the {split} files are of several kinds ({', '.join(sorted(suffixes))}), "
+                        "perhaps the same tokens twice; name one kind with a glob such as '*.bin'")
+    return of_split
+
+
+def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
+    """Return the error for what is no prepared set, with the command that makes one of it."""
+    script = KINDS[kind][1]
+    prepare = f"prepare it with {command(script, '--source', str(path))}"
+    if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
+        name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
+        return DataError(f"{path}: {what}; {name}{prepare}, or start with "
+                         f"{command('scripts/run.sh')}, which does so")
+    on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
+    advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
+    return DataError(f"{path}: no such file or folder; {advice}")
+
+
+def _split_in_name(file: Path) -> str | None:
+    words = re.split(r"[^a-z]+", file.stem.lower())
+    return next((split for split, names in SPLIT_WORDS.items() if not set(names).isdisjoint(words)), None)
+
+
+def _foreign_shard(path: Path, vocab_size: int) -> Shard:
+    status, head = _status_and_head(path)
+    if path.suffix == ".npy":
+        shard = _npy_shard(path, status, head)
+    else:
+        shard = _llmc_shard(path, status, head, None) or _raw_shard(path, status, head)
+    if shard.dtype != "uint32" and dtype_for(vocab_size) == "uint32":
+        raise DataError(f"{path}: its ids are {shard.dtype}, too narrow for the vocabulary of "
+                        f"{vocab_size:,}; set TOKENIZER_PATH to their tokenizer, or tokenize the text again")
+    return shard
+
+
+def _raw_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
+    """Return nanoGPT's uint16 file without a header, which only its name distinguishes from a damaged one."""
+    looks_like_header = len(head) == HEADER_BYTES and not any(head[12:])
+    if path.stem.lower() not in RAW_NAMES or looks_like_header:
+        raise _wrong_magic(path, head)
+    if status.st_size % 2:
+        raise DataError(f"{path}: has an odd size ({status.st_size} bytes) for 2-byte ids; copy it again")
+    return Shard(path, "uint16", 0, status.st_size // 2, None, status)
+
+
+def _npy_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
+    if not head.startswith(NPY_MAGIC):
+        raise _wrong_magic(path, head)
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            read_header = (np.lib.format.read_array_header_1_0 if version == (1, 0) else
+                           np.lib.format.read_array_header_2_0)
+            shape, _, dtype = read_header(file)
+            offset = file.tell()
+    except Exception as error:  # NumPy parses the header as Python, and raises whatever its parsers do
+        what = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}: its header cannot be read ({what:.100}); copy it again") from error
+    if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
+        raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of "
+                        "uint16 or uint32, so save it as that")
+    return _with_checked_size(Shard(path, dtype.name, offset, shape[0], None, status))
+
+
+def _sampled_fingerprint(shards: Sequence[Shard]) -> str:
+    """Hash the sizes and the beginning, middle and end of each file, which every rank can afford."""
+    hasher = hashlib.sha256()
+    for shard in shards:
+        sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
+        hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
+        for start in (0, shard.tokens // 2, shard.tokens - sampled):
+            hasher.update(shard.read(start, min(sampled, shard.tokens - start)).tobytes())
+    return hasher.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------- headers
+
+
+def _status_and_head(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return a file's status and its first HEADER_BYTES."""
+    try:
+        # Opening a pipe or a device could block.
+        if not path.is_file() and path.exists():
+            raise DataError(f"{path}: is no file; copy or prepare it again")
+        with open(path, "rb") as file:
+            status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
+                        "permissions") from error
+    if not status.st_size:
+        raise DataError(f"{path}: is empty; copy or prepare it again")
+    return status, head
+
+
+def _llmc_shard(path: Path, status: os.stat_result, head: bytes, sha256: str | None) -> Shard | None:
+    """Return the shard that an llm.c header describes; None if the file does not begin with llm.c's magic."""
+    magic = int.from_bytes(head[:4], "little")
+    dtype = next((name for name, (known, _) in MAGIC_AND_VERSION.items() if known == magic), None)
+    if dtype is None:
+        return None
+    if len(head) < HEADER_BYTES:
+        raise DataError(f"{path}: is cut short inside its header, at {status.st_size} bytes; copy it again")
+    _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
+    if version != MAGIC_AND_VERSION[dtype][1]:
+        raise DataError(f"{path}: has version {version} of the format with magic {magic}, "
+                        f"only {MAGIC_AND_VERSION[dtype][1]} is known; copy or prepare it again")
+    return _with_checked_size(Shard(path, dtype, HEADER_BYTES, tokens, sha256, status))
+
+
+def _wrong_magic(path: Path, head: bytes) -> DataError:
+    if b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
+        return _unprepared(path, "holds text or records, not tokens")
+    known = " or ".join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())
+    return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
+                     f"({known}) or .npy; files without a header are called train.bin or val.bin")
+
+
+def _with_checked_size(shard: Shard) -> Shard:
+    size, expected = shard.status.st_size, shard.offset + shard.tokens * shard.ids_dtype.itemsize
+    if size != expected:
+        what = "is cut short" if size < expected else "is too long"
+        raise DataError(f"{shard.path}: {what}: {size:,} bytes, but its header promises {shard.tokens:,} "
+                        f"tokens of {shard.dtype}, {expected:,} bytes; copy or prepare it again")
+    if shard.tokens <= 0:
+        raise DataError(f"{shard.path}: is empty, its header says {shard.tokens} tokens; prepare it again")
+    return shard
+
+
+# ---------------------------------------------------------------------------------------------- verification
+
+
+def _verify(token_set: TokenSet, verification: Verification) -> None:
+    """Compare every shard with its hash and the vocabulary; remember the result for the next start."""
+    if verification.mode == "never":
+        return
+    # What is remembered of each file, in all folders where that may be.
+    shards = token_set.shards
+    places = {folder: verification.cache.places(folder, token_set.fingerprint)
+              for folder in {shard.path.parent for shard in shards}}
+    known = {folder: dict(ChainMap(*map(load_verified, inside))) for folder, inside in places.items()}
+    facts = {shard: known[shard.path.parent].get(shard.path.name, {}) for shard in shards}
+    # Read the others, and remember what they contain.
+    always = verification.mode == "always"
+    due = [shard for shard in shards if always or not _still_holds(facts[shard], shard)]
+    for shard, found in zip(due, _scan_all(due)):
+        facts[shard] = known[shard.path.parent][shard.path.name] = file_stamp(shard.status) | found
+    for folder in {shard.path.parent for shard in due}:
+        any(save_verified(place, known[folder]) for place in places[folder])  # in the first that is writable
+    # Judge all of them: what was remembered may be bad too.
+    for shard, found in facts.items():
+        if shard.sha256 is not None and found["sha256"] != shard.sha256:
+            raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {found['sha256'][:12]}, "
+                            f"{MANIFEST} says {shard.sha256[:12]}; copy or prepare it again")
+        if found["max_id"] >= token_set.vocab_size:
+            for _ in TokenSet((shard,), "", vocab_size=token_set.vocab_size).blocks():
+                pass  # raises with the position of the id
+
+
+def _still_holds(found: dict, shard: Shard) -> bool:
+    return (found.items() >= file_stamp(shard.status).items() and isinstance(found.get("max_id"), int)
+            and (shard.sha256 is None or isinstance(found.get("sha256"), str)))
+
+
+def _scan_all(shards: Sequence[Shard]) -> list[dict]:
+    """Scan the files in threads (hashing releases the GIL), with a progress bar if it takes seconds."""
+    size, lock = sum(shard.status.st_size for shard in shards), threading.Lock()
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc="Verifying token files", delay=2, leave=False)
+    with bar, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+
+        def advance(read: int) -> None:
+            HEARTBEAT.beat()
+            with lock:
+                bar.update(read)
+
+        return list(pool.map(lambda shard: _scan(shard, advance), shards))
+
+
+def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
+    """Read the whole file once; return its largest id and, if there is one to compare with, its SHA-256."""
+    hasher = hashlib.sha256() if shard.sha256 is not None else None
+    max_id, file = 0, WatchedFile(shard.path, shard.status)
+    if hasher is not None:
+        hasher.update(file.read(0, shard.offset))
+    for _, ids in shard.blocks(file):
+        if hasher is not None:
+            hasher.update(ids)
+        max_id = max(max_id, int(ids.max()))
+        advance(ids.nbytes)
+    return {"sha256": hasher and hasher.hexdigest(), "max_id": max_id}
+
+
+class Tokens(NamedTuple):
+    """Consecutive documents or examples of one split."""
+
+    ids: np.ndarray
+    documents: int
+    segments: np.ndarray | None = None  # of examples: uint32, as tokenize_chats describes them
+    target_tokens: int = 0  # of examples: the number of tokens with a loss
+
+
+class ShardWriter:
+    """Writes one stream of ids as shards that are all full except the last."""
+
+    def __init__(self, folder: Path, stream: str, shard_tokens: int, dtype: str, done: dict | None = None):
+        """Continue after the ids that `done` (a result of `sync()`) counts; what was written later is cut."""
+        self.folder, self.stream, self.shard_tokens = folder, stream, shard_tokens
+        self.dtype = np.dtype(dtype)
+        self.tokens, self.shards = (done["tokens"], done["shards"]) if done else (0, [])
+        self.file = None
+        if self.in_shard:
+            self.file, size = open(self.path, "r+b"), HEADER_BYTES + self.in_shard * self.dtype.itemsize
+            if os.fstat(self.file.fileno()).st_size < size:
+                raise DataError(f"{self.path} is shorter than its journal says; delete {folder}, start again")
+            self.file.truncate(size)
+            self.file.seek(0, os.SEEK_END)
+
+    @property
+    def path(self) -> Path:
+        """The path of the current shard."""
+        return self.folder / f"{self.stream}-{len(self.shards):05d}.bin"
+
+    @property
+    def in_shard(self) -> int:
+        """The number of ids in the current shard."""
+        return self.tokens - sum(shard["tokens"] for shard in self.shards)
+
+    def write(self, ids: np.ndarray) -> None:
+        """Append ids to as many shards as they need."""
+        ids = ids.astype(self.dtype.newbyteorder("<"), copy=False)
+        while len(ids):
+            if self.file is None:
+                self.file = open(self.path, "wb")
+                self.file.write(header_bytes(0, self.dtype.name))
+            part, ids = np.split(ids, [min(len(ids), self.shard_tokens - self.in_shard)])
+            self.file.write(part.data)
+            self.tokens += len(part)
+            if self.in_shard == self.shard_tokens:
+                self._finish_shard()
+
+    def _finish_shard(self) -> None:
+        """Write the true count into the shard's header, and hash the whole file."""
+        count, path = self.in_shard, self.path
+        self.file.seek(0)
+        self.file.write(header_bytes(count, self.dtype.name))
+        self._flush()
+        self.file.close()
+        self.file = None
+        with open(path, "rb") as file:
+            self.shards.append({"file": path.name, "tokens": count, "sha256": sha256(file)})
+
+    def _flush(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def sync(self, finish: bool = False) -> dict:
+        """Write everything to disk and return the counts that `done` takes.
+
+        Args:
+            finish: this is the end of the stream.
+        """
+        if self.file is not None:
+            self._finish_shard() if finish else self._flush()
+        return {"tokens": self.tokens, "shards": self.shards}
+
+    def close(self) -> None:
+        """Close the current file."""
+        if self.file is not None:
+            self.file.close()
+
+
+class SplitWriter:
+    """Writes one split: its tokens and, if it holds examples, their segments."""
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: str, has_segments: bool,
+                 done: dict | None = None):
+        """Continue after what `done` (a result of `sync()`) counts."""
+        done = done or {}
+        self.documents, self.target_tokens = done.get("documents", 0), done.get("target_tokens", 0)
+        self.ids = ShardWriter(folder, split, shard_tokens, dtype, done)
+        self.segments = None
+        if has_segments:
+            self.segments = ShardWriter(folder, f"{split}-segments", shard_tokens, "uint32",
+                                        done.get("segments"))
+
+    def write(self, tokens: Tokens) -> None:
+        """Append documents or examples."""
+        self.ids.write(tokens.ids)
+        self.documents += tokens.documents
+        if self.segments is not None:
+            self.segments.write(tokens.segments)
+            self.target_tokens += tokens.target_tokens
+
+    def sync(self, finish: bool = False) -> dict:
+        """Do as `ShardWriter.sync`, for the whole split."""
+        ids = self.ids.sync(finish)
+        counts = {"tokens": ids["tokens"], "documents": self.documents, "shards": ids["shards"]}
+        if self.segments is not None:
+            counts |= {"target_tokens": self.target_tokens, "segments": self.segments.sync(finish)}
+        return counts
+
+    def close(self) -> None:
+        """Close the files."""
+        self.ids.close()
+        if self.segments is not None:
+            self.segments.close()

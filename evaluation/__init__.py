@@ -1,0 +1,1 @@
+"""Evaluation, in a run and outside of one."""

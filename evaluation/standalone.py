@@ -1,0 +1,221 @@
+"""Evaluates a model outside of training: a checkpoint with the settings of its run, or any Llama."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+
+from checkpoint import peft, store
+from checkpoint.item_scores import error_of_share
+from common.errors import DataError, SettingsError, requires_package
+from config import Config, evaluation_rules
+from data_pipeline.mixture import is_mixture, read_mixture
+from data_pipeline.shards import prepared_folder, read_manifest
+from dataloaders import open_rows
+from evaluation.during_run import generation, multiple_choice, validation
+from model_utils import choose_dtype
+from parallel.ranks import RunContext
+from run.adapters import load_for_use, merge
+from run.folder import RunFolder
+from run.life import Base, Inputs, Progress, Run, choose_objective, read_measured
+from settings.load import Layer, validate
+from tokenizer import load_tokenizer
+
+
+class Row(NamedTuple):
+    """A line of the table of results."""
+
+    name: str
+    metric: str
+    value: float
+    stderr: Optional[float] = None
+    chance: Optional[float] = None
+    n: Optional[int] = None
+
+
+# -------------------------------------------------------------------------------------------- settings
+
+
+def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
+    """Return the settings of the run that saved a checkpoint, or the defaults for a model from elsewhere,
+    changed by flags, for this process.
+
+    Args:
+        data: prepared data to validate on, instead of the run's.
+    Raises:
+        CheckpointError, DataError: the checkpoint or the data cannot be read.
+        SettingsError: the flags cannot be used.
+    """
+    saved = store.read_state(folder).get("settings", {})
+    merged = {name.lower(): (value, str(folder)) for name, value in saved.items()
+              if name.lower() in Config.model_fields}
+    merged |= {"device": ("auto", ""), "compile": (False, ""), "sharding": ("none", ""),
+               "cpu_offload": (False, ""), "world_size": (os.environ.get("WORLD_SIZE", "1"), "environment")}
+    if not saved:
+        merged["tokenizer_path"] = (str(folder), "")
+    if data is not None:
+        stage, of_run = stage_of(Path(data)), saved.get("TRAINING_STAGE")
+        if stage == "dpo" != of_run:
+            raise SettingsError(f"--data {data} holds preference pairs, whose loss depends on settings of "
+                                "a DPO run; name a checkpoint of one, or name chats or text")
+        merged |= {"training_stage": (stage, ""), f"{stage}_data_path": (data, "--data"),
+                   "validate_every": (1, "")}
+        if stage != of_run:  # text or chats, by cross-entropy
+            merged |= {"distillation_enabled": (False, ""), "generation_eval_every": (0, "")}
+    # What flags name is evaluated, even if the run never did.
+    if {"hellaswag_path", "eval_tasks"} & flags.values.keys():
+        merged["hellaswag_every"] = (1, "")
+    config, invalid = validate(merged | flags.values)
+    if problems := [*invalid.values()] or [*evaluation_rules(config)]:
+        raise SettingsError(*problems)
+    return config.model_copy(update={"micro_batch_size": config.micro_batch_size or config.rows_per_step})
+
+
+def stage_of(data: Path) -> str:
+    """Return the stage that reads this prepared data. Raises DataError if its manifest is invalid."""
+    if is_mixture(data):
+        data = Path(os.path.normpath(data / read_mixture(data).sources[0].set))
+    try:
+        folder = prepared_folder(data)
+        kind = read_manifest(folder).kind if folder else ""
+    except OSError as error:
+        raise DataError(f"--data {data} cannot be read: {error.strerror}; check its permissions") from error
+    return {"chats": "sft", "pairs": "dpo"}.get(kind, "pretrain")
+
+
+# ------------------------------------------------------------------------------------------ evaluation
+
+
+def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext) -> Run:
+    """Return the model of a folder with what the settings evaluate, as a run that takes no step.
+
+    Collective: every rank must call it.
+
+    Raises:
+        CheckpointError, DataError, SettingsError: something is missing, or does not fit.
+    """
+    ranks = context.ranks
+    dtype = choose_dtype(config, ranks.device.type)
+    tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
+    model, _ = ranks.raise_on_all(lambda: load_for_use(folder, base, ranks.device, dtype, tokenizer))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids and the "
+                        f"model {model.vocab_size:,}; name the model's own tokenizer")
+    if getattr(config, f"{config.training_stage}_data_path") is None:
+        config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
+    needs_rows = config.validate_every and (config.training_stage == "dpo" or config.distillation_enabled)
+
+    def read(verify: str) -> Inputs:
+        rows = open_rows(config, "train", tokenizer, verify) if needs_rows else None
+        measured = read_measured(config, tokenizer, verify)
+        return Inputs(tokenizer, rows, **measured, fingerprint="", description="")
+
+    verified = ranks.on_rank0(lambda: read(config.verify_data))
+    inputs = ranks.raise_on_all(lambda: verified or read("never"))
+    progress = Progress(**store.read_state(folder).get("progress", {"step": 0}))
+    run_dir = folder.resolve().parent.parent
+    objective = None
+    if inputs.validation_rows is not None:
+        of_run = Base(config, progress, run_dir)
+        objective, inputs = choose_objective(config, inputs, model, dtype, of_run, context)
+    return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
+               folder)
+
+
+def evaluate_model(run: Run) -> Iterator[tuple[dict[str, float], list[Row]]]:
+    """Yield the metrics, named as in metrics.jsonl, and the rows of the table of each evaluation.
+
+    Collective: every rank must call it.
+    """
+    if run.inputs.validation_rows is not None:
+        metrics, line = validation(run)
+        rows = [Row("validation", name.removeprefix("val_"), value) for name, value in metrics.items()
+                if name != "val_loss_stderr"]
+        rows[0] = rows[0]._replace(stderr=metrics.get("val_loss_stderr"), n=sum(line["count"]))
+        yield metrics, rows
+    for choices in run.inputs.choice_sets:
+        metrics, _ = multiple_choice(run, choices)
+        n, shares = len(choices.tasks), [metrics[f"{choices.name}_{name}"] for name in ("acc", "acc_norm")]
+        yield metrics, [Row(choices.title, name, share, error_of_share(share, n), choices.chance, n)
+                        for name, share in zip(("acc", "acc_norm"), shares)]
+    if run.inputs.held_out:
+        metrics, _ = generation(run)
+        yield metrics, [Row("generation", name, metrics[f"generation_{name}"],
+                            metrics.get(f"generation_{name}_stderr"), None, metrics["generation_n"])
+                        for name in ("exact_match", "rouge_l", "bleu")]
+
+
+# ----------------------------------------------------------------------------- lm-evaluation-harness
+
+
+@dataclass
+class Harness:
+    """Tasks of lm-evaluation-harness, and how they are asked."""
+
+    tasks: Sequence[str]
+    include_path: Optional[str] = None  # a folder of further tasks
+    num_fewshot: Optional[int] = None  # None: as the task says
+    limit: Optional[int] = None  # items of each task; None: all
+    own_tokenizer: bool = True  # the model's own; else TOKENIZER_PATH's
+
+    def evaluate(self, folder: Path, base: Optional[str], config: Config,
+                 device: torch.device) -> tuple[dict[str, float], list[Row]]:
+        """Return the metrics `<task>_<metric>` and the rows of a model; adapters are merged into their base.
+
+        Raises:
+            CheckpointError, DataError: the model cannot be used, or the data of a task cannot be read.
+        """
+        manager, simple_evaluate, model_class = self.opened
+        of_run = bool(store.read_state(folder))
+        with tempfile.TemporaryDirectory() as temporary:
+            if (folder / peft.CONFIG_FILE).exists():
+                merge(folder, Path(temporary) / "merged", base)
+                folder = Path(temporary) / "merged"
+            tokenizer = None
+            if not self.own_tokenizer:
+                tokenizer = tempfile.mkdtemp(dir=temporary)
+                load_tokenizer(config.tokenizer_path, config.tokenizer_backend).save_huggingface(tokenizer)
+            model = model_class(str(folder), tokenizer=tokenizer, device=str(device),
+                                dtype=choose_dtype(config, device.type),
+                                batch_size=config.micro_batch_size, use_safetensors=True,
+                                max_length=config.max_seq_len if of_run else None)
+            try:
+                found = simple_evaluate(model, tasks=[*self.tasks], num_fewshot=self.num_fewshot,
+                                        limit=self.limit, task_manager=manager, log_samples=False)
+            except (OSError, ValueError) as error:  # what `datasets` raises
+                raise DataError(f"--tasks {','.join(self.tasks)}: {error}; their data are downloaded from "
+                                "the hub, once") from error
+        metrics, rows = {}, []
+        for task, results in found["results"].items():
+            for key, value in results.items():
+                metric, _, of_filter = key.partition(",")
+                if not of_filter or metric.endswith("_stderr") or not isinstance(value, (int, float)):
+                    continue
+                name = metric if of_filter == "none" else f"{metric} ({of_filter})"
+                stderr = results.get(f"{metric}_stderr,{of_filter}")
+                stderr = stderr if isinstance(stderr, (int, float)) else None
+                n = found["n-samples"].get(task, {}).get("effective")
+                metrics |= {f"{task}_{name}": value, f"{task}_{name}_stderr": stderr, f"{task}_n": n}
+                rows.append(Row(task, name, value, stderr, None, n))
+        return metrics, rows
+
+    @cached_property
+    def opened(self) -> tuple[Any, Any, Any]:
+        """lm_eval's tasks, its function and its class of models. Raises SettingsError if one is missing."""
+        with requires_package("lm_eval", "--tasks"):
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
+            from lm_eval.tasks import TaskManager
+        # Its own tasks are thousands of files, which take long to look through.
+        for with_its_own in (False, True) if self.include_path else (True,):
+            manager = TaskManager(include_path=self.include_path, include_defaults=with_its_own)
+            unknown = [task for task in self.tasks if not manager.match_tasks([task])]
+            if not unknown:
+                return manager, simple_evaluate, HFLM
+        raise SettingsError(f"--tasks: lm-evaluation-harness has no task {', '.join(unknown)}; `lm_eval ls "
+                            "tasks` lists them, and --include-path names a folder with others")

@@ -1,0 +1,421 @@
+"""The interface of an objective, and cross-entropy. No objective knows ranks, files or clocks.
+
+Objectives over preference pairs: DPO and its variants, ORPO and SimPO.
+
+Shapes: B rows, T tokens, P pairs of a row (rows with fewer are padded), 2 = chosen and rejected.
+
+
+Distillation: divergences from a teacher's distribution, mixed with cross-entropy.
+
+Shapes: B rows, T tokens, M positions with a target, V vocabulary, K tokens that a stored teacher keeps,
+C = K + 1 with all others as one class.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Optional, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from config import Config, DistillationConfig, PreferenceConfig
+from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
+
+
+class LossSum(NamedTuple):
+    """A sum of losses with its graph, and sums of metrics without one."""
+
+    total: Tensor
+    metrics: dict[str, Tensor]
+
+
+class Objective(Protocol):
+    """What a model is trained to minimize: the mean of a loss over units (targets, or preference pairs).
+
+    An objective returns sums; the training loop divides by the global count of units, over all micro-batches
+    and ranks. So it must be additive over rows.
+    """
+
+    def count(self, batch) -> Tensor:
+        """Return the integer number of units in a batch, which may be on the CPU."""
+
+    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+        """Return the loss summed over these units."""
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return the (B, T) targets by whose text a model is compared with others, and from the result of
+        `loss_sum` their summed cross-entropy in nats."""
+
+
+class NextToken:
+    """Cross-entropy of the next token in nats; in SFT, the targets are the assistant's tokens only."""
+
+    def count(self, batch) -> Tensor:
+        """Return the number of targets."""
+        return (batch.targets_BT != IGNORE_INDEX).sum()
+
+    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+        """Return the cross-entropy summed over the targets."""
+        return LossSum(-model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
+                              target_index_M=batch.target_index_M, reduction="sum"), {})
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return all targets and the loss."""
+        return batch.targets_BT, summed.total
+
+
+# From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
+Reference = Callable[..., Tensor]
+# The (B, P) loss of each pair, and (B, P) metrics by the name under which their means are logged.
+PairLoss = tuple[Tensor, dict[str, Tensor]]
+
+
+def sums_by_pair(values_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
+    """Return (B, P, 2) float32 sums over the tokens of each answer; pair j is the documents 2j - 1 and 2j.
+
+    Args:
+        document_ids_BT: int32 on the CPU, so that P is known without a GPU sync.
+    """
+    last = int(document_ids_BT.max())
+    # Moved before it is widened: the copy of pinned memory is asynchronous.
+    index_BT = document_ids_BT.to(values_BT.device, non_blocking=True).long()
+    sums = torch.zeros(len(values_BT), last + 1, device=values_BT.device)
+    sums = sums.scatter_add(1, index_BT, values_BT.float())
+    # Padding has the odd number after the last pair.
+    return sums[:, 1:last // 2 * 2 + 1].unflatten(1, (-1, 2))
+
+
+def pair_logprobs(model: nn.Module, batch) -> Tensor:
+    """Return the (B, P, 2) log-probabilities of each pair's answers in nats, from one forward.
+
+    Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290).
+    """
+    logprob_BT = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
+                       target_index_M=batch.target_index_M)
+    return sums_by_pair(logprob_BT, batch.document_ids_BT)
+
+
+@torch.no_grad()
+def frozen_logprobs(model: nn.Module, batch) -> Tensor:
+    """Return `pair_logprobs` of a model that is not trained."""
+    return pair_logprobs(model, batch)
+
+
+def stored_reference(batch) -> Tensor:
+    """Return the reference's log-probabilities that were computed before the run (`ReferencedRows`)."""
+    return batch.stored["reference_BP2"]
+
+
+def answer_lengths(batch) -> Tensor:
+    """Return the (B, P, 2) number of targets of each pair's answers; 0 for padding."""
+    return sums_by_pair(batch.targets_BT != IGNORE_INDEX, batch.document_ids_BT)
+
+
+def is_pair(length_BP2: Tensor) -> Tensor:
+    """Return (B, P): True for a pair, False for padding."""
+    return (length_BP2 > 0).all(dim=-1)
+
+
+@dataclass(frozen=True)
+class PairwiseObjective:
+    """Base class of objectives that sum a loss over independent pairs. A subclass gives `pair_loss`, and sets
+    `needs_reference` if that compares with a reference model.
+    """
+
+    config: PreferenceConfig
+    reference: Optional[Reference] = None
+    needs_reference: ClassVar[bool] = False
+
+    def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
+        """Return the loss of each pair, and metrics. Padded places have ordinary values, and are ignored.
+
+        Args:
+            logprob_BP2: float32 log-probabilities of the answers, summed over their tokens, in nats.
+            length_BP2: float32 numbers of tokens of the answers, at least 1.
+            reference_BP2: the reference model's log-probabilities; None without `needs_reference`.
+        """
+        raise NotImplementedError
+
+    def count(self, batch) -> Tensor:
+        """Return the number of pairs."""
+        return is_pair(answer_lengths(batch)).sum()
+
+    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+        """Return loss and metrics summed over the pairs."""
+        length_BP2 = answer_lengths(batch)
+        is_pair_BP = is_pair(length_BP2)
+        # Padding has log-probability 0, of which some losses have infinite gradients.
+        logprob_BP2 = torch.where(is_pair_BP[..., None], pair_logprobs(model, batch), -1)
+        reference_BP2 = self.reference(batch)[:, :logprob_BP2.shape[1]] if self.needs_reference else None
+        loss_BP, metrics_BP = self.pair_loss(logprob_BP2, length_BP2.clamp(min=1), reference_BP2)
+        metrics_BP |= {"logprob_chosen": logprob_BP2[..., 0], "logprob_rejected": logprob_BP2[..., 1]}
+        return LossSum(torch.where(is_pair_BP, loss_BP, 0).sum(), {
+            name: torch.where(is_pair_BP, value.detach(), 0).sum() for name, value in metrics_BP.items()})
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return the targets of the chosen answers, and their cross-entropy."""
+        is_chosen_BT = (batch.document_ids_BT % 2 == 1).to(batch.targets_BT.device)
+        return batch.targets_BT.where(is_chosen_BT, IGNORE_INDEX), -summed.metrics["logprob_chosen"]
+
+
+def reward_metrics(reward_BP2: Tensor, margin_BP: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of implicit rewards; the chosen answer wins if its margin is above 0."""
+    chosen_BP, rejected_BP = reward_BP2.unbind(dim=-1)
+    return {"reward_margin": chosen_BP - rejected_BP, "reward_accuracy": (margin_BP > 0).float(),
+            "reward_chosen": chosen_BP, "reward_rejected": rejected_BP}
+
+
+class DPO(PairwiseObjective):
+    """Direct preference optimization: the chosen answer gains on the rejected one, relative to a reference.
+
+    Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290); Azar et al. 2023, eq. 17 (arXiv:2310.12036) for
+    ipo, whose margin is of log-probabilities per token; Zhao et al. 2023 (arXiv:2305.10425) for hinge;
+    Mitchell 2023 for smoothed labels.
+    """
+
+    needs_reference = True
+
+    def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
+        """Return DPO_LOSS of the margin, plus DPO_SFT_WEIGHT times the chosen answer's cross-entropy."""
+        c, ratio_BP2 = self.config, logprob_BP2 - reference_BP2
+        score_BP2 = ratio_BP2 / length_BP2 if c.dpo_length_normalised or c.dpo_loss == "ipo" else ratio_BP2
+        margin_BP = score_BP2[..., 0] - score_BP2[..., 1]
+        scaled_BP = c.dpo_beta * margin_BP
+        if c.dpo_loss == "ipo":
+            loss_BP = (margin_BP - 1 / (2 * c.dpo_beta)).square()
+        elif c.dpo_loss == "hinge":
+            loss_BP = F.relu(1 - scaled_BP)
+        else:
+            smoothing = c.dpo_label_smoothing
+            loss_BP = -(1 - smoothing) * F.logsigmoid(scaled_BP) - smoothing * F.logsigmoid(-scaled_BP)
+        if c.dpo_sft_weight:
+            loss_BP = loss_BP - c.dpo_sft_weight * logprob_BP2[..., 0] / length_BP2[..., 0]
+        return loss_BP, reward_metrics(c.dpo_beta * ratio_BP2, margin_BP)
+
+
+class ORPO(PairwiseObjective):
+    """Cross-entropy of the chosen answer, and the odds ratio of the chosen and the rejected one.
+
+    Source: Hong et al. 2024, eq. 6 and 7 (arXiv:2403.07691); probabilities are per token.
+    """
+
+    def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
+        """Return the cross-entropy plus ORPO_LAMBDA times the odds-ratio loss."""
+        mean_BP2 = logprob_BP2 / length_BP2
+        log_odds_BP2 = mean_BP2 - log1mexp(mean_BP2)
+        ratio_BP = log_odds_BP2[..., 0] - log_odds_BP2[..., 1]
+        nll_BP = -mean_BP2[..., 0]
+        return nll_BP - self.config.orpo_lambda * F.logsigmoid(ratio_BP), {
+            "log_odds_ratio": ratio_BP, "reward_accuracy": (ratio_BP > 0).float(), "nll_chosen": nll_BP}
+
+
+class SimPO(PairwiseObjective):
+    """Simple preference optimization: the mean log-probabilities per token must differ by a margin.
+
+    Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734).
+    """
+
+    def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
+        """Return the logistic loss of the reward margin minus SIMPO_GAMMA."""
+        reward_BP2 = self.config.simpo_beta * logprob_BP2 / length_BP2
+        margin_BP = reward_BP2[..., 0] - reward_BP2[..., 1]
+        return -F.logsigmoid(margin_BP - self.config.simpo_gamma), reward_metrics(reward_BP2, margin_BP)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    """Return log(1 - exp(x)) for x < 0, exact at both ends.
+
+    Source: Mächler 2012, "Accurately computing log(1 - exp(-|a|))".
+    """
+    x = x.clamp(max=-1e-7)  # a certain answer would have infinite odds
+    small = x > -math.log(2)
+    return torch.where(small, (-torch.expm1(torch.where(small, x, -1))).log(),
+                       torch.log1p(-torch.where(small, -1, x).exp()))
+
+
+# By PREFERENCE_OBJECTIVE.
+PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {"dpo": DPO, "orpo": ORPO, "simpo": SimPO}
+
+
+def reference_is_stored(config: Config) -> bool:
+    """Return whether the settings ask for reference log-probabilities that are computed before the run."""
+    objective = PREFERENCE_OBJECTIVES[config.preference_objective]
+    return (config.training_stage == "dpo" and objective.needs_reference
+            and config.dpo_reference in (("stored",) if config.lora_enabled else ("stored", "auto")))
+
+
+CACHE_BYTES = 2**19  # of logits that a CPU, where memory is slower than arithmetic, computes on at a time
+
+
+class Teacher(Protocol):
+    """A teacher that runs in each step."""
+
+    def logits(self, batch) -> Callable[[slice], Tensor]:
+        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
+
+
+def divergence(student_logits_MV: Tensor, teacher_logits_MV: Tensor, kind: str, temperature: float = 1.0,
+               jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Return the divergence of two softened distributions times temperature squared, and its gradient with
+    respect to the student's logits.
+
+    With teacher p and student q, "forward_kl" is KL(p || q), "reverse_kl" KL(q || p), and "jsd" is
+    beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+
+    Returns:
+        (M,) and (M, V) float32, in nats.
+    Source: Hinton et al. 2015 (arXiv:1503.02531), section 2; Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
+    """
+    student_MV = softened_logprobs(student_logits_MV, temperature)
+    teacher_MV = softened_logprobs(teacher_logits_MV, temperature)
+    if kind == "forward_kl":
+        p_MV = teacher_MV.exp()
+        value_M = teacher_MV.sub_(student_MV).mul_(p_MV).sum(dim=-1)
+        gradient_MV = student_MV.exp_().sub_(p_MV)
+    elif kind == "reverse_kl":
+        value_M, gradient_MV = _expectation_under_student(student_MV, student_MV - teacher_MV)
+    else:
+        assert kind == "jsd", kind
+        mixture_MV = torch.logaddexp(student_MV + math.log1p(-jsd_beta), teacher_MV + math.log(jsd_beta))
+        value_M, gradient_MV = _expectation_under_student(student_MV, student_MV - mixture_MV)
+        teacher_part_M = teacher_MV.sub(mixture_MV).mul_(teacher_MV.exp_()).sum(dim=-1)
+        value_M = jsd_beta * teacher_part_M + (1 - jsd_beta) * value_M
+        gradient_MV.mul_(1 - jsd_beta)  # the rest cancels: the mixture's part of the derivative sums to zero
+    return value_M * temperature**2, gradient_MV.mul_(temperature)
+
+
+def softened_logprobs(logits_MV: Tensor, temperature: float) -> Tensor:
+    """Return new float32 log-probabilities at a temperature."""
+    scaled_MV = logits_MV if temperature == 1 else logits_MV / temperature
+    return torch.log_softmax(scaled_MV, dim=-1, dtype=torch.float32)
+
+
+def _expectation_under_student(student_MV: Tensor, ratio_MV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of log-ratios under the student, and the gradient of KL(student || ...) with respect to
+    its logits; overwrites `ratio_MV`.
+    """
+    q_MV = student_MV.exp()
+    value_M = (q_MV * ratio_MV).sum(dim=-1)
+    return value_M, ratio_MV.sub_(value_M[:, None]).mul_(q_MV)
+
+
+def sparse_divergence(student_logits_MV: Tensor, teacher_ids_MK: Tensor, teacher_logprobs_MC: Tensor,
+                      kind: str, temperature: float = 1.0, jsd_beta: float = 0.5) -> tuple[Tensor, Tensor]:
+    """Return the same as `divergence` over C = K + 1 classes: the teacher's K most likely tokens, and all
+    others together.
+
+    The student learns the total probability of the others exactly, and keeps its own proportions within them.
+    Renormalizing the K tokens instead would teach that all others are impossible.
+
+    Args:
+        teacher_ids_MK: int64, different ids in each row.
+        teacher_logprobs_MC: at this temperature, that of the others last; at least LOWEST_LOGPROB.
+    Source: Anshumann et al. 2025 (arXiv:2503.16870).
+    """
+    scaled_MV = student_logits_MV / temperature
+    kept_MK = scaled_MV.gather(1, teacher_ids_MK)
+    # A log-sum-exp over the others, in place: the kept logits become -inf, and their exponentials 0.
+    highest_M1 = scaled_MV.scatter_(1, teacher_ids_MK, -torch.inf).amax(dim=-1, keepdim=True)
+    highest_M1 = highest_M1.clamp(min=LOWEST_LOGPROB)
+    exp_MV = scaled_MV.sub_(highest_M1).exp_()
+    sum_M1 = exp_MV.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)  # if there are none
+    classes_MC = torch.cat([kept_MK, sum_M1.log() + highest_M1], dim=1)
+    value_M, gradient_MC = divergence(classes_MC, teacher_logprobs_MC, kind, 1.0, jsd_beta)
+    gradient_MV = exp_MV.mul_(temperature * gradient_MC[:, -1:] / sum_M1)
+    gradient_MV.scatter_(1, teacher_ids_MK, temperature * gradient_MC[:, :-1])
+    return value_M * temperature**2, gradient_MV
+
+
+class MixedLoss(NamedTuple):
+    """Sums over positions, and the gradient of the weighted sum with respect to the logits."""
+
+    gradient_MV: Tensor
+    divergence: Tensor
+    cross_entropy: Tensor
+
+
+def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...], weight: float,
+               settings: tuple[str, float, float]) -> MixedLoss:
+    """Return `weight` times the divergence plus (1 - weight) times the cross-entropy, over all targets.
+
+    Args:
+        teacher: its (M, V) logits; or, of a stored one, ids (M, K) and log-probabilities (M, C).
+        settings: kind, temperature and jsd_beta of `divergence`.
+    """
+    compare = divergence if len(teacher) == 1 else sparse_divergence
+    divergence_M, gradient_MV = compare(logits_MV, *teacher, *settings)
+    # Cross-entropy by hand, so that its exponentials are computed once for value and gradient.
+    counted_M = (targets_M != IGNORE_INDEX).float()
+    index_M1 = targets_M.clamp(min=0)[:, None]
+    highest_M1 = logits_MV.amax(dim=-1, keepdim=True)
+    exp_MV = (logits_MV - highest_M1).exp_()
+    sum_M1 = exp_MV.sum(dim=-1, keepdim=True)
+    cross_entropy_M = (sum_M1.log() + highest_M1 - logits_MV.gather(1, index_M1))[:, 0]
+    share_M1 = ((1 - weight) * counted_M)[:, None]
+    gradient_MV.mul_((weight * counted_M)[:, None]).addcmul_(exp_MV, share_M1 / sum_M1)
+    gradient_MV = add_at(gradient_MV, index_M1, -share_M1)
+    return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
+
+
+class Distillation:
+    """DISTILLATION_WEIGHT times the divergence from the teacher, and cross-entropy with the remaining weight.
+
+    Both are in nats per target, and are the metrics too, without their weights.
+
+    Args:
+        teacher: runs in each step; None if the batches contain its stored outputs (`StoredTeacherRows`).
+        compiled: compile the computation over the vocabulary, which is faster on a GPU only.
+    """
+
+    def __init__(self, config: DistillationConfig, teacher: Optional[Teacher] = None, compiled: bool = False):
+        self.config, self.teacher = config, teacher
+        self.mixed_loss = torch.compile(mixed_loss) if compiled else mixed_loss
+
+    def count(self, batch) -> Tensor:
+        """Return the number of targets."""
+        return (batch.targets_BT != IGNORE_INDEX).sum()
+
+    def loss_sum(self, model: nn.Module, batch) -> LossSum:
+        """Return the mixed loss summed over the targets."""
+        config, target_index_M = self.config, batch.target_index_M
+        settings = config.distillation_loss, config.distillation_temperature, config.distillation_jsd_beta
+        weight, teacher_of = config.distillation_weight, self._teacher_outputs(batch)
+        targets_M = batch.targets_BT.flatten()
+        targets_M = targets_M if target_index_M is None else targets_M[target_index_M]
+        sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
+
+        # For each chunk of the head: the loss, and its gradient written over the logits, block by block.
+        def loss(logits_MV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+            chunk_targets_M, chunk_teacher = targets_M[part], teacher_of(part)
+            total, rows = torch.zeros_like(sums["divergence"]), len(logits_MV)
+            if logits_MV.device.type == "cpu":
+                rows = CACHE_BYTES // (4 * logits_MV.shape[1])
+            for block in slices(len(logits_MV), max(1, rows)):
+                mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block],
+                                        tuple(tensor[block] for tensor in chunk_teacher), weight, settings)
+                logits_MV[block] = mixed.gradient_MV
+                sums["divergence"] += mixed.divergence
+                sums["cross_entropy"] += mixed.cross_entropy
+                total += weight * mixed.divergence + (1 - weight) * mixed.cross_entropy
+            return total, logits_MV
+
+        total = model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M=target_index_M,
+                      reduction=loss)
+        return LossSum(total, sums)
+
+    def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
+        """Return all targets and the cross-entropy."""
+        return batch.targets_BT, summed.metrics["cross_entropy"]
+
+    def _teacher_outputs(self, batch) -> Callable[[slice], tuple[Tensor, ...]]:
+        """Return a function from a slice of the target positions to the `teacher` of `mixed_loss` there."""
+        if self.teacher is not None:
+            logits = self.teacher.logits(batch)
+            return lambda part: (logits(part),)
+        ids_MK = batch.stored["teacher_ids"].flatten(0, 1)
+        logprobs_MC = batch.stored["teacher_logprobs"].flatten(0, 1)
+        if batch.target_index_M is not None:
+            ids_MK, logprobs_MC = ids_MK[batch.target_index_M], logprobs_MC[batch.target_index_M]
+        return lambda part: (ids_MK[part].long(), logprobs_MC[part].float())

@@ -1,0 +1,227 @@
+"""The optimizers, the parameters that each updates, and the learning rate of each step."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint.tensors import LazyTensor, lazy
+from common.errors import CheckpointError
+from common.heartbeat import HEARTBEAT
+from config import OptimConfig
+from learn.cost import muon_batch
+from parallel.fsdp import compute_in_turns, is_divided, own, own_rows
+from parallel.ranks import Ranks
+
+
+def learning_rate(step: int, config: OptimConfig) -> float:
+    """Return the learning rate of the update that follows `step` finished ones, for every step >= 0.
+
+    Linear warm-up, then cosine decay; or a plateau with a linear decay at its end (wsd); or a plateau.
+    Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
+    """
+    assert step >= 0, step
+    peak, final = config.learning_rate, config.final_learning_rate
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.lr_schedule == "constant":
+        return peak
+    begin = config.warmup_steps
+    if config.lr_schedule == "wsd":
+        begin = max(begin, config.max_steps - round(config.decay_fraction * config.max_steps))
+    progress = (step - begin) / max(1, config.max_steps - begin)
+    progress = min(1.0, max(0.0, progress))
+    share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
+    lr = final + share * (peak - final)
+    assert math.isfinite(lr) and lr >= 0, lr
+    return lr
+
+
+def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
+    """Return P matrices of R rows and C columns with singular values near 1, by Newton-Schulz iteration.
+
+    Source: Jordan et al. 2024, with their coefficients.
+    """
+    tall = matrices_PRC.shape[1] > matrices_PRC.shape[2]
+    x = matrices_PRC.mT if tall else matrices_PRC
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(iterations):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum, with updates as large as AdamW's, so that one learning rate serves both.
+
+    torch.optim.Muon iterates in bf16, one matrix at a time; this one in float32 on a CPU, and in batches of
+    equal shapes, which the ranks divide. `grad_scale` and `found_inf` work as in a fused AdamW.
+    Source: Jordan et al. 2024; Liu et al. 2025 (arXiv:2502.16982) for the size of the update.
+    """
+
+    grad_scale: Optional[Tensor] = None
+    found_inf: Optional[Tensor] = None
+    sharded: Mapping[Tensor, Tensor] = {}  # the parameter whose own rows a parameter is
+    ranks = Ranks()  # which have equal gradients
+
+    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        assert closure is None
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            gradients = [parameter.grad for parameter in parameters]
+            if self.grad_scale is not None:
+                torch._foreach_div_(gradients, self.grad_scale.to(gradients[0].device))
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+            self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
+                                   for buffer, gradient in zip(buffers, gradients)))
+            decay = 1 - group["lr"] * group["weight_decay"]
+            batches = self._batches(parameters)
+            for batch, updates in zip(batches, self._updates(batches, group["momentum"])):
+                lr = group["lr"] * 0.2 * math.sqrt(max(self._whole(batch[0]).shape))
+                self._assign(batch, ((parameter * decay).sub_(update.to(parameter), alpha=lr)
+                                     for parameter, update in zip(batch, updates)))
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor:
+        return self.sharded.get(parameter, parameter)
+
+    def _batches(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Return batches of equal shapes, the most expensive first, so that ranks get nearly equal shares.
+
+        They do not depend on the number of ranks: in a batch of another size, a kernel may round differently.
+        """
+        equal: dict[torch.Size, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            equal.setdefault(self._whole(parameter).shape, []).append(parameter)
+        batches = []
+        for shape, members in equal.items():
+            size = muon_batch(len(members), shape.numel())
+            batches += [members[first:first + size] for first in range(0, len(members), size)]
+
+        def flops(batch: list[nn.Parameter]) -> int:
+            short, long = sorted(self._whole(batch[0]).shape)
+            return len(batch) * short * short * (2 * long + short)
+
+        return sorted(batches, key=flops, reverse=True)
+
+    def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
+        """Yield the orthogonalised updates (P, own rows, C) of each batch."""
+        like = self._whole(batches[0][0])
+        device = torch.device(like.device_mesh.device_type) if is_divided(like) else like.device
+        dtype = torch.bfloat16 if device.type == "cuda" else like.dtype
+
+        def stack(index: int) -> Tensor:
+            gradients = [parameter.grad for parameter in batches[index]]
+            buffers = [self.state[parameter]["momentum_buffer"] for parameter in batches[index]]
+            return torch.stack(torch._foreach_lerp(gradients, buffers, momentum)).to(device, dtype)
+
+        shapes = [torch.Size((len(batch), *self._whole(batch[0]).shape)) for batch in batches]
+        return compute_in_turns(shapes, stack, newton_schulz, like, dtype, self.ranks)
+
+    def _assign(self, tensors: list[Tensor], values: Iterable[Tensor]) -> None:
+        """Give the tensors new values, unless the update is skipped, which only the device knows."""
+        skipped = None if self.found_inf is None else self.found_inf.to(tensors[0].device) != 0
+        for tensor, value in zip(tensors, values):
+            tensor.copy_(value) if skipped is None else torch.where(skipped, tensor, value, out=tensor)
+
+
+STATE_OF = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum_buffer",)}  # per parameter
+
+
+class Optimizer:
+    """AdamW, or AdamW with Muon for the blocks' matrices, over the parameters that require gradients.
+
+    Matrices decay, norms do not. Source: Loshchilov & Hutter 2019 (arXiv:1711.05101).
+
+    Args:
+        ranks: those that call `step` together, with equal gradients; they divide the work of Muon.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, ranks: Ranks = Ranks()):
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # Of a sharded parameter, an optimizer sees the rank's own rows, as a parameter of their own.
+        self.sharded = {nn.Parameter(own(p)): p for p in trained.values() if own(p) is not p}
+        own_of = {p: rows for rows, p in self.sharded.items()}
+        self.names = {own_of.get(p, p): name for name, p in trained.items()}
+        matrices = [p for p in self.names if p.ndim >= 2]
+        vectors = [p for p in self.names if p.ndim < 2]
+        # AdamW trains the factors of adapters: orthogonalising each does not orthogonalise their product.
+        with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")
+                     and not self.names[p].endswith((".lora_A", ".lora_B"))]
+        muon_ids = set(map(id, with_muon))
+        decaying = [p for p in matrices if id(p) not in muon_ids]
+        groups = [{"params": decaying, "weight_decay": config.weight_decay},
+                  {"params": vectors, "weight_decay": 0.0}]
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
+                              betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
+        if with_muon:
+            self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
+            self.parts[-1].sharded, self.parts[-1].ranks = self.sharded, ranks
+
+    def step(self, lr: float, grad_scale: Optional[Tensor] = None,
+             found_inf: Optional[Tensor] = None) -> None:
+        """Update the parameters, without waiting for the device. Collective: every rank must call it.
+
+        Args:
+            grad_scale: float32 (), divides the gradients first; None = 1.
+            found_inf: float32 (), on the device; if it is 1, parameters and state keep their bits.
+        """
+        for rows, parameter in self.sharded.items():  # fully_shard may have moved them
+            rows.data, rows.grad = own(parameter), None if parameter.grad is None else own(parameter.grad)
+        if any(rows.device.type == "cpu" for rows in self.sharded):  # with CPU_OFFLOAD the host waits
+            grad_scale, found_inf = (each if each is None else each.cpu() for each in (grad_scale, found_inf))
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.grad_scale, part.found_inf = grad_scale, found_inf
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero."""
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+        for parameter in self.sharded.values():
+            parameter.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, not copies.
+
+        Of a sharded parameter, it is that of the rank's own rows.
+        """
+        return {f"{self.names[parameter]}.{key}": value for part in self.parts
+                for parameter, state in part.state.items() for key, value in state.items()}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
+        """Restore the state of a checkpoint; one from before the first update has none.
+
+        Raises:
+            CheckpointError: it is another model's; torch would read beyond the end of a smaller tensor.
+        """
+        if not tensors:
+            return
+        places = {f"{self.names[p]}.{entry}": (part, p, entry) for part in self.parts
+                  for group in part.param_groups for p in group["params"] for entry in STATE_OF[type(part)]}
+        found = {key: f"{tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors.items()}
+        wanted = {key: "torch.float32 ()" if entry == "step" else
+                  f"{p.dtype} {tuple(self.sharded.get(p, p).shape)}" for key, (_, p, entry) in places.items()}
+        if found != wanted:
+            key = min(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key))
+            raise CheckpointError(f"the optimizer's state does not belong to this model: {key} is "
+                                  f"{found.get(key, 'missing')}, expected {wanted.get(key, 'nothing')}; "
+                                  "use another checkpoint")
+        for key, (part, parameter, entry) in places.items():
+            # On the parameter's device, where a fused AdamW counts its steps.
+            rows = (0, 1) if entry == "step" else own_rows(self.sharded.get(parameter, parameter))
+            part.state[parameter][entry] = lazy(tensors[key]).read(*rows).to(parameter.device, copy=True)
+            HEARTBEAT.beat()

@@ -1,0 +1,285 @@
+"""Teachers: finding one, comparing its vocabulary with the student's, and running it in each step.
+
+Shapes: M positions with a target, V vocabulary, N documents of at most L tokens.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from checkpoint import store
+from checkpoint.huggingface import (
+    hub_model,
+    is_model_name,
+    load_model_weights,
+    model_settings_from_huggingface,
+    read_json,
+    weights_sha256,
+)
+from common.errors import CheckpointError, SettingsError, requires_package
+from common.text import command, pip_install
+from config import Config, ModelConfig
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from fused.matmul import linear
+from model import Transformer
+from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
+from parallel.fsdp import gather
+from parallel.ranks import Ranks
+from tokenizer import load_tokenizer
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+LogitsOfPart = Callable[[slice], Tensor]
+
+# --------------------------------------------------------------------------------------------------- finding
+
+
+def find_teacher(config: Config, tokenizer) -> Path:
+    """Return the folder of TEACHER_MODEL: a checkpoint or model folder, given by path or by its name in
+    OUTPUT_DIR, or a model of the hub.
+
+    Args:
+        tokenizer: the student's.
+    Raises:
+        CheckpointError: it does not exist, or is damaged.
+        SettingsError: it has another vocabulary.
+    """
+    name, run_dir = config.teacher_model, Path(config.output_dir) / (config.run_name or "-")
+    setting = f"TEACHER_MODEL={name}"
+    try:
+        # Unlike a start, a teacher may be any model of the hub: also one whose name has no owner, like gpt2.
+        is_local = any(os.path.exists(place) for place in store.places(name, run_dir))
+        folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
+    except CheckpointError as error:
+        raise CheckpointError(f"{setting}: {error}") from error
+    if not (folder / "config.json").exists():
+        has_adapters = (folder / "adapter_config.json").exists()
+        raise CheckpointError(f"{setting}: {folder} " + (
+            "holds adapters only; merge them into their base with "
+            f"{command('scripts/merge_lora.py', folder)} --output FOLDER" if has_adapters else
+            "has no config.json; name a checkpoint or a model folder"))
+    if (folder / store.MANIFEST).exists():
+        store.verify(folder)
+    check_vocabulary(folder, name, tokenizer)
+    return folder
+
+
+def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
+    """Raise SettingsError if an id means another token to a folder's teacher than to the student's tokenizer.
+
+    Control tokens may have other names. Without a tokenizer.json only the sizes are compared; with one, the
+    teacher's matrices may be padded with more ids.
+    """
+    rows, ours = read_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
+    if not isinstance(rows, int):
+        raise CheckpointError(f"{folder / 'config.json'} has no vocab_size; name another TEACHER_MODEL")
+
+    def refusal(detail: str) -> SettingsError:
+        return SettingsError(f"TEACHER_MODEL={name} has another vocabulary: it has {rows:,} ids, the "
+                             f"student's tokenizer {ours:,}{detail}; choose a teacher with the student's "
+                             "tokenizer, or set TOKENIZER_PATH to the teacher's and prepare the data again")
+
+    if not (folder / "tokenizer.json").exists():
+        if rows != ours:
+            raise refusal("")
+        return
+    # The same tokenizer, or one that decodes every id to the same text.
+    theirs = load_tokenizer(str(folder), "huggingface")
+    if theirs.vocab_size != ours or rows < ours:
+        raise refusal(f" (its tokenizer {theirs.vocab_size:,})" if theirs.vocab_size != rows else "")
+    if theirs.sha256 == tokenizer.sha256:
+        return
+    control = {*theirs.special_ids.values(), *tokenizer.special_ids.values()}
+    for token in range(ours):
+        words = theirs.decode([token]), tokenizer.decode([token])
+        if words[0] != words[1] and token not in control and UNREADABLE_CHARACTER not in "".join(words):
+            raise refusal(f", and the id {token} is {words[0]!r} to it, {words[1]!r} to the student")
+
+
+def teacher_facts(folder: Path, config: Config) -> dict[str, Any]:
+    """Return what a teacher's outputs follow from: its weights, its configuration, and its precision."""
+    described = json.dumps(read_json(folder / "config.json"), sort_keys=True)
+    return {"weights_sha256": weights_sha256(load_model_weights(folder)),
+            "config_sha256": hashlib.sha256(described.encode()).hexdigest(),
+            "precision": config.teacher_precision}
+
+
+# --------------------------------------------------------------------------------------------------- running
+
+
+class LlamaTeacher:
+    """A Llama, run by our own model: packed documents in one forward, and the head a chunk at a time."""
+
+    def __init__(self, model: Transformer, vocab_size: int):
+        self.model, self.vocab_size = model.requires_grad_(False).eval(), vocab_size
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> LogitsOfPart:
+        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
+        hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
+        hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
+        gather(self.model.head_matrix)
+        weight_VD = self.model.head_matrix.as_head().values_VD
+        return lambda part: linear(hidden_MD[part], weight_VD)[:, :self.vocab_size].float()
+
+
+class HFTeacher:
+    """Any causal language model of transformers, which reads each document separately.
+
+    It holds the logits of all targets of a micro-batch, in the model's own dtype.
+    """
+
+    def __init__(self, model: nn.Module, vocab_size: int):
+        self.model, self.vocab_size = model.requires_grad_(False).eval(), vocab_size
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> LogitsOfPart:
+        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
+        tokens, device = batch.tokens_BT.flatten(), batch.tokens_BT.device
+        target_index_M = batch.target_index_M
+        if target_index_M is None:
+            target_index_M = torch.arange(len(tokens), device=device)
+        # Of each position in the flattened batch its place among the targets; -1 for none.
+        place = torch.full_like(tokens, -1)
+        place[target_index_M] = torch.arange(len(target_index_M), device=device)
+        logits_MV = torch.zeros(len(target_index_M), self.vocab_size, dtype=self.model.dtype, device=device)
+        for starts, lengths in group_documents(*documents_with_targets(batch), budget=len(tokens)):
+            # Padded on the right, which a causal model does not see.
+            offset_L = torch.arange(max(lengths))
+            inside_NL = (offset_L < torch.tensor(lengths)[:, None]).to(device)
+            index_NL = (torch.tensor(starts)[:, None] + offset_L).clamp(max=len(tokens) - 1).to(device)
+            found_NLV = self.model(tokens[index_NL], attention_mask=inside_NL.long(), use_cache=False).logits
+            wanted_NL = inside_NL & (place[index_NL] >= 0)
+            logits_MV[place[index_NL[wanted_NL]]] = found_NLV[wanted_NL][:, :self.vocab_size]
+        return lambda part: logits_MV[part].float()
+
+
+def documents_with_targets(batch: Batch) -> tuple[list[int], list[int]]:
+    """Return where in the flattened batch the documents with a target begin, and their lengths."""
+    targets = (batch.targets_BT != IGNORE_INDEX).cpu()
+    starts = torch.zeros_like(targets)
+    if batch.document_ids_BT is not None:
+        documents = batch.document_ids_BT.cpu()
+        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts[:, 0] = True
+    begins = starts.flatten().nonzero().flatten()
+    lengths = torch.diff(begins, append=torch.tensor([targets.numel()]))
+    used = torch.tensor([part.any() for part in targets.flatten().split(lengths.tolist())])
+    return begins[used].tolist(), lengths[used].tolist()
+
+
+def group_documents(starts: Sequence[int], lengths: Sequence[int],
+                    budget: int) -> list[tuple[list[int], list[int]]]:
+    """Return groups of documents of similar length, each with at most `budget` tokens when it is padded."""
+    groups: list[tuple[list[int], list[int]]] = []
+    for length, start in sorted(zip(lengths, starts), reverse=True):
+        if not groups or (len(groups[-1][0]) + 1) * groups[-1][1][0] > budget:
+            groups.append(([], []))
+        groups[-1][0].append(start)
+        groups[-1][1].append(length)
+    return groups
+
+
+def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> LlamaTeacher | HFTeacher:
+    """Load the model in a folder of `find_teacher`: by our own code if it is a Llama, else by transformers.
+
+    A Llama that runs in each step is sharded like the student. One whose outputs are stored is not, because
+    each rank stores other rows. Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: its weights cannot be read, or do not fit its configuration.
+        SettingsError: transformers is needed but missing, or does not know the model.
+    """
+    described = read_json(folder / "config.json")
+    try:
+        settings = model_settings_from_huggingface(described)
+    except CheckpointError:
+        settings = None
+    if settings is None:  # not a Llama, or one that we cannot represent
+        return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
+                                                                  ranks.device))
+    stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
+    dtype = _dtype(config, stored, ranks.device)
+    model = model_on_meta(ModelConfig(**settings), described["vocab_size"], dtype)
+    model.requires_grad_(False).to(dtype)
+    if config.distillation_top_k:
+        config = config.model_copy(update={"sharding": "none"})
+    allocate_model(model, config, ranks)
+    ranks.raise_on_all(lambda: load_weights(folder, model))
+    compile_where_possible(model, config, ranks.device.type)
+    return LlamaTeacher(model, vocab_size)
+
+
+def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
+    """Return the teacher in a folder of `find_teacher` without its weights."""
+    described = read_json(folder / "config.json")
+    try:
+        shape = ModelConfig(**model_settings_from_huggingface(described))
+    except CheckpointError:
+        with requires_package("transformers", f"TEACHER_MODEL={folder}"):
+            from transformers import AutoConfig, AutoModelForCausalLM
+        with torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            return HFTeacher(AutoModelForCausalLM.from_config(config), vocab_size)
+    return LlamaTeacher(model_on_meta(shape, described["vocab_size"], torch.bfloat16), vocab_size)
+
+
+def _dtype(config: Config, own: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of TEACHER_PRECISION; on a CPU, which is slow at float16, float32 instead."""
+    dtype = PRECISIONS.get(config.teacher_precision, own)
+    return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
+
+
+def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: Config, vocab_size: int,
+                            device: torch.device) -> HFTeacher:
+    name, kind = f"TEACHER_MODEL={config.teacher_model}", described.get("model_type")
+    longest = described.get("max_position_embeddings", described.get("n_positions"))
+    try:
+        import transformers
+    except ImportError as error:
+        raise SettingsError(f"{name} is a {kind!r} model, which needs the package transformers; install it "
+                            f"with {pip_install('transformers')}, or choose a Llama") from error
+    # What its configuration rules out.
+    if isinstance(longest, int) and longest < config.max_seq_len:
+        raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, "
+                            "or choose another teacher")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise SettingsError(f"{name}: transformers {transformers.__version__} knows no {kind!r} models, and "
+                            "code that comes with a model is never run; choose another teacher")
+    # What its weights rule out; from_pretrained would initialize missing ones randomly.
+    try:
+        model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, use_safetensors=True, output_loading_info=True)
+    except Exception as error:  # of any class, from one of transformers' many libraries
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{name}: {folder} cannot be loaded: {what}; download it again, or choose "
+                              "another teacher") from error
+    if lacking := sorted(map(str, [*loaded["missing_keys"], *loaded["mismatched_keys"]])):
+        raise CheckpointError(f"{name}: {folder} lacks weights of a causal language model, such as "
+                              f"{lacking[0]}; choose another teacher")
+    if "quantization_config" not in described:  # whose weights keep their dtypes
+        model.to(_dtype(config, model.dtype, device))
+    model.to(device)
+    teacher = HFTeacher(model, vocab_size)
+    if not is_causal(model, vocab_size):
+        raise SettingsError(f"{name} sees the tokens that it should predict: it is no causal language model; "
+                            "choose another teacher")
+    return teacher
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module, vocab_size: int) -> bool:
+    """Return whether changing a later token leaves a model's logits unchanged, by a test."""
+    tokens_BT = (torch.arange(16, device=model.device).repeat(2, 1) * 7) % vocab_size
+    tokens_BT[1, 8:] = (tokens_BT[1, 8:] + 1) % vocab_size
+    logits_BTV = model(tokens_BT, attention_mask=torch.ones_like(tokens_BT), use_cache=False).logits
+    one, other = logits_BTV[:, :8].float()
+    return bool((one - other).abs().max() <= 1e-3 * one.abs().max())

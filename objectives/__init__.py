@@ -1,1 +1,0 @@
-"""What a model learns from: next tokens, preferences, a teacher."""

@@ -1,0 +1,269 @@
+"""Where the time of the steps goes, phase by phase, and which rank is slower than the others."""
+
+import socket
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import torch
+
+from common.heartbeat import HEARTBEAT
+from run.life import Run
+
+STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
+PHASES = (*STEP_PHASES, "save", "other")  # what the heartbeat names otherwise is an evaluation
+# Not the backward: it contains the wait for a slower rank, so that the others look slow there.
+COMPARED = {"step": ("data", "forward"), "evaluation": ("evaluation",), "save": ("save",)}
+MOST_STEPS = 10_000  # of which the seconds are kept for the next reading
+COMPARED_STEPS = 10  # at least, in a comparison of the ranks
+SLOWER = 1.15  # by how much a slow rank exceeds the median of the others
+# The least that it loses: as a share of a step, or of all time, and in seconds. Small evaluations are uneven.
+LOST = {"step": (0.02, 0.0), "evaluation": (0.05, 1.0), "save": (0.05, 0.2)}
+# A comparison adds the excess in standard errors, at most MOST, and takes MOST off where a rank is not slow.
+# A rank is named at ENOUGH: after two comparisons at least, because of a save after one.
+ENOUGH, MOST = 8.0, {"step": 5.0, "evaluation": 5.0, "save": 8.0}
+
+
+def median_of_others(values: np.ndarray) -> np.ndarray:
+    """For each row, the median of all other rows, column by column."""
+    in_order, place, others = np.sort(values, 0), values.argsort(0).argsort(0), len(values) - 1
+
+    def other(k: int) -> np.ndarray:
+        return np.where(place > k, in_order[k], in_order[k + 1])
+
+    return (other((others - 1) // 2) + other(others // 2)) / 2
+
+
+class SlowRanks:
+    """Which ranks are slow, so that each is named once when that begins and once when it is over.
+
+    Every rank has the same values, and so comes to the same result.
+    """
+
+    def __init__(self) -> None:
+        self.evidence = dict.fromkeys(COMPARED, 0.0)  # arrays of (ranks, phases)
+        self.named: dict[tuple[str, int], int] = {}  # the phase's place, by the group and the rank
+
+    def compare(self, own: dict[str, np.ndarray], variances: dict[str, np.ndarray],
+                seconds: dict[str, float]) -> list[tuple[int, str, float]]:
+        """(rank, phase, ratio) of each rank that begins to be slow in a phase; the ratio is 0 at its end.
+
+        The ratio is to the median of the other ranks. Of several phases the one that costs most is named.
+
+        Args:
+            own: by phase, the seconds of each rank without its waits: of a step, or of all evaluations or
+                saves since the last comparison.
+            variances: of these means over the steps.
+            seconds: by group, those of which LOST is a share.
+        """
+        news = []
+        for group, phases in COMPARED.items():
+            table = np.stack([own[phase] for phase in phases], 1)
+            if len(table) < 2 or not table.any():  # a single rank; no evaluation, no save
+                continue
+            others = median_of_others(table)
+            spread = np.stack([variances.get(phase, np.zeros(len(table))) for phase in phases], 1)
+            errors = np.sqrt(spread + median_of_others(spread))
+            lost = table - others
+            share, least = LOST[group]
+            slow = (table > SLOWER * others) & (lost > max(share * seconds[group], least))
+            if group == "save":
+                slow[0] = False  # it writes, while the others wait
+            added = np.where(slow, np.minimum(lost / np.maximum(errors, 1e-9), MOST[group]), -MOST[group])
+            self.evidence[group] = evidence = np.clip(self.evidence[group] + added, 0, ENOUGH)
+            worst = np.where(slow & (evidence >= ENOUGH), lost, 0)
+            for rank in range(len(table)):
+                before, phase = self.named.get((group, rank)), int(worst[rank].argmax())
+                if worst[rank, phase] and phase != before:
+                    self.named[group, rank] = phase
+                    ratio = table[rank, phase] / max(others[rank, phase], 1e-6)
+                    news.append((rank, phases[phase], float(ratio)))
+                elif before is not None and not evidence[rank, before]:
+                    del self.named[group, rank]
+                    news.append((rank, phases[before], 0.0))
+        return news
+
+
+def mean(steps: Sequence[Counter[str]], phase: str) -> float:
+    """The mean seconds of a phase; of no steps, 0."""
+    return sum(step[phase] for step in steps) / max(1, len(steps))
+
+
+class HostClock:
+    """The time of a mark on the host."""
+
+    now = staticmethod(time.perf_counter)
+
+    def between(self, start: float, end: float, wait: bool) -> float:
+        """The seconds between two marks."""
+        return end - start
+
+
+class CudaClock:
+    """The time of a mark on the GPU: an event in the current stream, read when the GPU has passed it."""
+
+    def __init__(self) -> None:
+        self.pool: list[Any] = []
+
+    def now(self) -> Any:
+        """Enqueue an event."""
+        event = self.pool.pop() if self.pool else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, end: Any, wait: bool) -> Optional[float]:
+        """The seconds between two events, of which the first is used again; None: not known yet."""
+        if wait:
+            end.synchronize()
+        elif not end.query():
+            return None
+        self.pool.append(start)
+        return start.elapsed_time(end) / 1000
+
+
+class Mark(NamedTuple):
+    """The moment at which a phase begins, or a wait for other ranks within it."""
+
+    at: Any
+    name: str
+    waits: bool
+    step: int
+    unix: Optional[float]  # at the first mark of a step, when the GPU is idle
+
+
+class Phases:
+    """The seconds that a run's steps spend in each phase, as the heartbeat tells them in a `with` block.
+
+    Time in which a rank waits for others outside the backward is "communication". On a GPU nothing waits for
+    a mark: they are read when the step after them begins, and the loop has waited for the GPU.
+
+    Args:
+        on_mark: called late, but in order, with the Unix time, phase and step of each mark.
+    """
+
+    def __init__(self, run: Run, on_mark: Optional[Callable[[float, str, int], None]] = None):
+        self.run, self.on_mark, self.started = run, on_mark, time.perf_counter()
+        self.clock = CudaClock() if run.ranks.device.type == "cuda" else HostClock()
+        self.marks: deque[Mark] = deque()
+        self.step, self.unix = -1, time.time()
+        self.steps: list[Counter[str]] = []  # the seconds of each step since the last reading
+        self.pauses: Counter[tuple[str, int]] = Counter()  # by the heartbeat's names and step, likewise
+        self.totals: Counter[str] = Counter()
+        self.slow_ranks, self.compared_at = SlowRanks(), self.started
+        self.to_compare: list[Counter[str]] = []  # without the first step, which compiles
+        self.own_pauses: Counter[str] = Counter()  # since the last comparison
+        self.is_first_step = True
+
+    def mark(self, name: str, waits: bool) -> None:
+        """Note that a phase begins, or that this rank begins or ends to wait for others in it."""
+        unix, step = None, HEARTBEAT.step
+        waits = waits and self.run.ranks.world_size > 1
+        if self.marks and self.marks[-1][1:4] == (name, waits, step):
+            return
+        if name == "data" and step != self.step:
+            self._read_marks()
+            self.step, unix = step, time.time()
+        self.marks.append(Mark(self.clock.now(), name, waits, step, unix))
+
+    def _read_marks(self, wait: bool = False) -> None:
+        while len(self.marks) > 1:
+            mark, following = self.marks[0], self.marks[1]
+            seconds = self.clock.between(mark.at, following.at, wait)
+            if seconds is None:
+                return
+            self.marks.popleft()
+            self._count(mark, seconds)
+
+    def _count(self, mark: Mark, seconds: float) -> None:
+        phase = mark.name if mark.name in PHASES else "evaluation"
+        is_of_step = phase in STEP_PHASES
+        key = "communication" if is_of_step and mark.waits else phase
+        self.totals[key] += seconds
+        if mark.unix:
+            self.unix = mark.unix
+            self.steps.append(Counter())
+            del self.steps[:-MOST_STEPS]
+        if is_of_step:
+            self.steps[-1][key] += seconds
+        elif phase != "other":
+            self.pauses[mark.name, mark.step] += seconds
+            self.own_pauses[phase] += seconds * (not mark.waits)
+        if self.on_mark:
+            self.on_mark(self.unix, key, mark.step)
+        self.unix += seconds
+
+    def read_steps(self) -> dict[str, float]:
+        """The mean seconds of the steps since the last reading, averaged over the ranks; also tells which
+        rank is slow.
+
+        Collective: every rank must call it.
+        """
+        self._read_marks(wait=True)
+        steps, self.steps = self.steps, []
+        self.to_compare += steps[self.is_first_step:]
+        self.is_first_step = False
+        own = [mean(steps, phase) for phase in STEP_PHASES] + self._own()
+        ranks, every = self.run.ranks, np.zeros((self.run.ranks.world_size, len(own)))
+        every[ranks.rank] = own
+        every = np.reshape(ranks.all_reduce_floats(every.ravel().tolist()), every.shape)
+        if len(self.to_compare) >= COMPARED_STEPS - 1:  # the first was left out
+            self._compare(every[:, len(STEP_PHASES):], every[:, :len(STEP_PHASES)].sum(1).mean())
+        means = dict(zip(STEP_PHASES, every.mean(0).tolist()))
+        if ranks.world_size == 1:
+            del means["communication"]
+        return {"step_seconds": sum(means.values()),
+                **{f"{phase}_seconds": seconds for phase, seconds in means.items()}}
+
+    def read_pauses(self) -> dict[str, float]:
+        """The seconds of evaluations and saves since the last reading; each evaluation becomes an event."""
+        HEARTBEAT.begin("other")
+        self._read_marks(wait=True)
+        pauses, self.pauses, sums = self.pauses, Counter(), Counter()
+        for (name, step), seconds in pauses.items():
+            phase = "save" if name == "save" else "evaluation"
+            sums[f"{phase}_seconds"] += seconds
+            if phase == "evaluation":
+                self.run.log.event("evaluation", step, what=name, seconds=seconds)
+        return dict(sums)
+
+    def _own(self) -> list[float]:
+        """What the ranks compare: means over the steps, their variances, pauses, and the time of all."""
+        phases, steps = COMPARED["step"], self.to_compare
+        variances = [np.var([step[phase] for step in steps], ddof=1) / len(steps) if len(steps) > 1 else 0.0
+                     for phase in phases]
+        return [*(mean(steps, phase) for phase in phases), *variances, self.own_pauses["evaluation"],
+                self.own_pauses["save"], time.perf_counter() - self.compared_at]
+
+    def _compare(self, every: np.ndarray, step_seconds: float) -> None:
+        """Log which ranks begin or end to be slow, from the `_own` of each."""
+        data, forward, *variances, evaluation, save, since = every.T
+        own = {"data": data, "forward": forward, "evaluation": evaluation, "save": save}
+        all_time = {"step": step_seconds, "evaluation": since.mean(), "save": since.mean()}
+        news = self.slow_ranks.compare(own, dict(zip(COMPARED["step"], variances)), all_time)
+        self.compared_at, self.to_compare, self.own_pauses = time.perf_counter(), [], Counter()
+        if not news:
+            return
+        log, step = self.run.log, HEARTBEAT.step
+        hosts = self.run.ranks.all_gather_json(socket.gethostname())
+        for rank, phase, ratio in news:
+            place = f"rank {rank}{f' on {hosts[rank]}' if len(set(hosts)) > 1 else ''}"
+            if ratio:
+                log.warn(f"{place} is slow: its {phase} takes {ratio:.2f} times as long as that of others")
+                log.event("slow rank", step, rank=rank, phase=phase, ratio=round(ratio, 3), host=hosts[rank])
+            else:
+                log.info(f"{place} is no longer slow in {phase}")
+                log.event("slow rank ended", step, rank=rank, phase=phase)
+
+    def describe(self) -> str:
+        """How the time since the beginning was spent, in percent."""
+        self.mark("other", waits=False)
+        self._read_marks(wait=True)
+        total = time.perf_counter() - self.started
+        percent = {phase: f"{100 * seconds / total:.1f}" for phase, seconds in self.totals.items() if seconds}
+        of_steps = [f"{phase} {percent[phase]}" for phase in STEP_PHASES if phase in percent]
+        steps = sum(self.totals[phase] for phase in STEP_PHASES)
+        parts = [f"steps {100 * steps / total:.1f} % ({', '.join(of_steps)})"]
+        parts += [f"{phase} {percent[phase]} %" for phase in ("evaluation", "save") if phase in percent]
+        return ", ".join(parts)

@@ -1,0 +1,214 @@
+"""Single steps in detail: torch.profiler (PROFILE_STEPS), the CUDA allocator's history (MEMORY_SNAPSHOT).
+
+Rank 0 does both, into `profile/` of the run's folder. What is computed stays the same, bit by bit.
+
+
+What is measured while a run takes its steps: time by phase, utilization and power, profiles."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.heartbeat import HEARTBEAT
+from config import step_window
+from dataloaders import Batch
+from observe.phases import Phases
+from observe.power import Utilization, step_flops
+from parallel.fsdp import is_sharded
+from run.life import Run
+
+ROWS = 25  # of each table
+SNAPSHOT_EVENTS = 200_000  # allocations that are kept of a step, the last ones; each takes a few KB
+MATMULS = ("aten.mm", "aten.addmm")  # all but attention, some kernels of which are written out as others
+
+
+class Profiling:
+    """Records the steps that the settings name."""
+
+    def __init__(self, run: Run):
+        config, self.run = run.config, run
+        self.window = step_window(config.profile_steps) or range(0)
+        self.snapshot, self.profiler, self.recorded = config.memory_snapshot, None, []
+        self.phase, self.batches = None, []
+        left = range(run.progress.step + 1, config.max_steps + 1)
+        for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
+                            ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
+            if steps and (steps[-1] < left.start or steps[0] >= left.stop):
+                run.log.info(f"{name} names no step that is left ({left.start:,} to {config.max_steps:,})")
+        if not run.ranks.is_rank0:
+            self.window, self.snapshot = range(0), None
+
+    def begin(self, step: int) -> None:
+        """A step begins, counted from 1."""
+        if self.profiler and step > self.window[-1]:
+            self._finish()
+        if step == self.snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+        if self.window and self.window[0] - 1 <= step <= self.window[-1]:
+            if self.profiler:
+                self.profiler.step()
+            else:
+                self._start(step)
+            if step in self.window:
+                self.recorded.append(step)
+
+    def mark(self, phase: str) -> None:
+        """A phase begins, which has its name in the trace; an empty name: none."""
+        if self.phase and self.phase.name == phase:
+            return
+        if self.phase:
+            self.phase.__exit__(None, None, None)
+            self.phase = None
+        if self.profiler and phase:
+            self.phase = record_function(phase).__enter__()
+
+    def end(self, step: int, batches: Sequence[Batch]) -> None:
+        """A step of these micro-batches ends."""
+        if step == self.snapshot:
+            self._write(f"memory-step-{step}.pickle", torch.cuda.memory._dump_snapshot,
+                        "open it at pytorch.org/memory_viz, which reads it in the browser")
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self.profiler and step == self.window[-1]:
+            self._stop()
+            self.batches = batches  # to count FLOPs in, when the next step begins: a save comes first
+
+    def _start(self, step: int) -> None:
+        """Start the profiler, one step before the first to warm up, unless the run begins later."""
+        def action(number: int) -> ProfilerAction:
+            if (number := max(number, step)) < self.window[0]:
+                return ProfilerAction.WARMUP
+            return ProfilerAction.RECORD if number < self.window[-1] else ProfilerAction.RECORD_AND_SAVE
+
+        activities = [ProfilerActivity.CPU]
+        if self.run.ranks.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self.profiler = profile(activities=activities, schedule=action, profile_memory=True,
+                                acc_events=True)  # without it, torch 2.11 warns of a second cycle
+        self.profiler.step_num = step  # so that the trace has our numbers
+        self.profiler.start()
+
+    def _stop(self) -> None:
+        self.mark("")
+        self.profiler.stop()
+
+    def _finish(self) -> None:
+        """Write trace and tables of the recorded steps."""
+        (profiler, self.profiler), (batches, self.batches) = (self.profiler, None), (self.batches, [])
+        if not self.recorded:
+            return
+        name = f"rank-{self.run.ranks.rank}-steps-{self.recorded[0]}-{self.recorded[-1]}"
+        self._write(f"{name}.trace.json.gz", profiler.export_chrome_trace,
+                    "open it in Perfetto, or in chrome://tracing")
+        kind = "cuda" if self.run.ranks.device.type == "cuda" else "cpu"
+        averages = profiler.key_averages()
+        columns = {"time": f"self_{kind}_time_total", "memory": f"self_{kind}_memory_usage"}
+        parts = [f"The first {ROWS} by {what}\n{averages.table(sort_by=column, row_limit=ROWS)}"
+                 for what, column in columns.items()]
+        parts += [compare_flops(self.run, batches[0])] if batches else []
+        self._write(f"{name}.txt", lambda path: Path(path).write_text("\n".join(parts)),
+                    f"the first {ROWS} by time and by memory, and the FLOPs")
+
+    def _write(self, name: str, write: Callable[[str], object], how: str) -> None:
+        path = self.run.folder / "profile" / name
+        try:
+            with HEARTBEAT.beat_in_background():
+                path.parent.mkdir(exist_ok=True)
+                write(str(path))
+        except (OSError, RuntimeError) as error:
+            self.run.log.warn(f"{path} cannot be written: {error}; the run continues")
+        else:
+            self.run.log.info(f"Wrote {path}; {how}")
+
+    def close(self, failed: bool) -> None:
+        """The run ends, perhaps before the last step of the window."""
+        if self.recorded and self.profiler and not self.batches:  # to stop a warm-up crashes torch 2.11
+            self._stop()
+        if self.profiler and not failed:
+            self._finish()
+
+
+def compare_flops(run: Run, batch: Batch) -> str:
+    """Return the FLOPs of a micro-batch by formula, and as torch counts them, eagerly.
+
+    It leaves gradients behind, which the next step drops. No collective is called.
+    """
+    # Eagerly, only the blocks are recomputed.
+    eager = {"compile": False}
+    if run.config.activation_checkpointing == "selective":
+        eager["activation_checkpointing"] = "none"
+    flops = step_flops(run, run.config.model_copy(update=eager))
+    work = flops.read([batch])
+    needed, computed = flops.of(work)
+    lines = [f"FLOPs of one micro-batch: {work.tokens:,} tokens, {work.padding:,} of them padding, "
+             f"{work.targets:,} targets", f"{'':36}{'matmuls':>12}{'attention':>12}"]
+    lines += [f"{name:36}{found.matmuls + found.head:12.4e}{found.attention:12.4e}" for name, found in
+              (("needed, by formula (MFU)", needed), ("computed eagerly, by formula (HFU)", computed))]
+    if is_sharded(run.model):
+        return "\n".join([*lines, "Not counted: the model is sharded, and ranks gather it together."])
+    device = run.ranks.device
+    try:
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), \
+                torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
+            run.objective.loss_sum(run.model, batch).total.backward()
+    except torch.OutOfMemoryError:
+        return "\n".join([*lines, "Not counted: an eager step needs more memory than is left."])
+    counts = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+    matmuls = sum(counts.get(name, 0) for name in MATMULS)
+    attention = sum(counts.values()) - matmuls
+    lines += [f"{'counted by FlopCounterMode':36}{matmuls:12.4e}{attention:12.4e}",
+              f"Of the computed matmuls {matmuls / (computed.matmuls + computed.head):.2%} are counted.",
+              "The formula has attention in full. The counter has it as the kernel computes it: not at all",
+              "on a CPU, within documents (varlen), or with the scores that a backward computes again.", ""]
+    return "\n".join(lines)
+
+
+class Measurements:
+    """Measures in a `with` block around the loop, to which the heartbeat tells which phase begins.
+
+    The loop saves at a stop signal; a profile is written after that.
+    Collective: every rank must call it, and each of its readings.
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.utilization, self.profiling = run, Utilization(run), Profiling(run)
+        self.phases = Phases(run, self.utilization.mark)
+
+    def __enter__(self) -> "Measurements":
+        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # a run may train within another
+        HEARTBEAT.begin("other")
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        HEARTBEAT.on_mark = self.before
+        self.profiling.close(failed=error is not None)
+        self.utilization.close()
+
+    def _mark(self, phase: str, waits: bool) -> None:
+        self.phases.mark(phase, waits)
+        self.profiling.mark(phase)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, counted from 1, with its data."""
+        self.utilization.begin(step)
+        self.profiling.begin(step)
+        HEARTBEAT.enter("data", step)
+
+    def end_step(self, step: int, batches: Sequence[Batch]) -> None:
+        """A step of these micro-batches ends."""
+        HEARTBEAT.begin("other")
+        self.utilization.end(batches)
+        self.profiling.end(step, batches)
+
+    def read_steps(self) -> dict[str, float]:
+        """The metrics of the steps since the last reading: speed, seconds by phase, utilization, power."""
+        seconds = self.phases.read_steps()
+        rate = self.run.config.total_batch_size / seconds["step_seconds"]
+        return {"tokens_per_second": rate, **seconds, **self.utilization.read(rate)}
+
+    def read_pauses(self) -> dict[str, float]:
+        """The seconds of evaluations and saves since the last reading."""
+        return self.phases.read_pauses()

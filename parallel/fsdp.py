@@ -1,0 +1,377 @@
+"""One model divided over several ranks by torch's FSDP2: which rows of which matrix a rank holds.
+
+The ranks of a shard group hold one copy of the model together: each has some rows of every matrix, of its
+gradient and of its optimizer state. Vectors are small, and whole on every rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from common.heartbeat import HEARTBEAT
+from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks
+
+T = TypeVar("T")
+ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
+SHARD = "shard"  # the dimension of the mesh along which matrices are divided
+
+
+def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
+    """Return the mesh (replicate, shard) of all ranks, or (shard) if they hold one copy of the model.
+
+    Collective: every rank must call it.
+    """
+    if not dist.is_initialized():  # a single process
+        dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(),
+                                rank=0, world_size=1)
+    if ranks_per_copy == ranks.world_size:
+        return init_device_mesh(ranks.device.type, (ranks_per_copy,), mesh_dim_names=(SHARD,))
+    mesh = torch.arange(ranks.world_size).view(-1, ranks_per_copy)
+    # Not by init_device_mesh, whose groups time out by themselves. The watchdog judges, and names ranks.
+    timeout = timedelta(seconds=GROUP_TIMEOUT_MARGIN_SECONDS)
+    groups = [dist.new_subgroups_by_enumeration(each.tolist(), timeout)[0] for each in (mesh.T, mesh)]
+    return DeviceMesh.from_group(groups, ranks.device.type, mesh, mesh_dim_names=("replicate", SHARD))
+
+
+def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
+                gradient_dtype: torch.dtype = torch.float32, offload: bool = False) -> None:
+    """Divide a model's matrices over the ranks of the mesh; best on the meta device, before it has memory.
+
+    Everything is gathered in `compute_dtype`: a block for its forward and for its backward, the embedding for
+    its look-up, and the head from its forward to its backward. Gradients of embedding and head are float32,
+    so that they are summed over tokens and chunks as precisely as without sharding.
+
+    Args:
+        gradient_dtype: in which ranks exchange gradients.
+        offload: keep parameters, gradients and optimizer state in the host's memory.
+    """
+    vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
+    # Inputs are not cast: cosines and sines stay float32.
+    policy = MixedPrecisionPolicy(compute_dtype, gradient_dtype, cast_forward_inputs=False)
+    place = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, ignored_params=vectors, mp_policy=policy, offload_policy=place)
+    head = model.head_matrix
+    has_backward = any(parameter.requires_grad for parameter in model.parameters())
+    for module in (model.tok_embeddings, *model.layers, head):
+        if not isinstance(module, FSDPModule):  # the head may be the embedding
+            shard(module, reshard_after_forward=module is not head or not has_backward)
+    register_fsdp_forward_method(head, "use_as_head")
+    model.tok_embeddings.set_unshard_in_backward(False)  # a look-up's gradient does not need the matrix
+    shard(model)  # which holds nothing else
+    # fully_shard would copy the document ids, which the host reads, to the GPU: so it sees no arguments.
+    model.register_forward_pre_hook(lambda _, *given: ((lambda: given,), {}), prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, hidden, __: hidden[0](), with_kwargs=True)
+    # Called outside of forward
+    model.call = lambda method: method()
+    register_fsdp_forward_method(model, "call")
+    for method in (model.hidden, model.logits):
+        setattr(model, method.__name__, partial(call_without_arguments, model, method))
+
+
+def call_without_arguments(model: nn.Module, method: Callable[..., T], *args, **kwargs) -> T:
+    """Call a method of a sharded model, which gathers what it needs."""
+    return model.call(partial(method, *args, **kwargs))
+
+
+def gather(module: nn.Module) -> None:
+    """Gather the parameters of a module if it is sharded, until its next forward ends.
+
+    Collective within a shard group.
+    """
+    if is_sharded(module):
+        module.unshard()
+
+
+def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> None:
+    """Give a model on the meta device memory: the rank's own rows of what is sharded."""
+    if not is_sharded(model):
+        model.to_empty(device=device)
+        return
+    model.to_empty(device="cpu" if offload else device)
+    for parameter in model.parameters():
+        if not is_divided(parameter):
+            parameter.data = parameter.data.to(device)
+
+
+# ------------------------------------------------------------------------------- a rank's own rows
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether `shard_model` was called."""
+    return isinstance(model, FSDPModule)
+
+
+def is_divided(tensor: Tensor) -> bool:
+    """Whether this parameter is sharded; false for one that is whole on every rank."""
+    return isinstance(tensor, DTensor)
+
+
+def own(tensor: Tensor) -> Tensor:
+    """Return the rank's own rows of a sharded parameter or gradient: its memory, not a copy.
+
+    A tensor that is not sharded is returned itself.
+    """
+    return tensor.detach().to_local() if is_divided(tensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> tuple[int, int]:
+    """Return the first of the rank's own rows, and the one after the last."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not is_divided(tensor):
+        return 0, rows
+    return _rows_of(tensor.device_mesh.get_local_rank(SHARD), rows, tensor.device_mesh[SHARD].size())
+
+
+def _rows_of(rank: int, rows: int, ranks: int) -> tuple[int, int]:
+    each = -(-rows // ranks)
+    start = min(rows, each * rank)
+    return start, min(rows, start + each)
+
+
+@torch.no_grad()
+def put(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the rank's own rows of a whole tensor into a parameter."""
+    own(parameter).copy_(whole[slice(*own_rows(parameter))])
+
+
+@torch.no_grad()
+def load_rows(parameter: Tensor, read: ReadRows) -> None:
+    """Read the rank's own rows of a parameter, and no others."""
+    start, end = own_rows(parameter)
+    if start < end:
+        own(parameter).copy_(read(start, end))
+
+
+def ranks_per_copy(model: nn.Module) -> int:
+    """Return the number of ranks that hold one copy of the model together."""
+    return next((each.device_mesh[SHARD].size() for each in model.parameters() if is_divided(each)), 1)
+
+
+def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Return the whole of a tensor that is sharded like a parameter. Collective within a shard group.
+
+    Args:
+        rows: the rank's own.
+        like: the parameter.
+    """
+    if not is_divided(like) or like.device_mesh[SHARD].size() == 1:
+        return rows
+    group, device = like.device_mesh.get_group(SHARD), like.device_mesh.device_type
+    each = -(-like.shape[0] // group.size())
+    padded = torch.zeros(each, *like.shape[1:], dtype=rows.dtype, device=device)
+    padded[:len(rows)] = rows
+    whole = torch.empty(each * group.size(), *like.shape[1:], dtype=rows.dtype, device=device)
+    with HEARTBEAT.waiting():
+        dist.all_gather([*whole.split(each)], padded, group=group)  # all_gather_into_tensor is deprecated
+    return whole[:like.shape[0]]
+
+
+def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
+    """Return rank 0's tensor on every rank, if the model is sharded: all must then take equal decisions.
+
+    Collective if the model is sharded: every rank must call it.
+    """
+    if is_sharded(model):
+        with HEARTBEAT.waiting():
+            dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name: of a sharded model the sharded ones, also after an evaluation."""
+    for module in filter(is_sharded, model.modules()):
+        module.reshard()
+    return dict(model.named_parameters())
+
+
+class RowServer:
+    """Gathers sharded tensors for rank 0, one at a time, while the other ranks serve.
+
+    So rank 0 can write a checkpoint, also a second time, without any rank holding the whole model.
+
+    Args:
+        tensors: the rank's own rows by name, and the parameter that they are sharded like.
+    """
+
+    END = -1
+
+    def __init__(self, tensors: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks):
+        self.tensors, self.ranks, self.names = tensors, ranks, [*tensors]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Return rows of a whole tensor, or a scalar; only rank 0 calls it, in `on_rank0`."""
+        rows, like = self.tensors[name]
+        if is_divided(like):
+            self._announce(self.names.index(name))
+        whole = gather_rows(rows, like)
+        return whole[start:stop] if whole.ndim else whole
+
+    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
+        """`Ranks.on_rank0`, where make() may `gather`. Collective: every rank must call it."""
+        def work() -> Optional[T]:
+            if self.ranks.is_rank0:
+                try:
+                    return make()
+                finally:
+                    self._announce(self.END)
+            while (index := self._announce(self.END)) != self.END:
+                gather_rows(*self.tensors[self.names[index]])
+
+        return self.ranks.raise_on_all(work)
+
+    def _announce(self, index: int) -> int:
+        """Return rank 0's index on every rank."""
+        if self.ranks.world_size == 1:
+            return index
+        number = torch.tensor(index, device=self.ranks.device)
+        with HEARTBEAT.waiting():
+            dist.broadcast(number, src=0)
+            return int(number)
+
+
+# ---------------------------------------------------------------------------------- divided work
+
+
+def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
+                     compute: Callable[[Tensor], Tensor], like: Tensor, dtype: torch.dtype,
+                     ranks: Ranks) -> Iterator[Tensor]:
+    """Yield compute(batch) for each batch of matrices; rank r of N computes batches r, r + N, ...
+
+    Ranks with whole matrices broadcast the results. The ranks of a shard group send the rows of a batch to
+    the rank that computes it, and get their rows of the result back. Collective: every rank must call it.
+
+    Args:
+        shapes: (P, R, C) of each batch: P whole matrices.
+        stack: returns the batch of this index, on the ranks' device: (P, rows, C) with the rank's own rows.
+        compute: keeps shape and dtype.
+        like: one of the parameters; all are divided over the same ranks, or all are whole.
+        dtype: of the batches.
+    """
+    group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
+    in_rows = group is not None and group.size() > 1
+    rank, size = (group.rank(), group.size()) if in_rows else (ranks.rank, ranks.world_size)
+    for first in range(0, len(shapes), size):
+        turn = range(first, min(first + size, len(shapes)))
+        mine = first + rank
+        if in_rows:
+            yield from _compute_rows(turn, shapes, stack, compute, group)
+            continue
+        own_result = compute(stack(mine)) if mine in turn else None
+        for owner, batch in enumerate(turn):
+            if size == 1:
+                yield own_result
+                continue
+            result = (own_result.contiguous() if batch == mine else
+                      torch.empty(shapes[batch], dtype=dtype, device=ranks.device))
+            with HEARTBEAT.waiting():
+                dist.broadcast(result, src=owner)
+            yield result
+
+
+def _compute_rows(turn: range, shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
+                  compute: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the rank's own rows of compute(batch), for at most as many batches as the group has ranks."""
+    rows = [stack(batch) for batch in turn]
+    row_shapes, results, parts = [each.shape for each in rows], [rows[0][:0]], []
+    if group.rank() < len(turn):
+        count, height, columns = shapes[turn[group.rank()]]
+        bounds = [_rows_of(rank, height, group.size()) for rank in range(group.size())]
+        parts = [torch.Size((count, end - start, columns)) for start, end in bounds]
+    rows = _exchange(rows, parts, group)
+    if parts:
+        results = compute(torch.cat(rows, dim=1)).split([part[1] for part in parts], dim=1)
+    return _exchange(results, row_shapes, group)
+
+
+def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
+              group: dist.ProcessGroup) -> list[Tensor]:
+    """Send tensor r to rank r and return what rank r sends, in shape r; the last ranks may have none."""
+    counts, numels = [each.numel() for each in sent], [shape.numel() for shape in shapes]
+    flat = torch.cat([each.flatten() for each in sent])
+    received = flat.new_empty(sum(numels))
+    with HEARTBEAT.waiting():
+        dist.all_to_all_single(received, flat, *([*each, *[0] * (group.size() - len(each))]
+                                                 for each in (numels, counts)), group=group)
+    return [part.view(shape) for part, shape in zip(received.split(numels), shapes)]
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def exchange_over_copies(model: nn.Module, exchange: bool) -> None:
+    """Choose whether the next backward sums gradients over the copies of a sharded model.
+
+    Within a shard group every backward does, because a rank has no memory for whole gradients.
+    """
+    model.set_requires_all_reduce(exchange)
+
+
+def average_vectors(model: nn.Module, ranks: Ranks) -> None:
+    """Average the gradients that `fully_shard` ignores. Collective: every rank must call it."""
+    gradients = [parameter.grad for parameter in model.parameters()
+                 if parameter.grad is not None and not is_divided(parameter)]
+    if not gradients:
+        return
+    together = ranks.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]) / ranks.world_size)
+    for gradient, mean in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
+        gradient.copy_(mean.view_as(gradient))
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all tensors together. Collective within a shard group if some are sharded."""
+    tensors = [*tensors]
+    mesh = next((tensor.device_mesh for tensor in tensors if is_divided(tensor)), None)
+    if mesh is None:
+        return nn.utils.get_total_norm(tensors)
+    # No tensor is built from a list of the host's, for which the host would wait.
+    norms = [*torch._foreach_norm([*map(own, tensors)])]
+    divided = [index for index, tensor in enumerate(tensors) if is_divided(tensor)]
+    sharded = torch.stack([norms[index] for index in divided]).to(mesh.device_type)
+    if mesh[SHARD].size() > 1:
+        squares = sharded.square()
+        with HEARTBEAT.waiting():
+            dist.all_reduce(squares, group=mesh.get_group(SHARD))
+        sharded = squares.sqrt()
+    for index, norm in zip(divided, sharded.unbind()):  # in the order of the tensors, for the sum's bits
+        norms[index] = norm
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+class FiniteGradients:
+    """Watches, in a `with` block, whether the gradients of the rank's own rows are finite.
+
+    The exchange of gradients mixes those of all ranks; this looks at them before it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.finite, self.handles = [], []
+        for module in filter(is_sharded, model.modules()):
+            module.unshard()  # each gathering fills the same parameters
+            self.handles += [parameter.register_hook(self._look) for parameter in module.parameters()
+                             if parameter.requires_grad and not is_divided(parameter)]
+            module.reshard()
+
+    def _look(self, gradient: Tensor) -> None:
+        self.finite.append(gradient.isfinite().all())
+
+    def __enter__(self) -> Callable[[], bool]:
+        return lambda: all(map(bool, self.finite))
+
+    def __exit__(self, *_) -> None:
+        for handle in self.handles:
+            handle.remove()

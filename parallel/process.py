@@ -1,0 +1,349 @@
+"""The contract between a process and the launcher that started it: exit with it, and report why.
+
+Needs no torch.
+
+
+Where a job listens: on one machine at loopback only, across machines at MASTER_ADDR and its interface.
+
+What torch opens by default listens on all interfaces and trusts every client.
+
+
+Which GPUs of this machine a job takes: by their numbers in nvidia-smi, or whichever are idle.
+
+Needs no torch. `--gpus` of scripts/launch.py asks NVML (the package nvidia-ml-py).
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from common.errors import SettingsError, requires_package
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+SECOND_SIGNAL_SECONDS = 1.0  # an earlier one is the same: torchrun forwards what the terminal sent already
+EXIT_PREEMPTED = 143
+# Environment variables of the processes that scripts/launch.py starts.
+LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
+JOB_TOKEN = "PADDOCK_JOB_TOKEN"  # the secret that signs the ranks' statuses; empty across machines
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers expect a process to report its error
+JOINED = "joined"  # a file beside a rank's error file: the rank has something to save
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that mean "save and exit"; without SIGHUP if nohup has made this process ignore
+    it."""
+    return [number for number in STOP_SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def open_missing_streams() -> None:
+    """Open /dev/null for each closed standard stream, whose descriptor a later file would get otherwise."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+
+
+def exit_at_signals() -> None:
+    """Make a stop signal exit at once with EXIT_PREEMPTED, while there is nothing to save."""
+    for number in stop_signals():
+        signal.signal(number, lambda *_: os._exit(EXIT_PREEMPTED))
+
+
+def exit_with_launcher() -> None:
+    """Ask Linux to send this process a TERM, at which it saves and exits, when its launcher dies."""
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getppid()))
+    if "RANK" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != launcher:  # it died before the call
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def mark_joined() -> None:
+    """Tell the launcher that this process has something to save from now on."""
+    if os.environ.get(ERROR_FILE):
+        with suppress(OSError):  # a full disk is reported when something is saved
+            Path(os.environ[ERROR_FILE]).with_name(JOINED).touch()
+
+
+def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondary: bool = False) -> bool:
+    """Report why this process ends, in the format of torch's launchers.
+
+    Args:
+        sentence: what went wrong.
+        trace: details beside the sentence: a traceback or a table.
+        is_secondary: the cause is on another rank.
+    Returns:
+        Whether scripts/launch.py will print the sentence.
+    """
+    if not os.environ.get(ERROR_FILE):
+        return False
+    path, now = Path(os.environ[ERROR_FILE]), time.time()
+    message = {"message": sentence, "errorCode": code, "is_secondary": is_secondary, "at": now,
+               "extraInfo": {"py_callstack": trace, "timestamp": str(int(now))}}
+    temporary = path.with_suffix(".tmp")
+    with suppress(OSError):  # on a full disk the exit code still says something
+        path.parent.mkdir(parents=True, exist_ok=True)  # a user may have deleted it
+        temporary.write_text(json.dumps({"message": message}), encoding="utf-8")
+        temporary.replace(path)
+    return LAUNCHER_PID in os.environ and path.exists()
+
+
+@contextmanager
+def first_on_machine() -> Iterator[bool]:
+    """A `with` block for what every rank of this machine would print; yields True in the first to enter.
+
+    The others wait until that one has left, so that none exits before all is printed: torchrun ends all ranks
+    at the first exit. They share a lock file in the folder that torch's launchers make for each attempt;
+    without such a launcher LOCAL_RANK 0 is the first.
+    """
+    first, file = os.environ.get("LOCAL_RANK", "0") == "0", None
+    with ExitStack() as stack:
+        if os.environ.get(ERROR_FILE):
+            first = True  # also if the file cannot be opened: rather twice than never
+            with suppress(OSError):
+                path = Path(os.environ[ERROR_FILE]).parent.with_name("told")
+                file = stack.enter_context(open(path, "ab", buffering=0))
+                fcntl.flock(file, fcntl.LOCK_EX)
+                first = os.fstat(file.fileno()).st_size == 0
+        yield first
+        if first and file:
+            with suppress(OSError):
+                file.write(b"told")
+
+
+LOOPBACK = ("127.0.0.1", "::1")  # the second for machines without IPv4
+RESOLVE_SECONDS = 25.0  # how long a host name may be unknown: a cluster's DNS can lag behind its machines
+SIOCGIFADDR = 0x8915  # of linux/sockios.h
+
+
+def listen_at(hosts: Sequence[str], port: int, resolve_seconds: float = RESOLVE_SECONDS) -> socket.socket:
+    """Return a socket that listens at the first of these addresses that is available on this machine.
+
+    Args:
+        port: 0 for any free one.
+        resolve_seconds: how long to wait for an unknown host name.
+    Raises:
+        OSError: no address is available: in use, not of this machine, or unknown.
+    """
+    deadline = time.monotonic() + resolve_seconds
+    while True:
+        try:
+            found = [each for host in hosts
+                     for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            break
+        except socket.gaierror:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+    failures = []
+    for family, *_, address in found:
+        try:
+            return socket.create_server(address, family=family)
+        except OSError as error:
+            failures.append(error)
+    raise failures[-1]
+
+
+def restrict_interface(master_addr: str, one_machine: bool) -> None:
+    """Make gloo and nccl of this process listen on one interface only, unless the user has named some.
+
+    The interface is loopback if all ranks are on one machine, otherwise the one that leads to MASTER_ADDR.
+    """
+    if one_machine or master_addr in LOOPBACK:
+        interface = loopback_interface()
+    else:
+        interface = interface_towards(master_addr)
+        if interface == loopback_interface():  # a name of this machine for itself: no other could connect
+            interface = None
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it would match as a prefix
+
+
+def loopback_interface() -> Optional[str]:
+    """Return the name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
+
+
+def interface_towards(host: str) -> Optional[str]:
+    """Return the interface that packets to a host take, or None if it cannot be found. Sends nothing."""
+    with suppress(OSError):
+        family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            own = probe.getsockname()[0]
+        return next((name for name, address in interface_addresses() if address == own), None)
+    return None
+
+
+def interface_addresses() -> Iterator[tuple[str, str]]:
+    """Yield (interface, address): the first IPv4 address of each interface and all IPv6 addresses (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(reply[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+            digits, *_, name = line.split()
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+# What an idle GPU may show: the driver's own memory, and the utilization of a job that has just ended.
+IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
+
+
+def configure_allocator() -> None:
+    """Let segments of torch's CUDA allocator grow, so that less memory is lost to gaps; call it before CUDA.
+
+    A setting of the user's takes precedence. Child processes inherit it.
+    """
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+class Wanted(NamedTuple):
+    """What --gpus asks for: these numbers, or, if there are none, so many idle ones."""
+
+    count: int
+    numbers: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "Wanted":
+        """Return the meaning of "3,5" or "idle:2". Raises ArgumentTypeError, as argparse wants it."""
+        kind, _, count = text.partition(":")
+        if kind == "idle" and count.isdecimal() and int(count):
+            return cls(int(count))
+        numbers = text.split(",")
+        if not all(number.isdecimal() for number in numbers) or len({*map(int, numbers)}) < len(numbers):
+            raise ArgumentTypeError(f"{text:.40}: give different numbers of nvidia-smi, such as 3,5, or "
+                                    "idle:2")
+        return cls(len(numbers), tuple(map(int, numbers)))
+
+
+class Gpu(NamedTuple):
+    """A GPU as NVML sees it now."""
+
+    number: int
+    uuid: str
+    is_partitioned: bool  # by MIG
+    processes: int  # that compute on it
+    used: int  # bytes
+    total: int
+    percent: int  # of the last moments in which a kernel ran
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody seems to use it; the processes of other containers show in its memory only."""
+        return not (self.processes or self.is_partitioned) and self.percent < IDLE_PERCENT \
+            and self.used < IDLE_MEMORY_SHARE * self.total
+
+    def __str__(self) -> str:
+        if self.is_partitioned:
+            return f"GPU {self.number} is partitioned (MIG)"
+        return (f"GPU {self.number} has {self.processes} processes, "
+                f"{self.used / 2**30:.1f} of {self.total / 2**30:.0f} GiB in use, is {self.percent} % busy")
+
+
+def read_gpus() -> list[Gpu]:
+    """Return all GPUs of this machine, in the order of nvidia-smi.
+
+    Raises:
+        SettingsError: nvidia-ml-py or the driver is missing.
+    """
+    with requires_package("nvidia-ml-py", "--gpus"):
+        import pynvml
+    try:
+        pynvml.nvmlInit()
+        try:
+            return [_read_gpu(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise SettingsError(f"--gpus: NVML cannot be asked ({error}); check that nvidia-smi works here, or "
+                            f"leave --gpus out and set {VISIBLE}") from error
+
+
+def _read_gpu(nvml, number: int) -> Gpu:
+    def ask(question: str, otherwise=None):
+        try:
+            return getattr(nvml, question)(handle)
+        except nvml.NVMLError_NotSupported:
+            return otherwise
+
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    memory, load = nvml.nvmlDeviceGetMemoryInfo(handle), ask("nvmlDeviceGetUtilizationRates")
+    is_partitioned = ask("nvmlDeviceGetMigMode", [0])[0] != 0
+    processes = ask("nvmlDeviceGetComputeRunningProcesses", [])
+    return Gpu(number, nvml.nvmlDeviceGetUUID(handle), is_partitioned, len(processes), memory.used,
+               memory.total, load.gpu if load else 0)
+
+
+def choose(wanted: Wanted, gpus: list[Gpu], visible: Optional[str]) -> list[int]:
+    """Return the numbers of the chosen GPUs, among those that CUDA_VISIBLE_DEVICES names, if it is set.
+
+    Raises:
+        SettingsError: there are not as many, or a number is not there, not visible or partitioned.
+    """
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        if any(name.startswith("MIG") for name in names):
+            raise SettingsError(f"--gpus takes whole GPUs, but {VISIBLE}={visible} names parts of them; "
+                                "leave --gpus out")
+        gpus = [gpu for gpu in gpus for name in names
+                if name == str(gpu.number) or name.startswith("GPU-") and gpu.uuid.startswith(name)]
+    if wanted.numbers:
+        found = {gpu.number: gpu for gpu in gpus}
+        for number in wanted.numbers:
+            if number not in found:
+                of_these = f"{VISIBLE}={visible}" if visible is not None else "this machine"
+                raise SettingsError(f"--gpus: there is no GPU {number} in {of_these}; choose from "
+                                    f"{', '.join(map(str, found)) or 'none'}")
+            if found[number].is_partitioned:
+                raise SettingsError(f"--gpus: GPU {number} is partitioned (MIG); set {VISIBLE} to the UUID "
+                                    "of a part (nvidia-smi -L), and leave --gpus out")
+        return list(wanted.numbers)
+    idle = [gpu.number for gpu in gpus if gpu.is_idle]
+    if len(idle) < wanted.count:
+        busy = "; ".join(str(gpu) for gpu in gpus if not gpu.is_idle)
+        raise SettingsError(f"--gpus idle:{wanted.count}: of {len(gpus)} GPUs {len(idle)} are idle"
+                            f"{f' ({busy})' if busy else ''}; wait, or name some with --gpus")
+    return idle[:wanted.count]
+
+
+def take(wanted: Wanted) -> None:
+    """Make the chosen GPUs the only ones that this process and its children see.
+
+    Raises:
+        SettingsError: as `read_gpus` and `choose`.
+    """
+    numbers = choose(wanted, read_gpus(), os.environ.get(VISIBLE))
+    os.environ |= {VISIBLE: ",".join(map(str, numbers)), ORDER: "PCI_BUS_ID"}  # nvidia-smi's order
+
+
+def number_of(rank: int) -> int:
+    """Return the number in nvidia-smi of this rank's GPU, if CUDA_VISIBLE_DEVICES tells it.
+
+    Otherwise, and on several machines, where such a number is not unique, it is the rank.
+    """
+    names = os.environ.get(VISIBLE, "").split(",")
+    name = names[rank].strip() if rank < len(names) else ""
+    on_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(name) if name.isdecimal() and on_one_machine else rank

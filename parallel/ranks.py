@@ -1,0 +1,396 @@
+"""The process group: joining it, its collectives, stop signals, and what an error means for the whole job."""
+
+import errno
+import gc
+import hashlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple, Optional, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from common import errors
+from common.errors import HangError, PaddockError, SettingsError
+from common.heartbeat import HEARTBEAT
+from parallel import process
+from parallel.hang import HangWatchdog, StatusStore
+from parallel.process import listen_at, restrict_interface
+
+T = TypeVar("T")
+JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
+# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out also ends waits for a slow but live rank.
+GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
+watchdog: Optional[HangWatchdog] = None  # of this process's group
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's rank and device, and the collectives of the trainer.
+
+    The default is a single process, where every collective returns its argument. Objects travel as JSON,
+    because torch's own object collectives unpickle what they receive.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_rank0(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum the tensor over all ranks, in place, without waiting for a GPU.
+
+        Collective: every rank must call it.
+        """
+        if self.world_size > 1:
+            with HEARTBEAT.waiting():
+                dist.all_reduce(tensor)
+        return tensor
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return tensor
+        total = self.all_reduce(tensor.to(self.device))
+        with HEARTBEAT.waiting():
+            return total.cpu()
+
+    def all_reduce_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the element-wise sum over all ranks, in float64. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return [float(value) for value in values]
+        return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
+
+    def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's float64 values, equally many, in rank order.
+
+        Collective: every rank must call it.
+        """
+        rows = [[0.0] * len(values) for _ in range(self.world_size)]
+        rows[self.rank] = [*values]
+        flat, size = self.all_reduce_floats([value for row in rows for value in row]), len(values)
+        return [flat[rank * size:(rank + 1) * size] for rank in range(self.world_size)]
+
+    def tolist(self, tensor: torch.Tensor) -> list[float]:
+        """Return tensor.tolist(). On a GPU this is where the host waits for the other ranks."""
+        with HEARTBEAT.waiting():
+            return tensor.tolist()
+
+    def all_agree(self, ok: bool) -> bool:
+        """Whether `ok` is true on every rank. Collective: every rank must call it."""
+        return self.all_reduce_floats([float(not ok)])[0] == 0
+
+    def broadcast(self, value):
+        """Return rank 0's JSON-like value on every rank. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return value
+        data = json.dumps(value).encode() if self.is_rank0 else b""
+        size = int(self.all_reduce_floats([len(data)])[0])
+        with HEARTBEAT.waiting():
+            buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
+            dist.broadcast(buffer, src=0)
+            return json.loads(bytes(buffer.tolist()))
+
+    def all_gather_json(self, value) -> list:
+        """Return every rank's JSON-like value, in rank order. Collective: every rank must call it."""
+        if self.world_size == 1:
+            return [value]
+        data = json.dumps(value).encode()
+        longest = torch.tensor(len(data), device=self.device)
+        with HEARTBEAT.waiting():
+            dist.all_reduce(longest, dist.ReduceOp.MAX)
+            # Not an all-gather, which takes as many hops as there are ranks.
+            rows = torch.zeros(self.world_size, int(longest), dtype=torch.uint8)
+            rows[self.rank] = torch.frombuffer(bytearray(data.ljust(rows.shape[1])), dtype=torch.uint8)
+            rows = rows.to(self.device)
+            dist.all_reduce(rows)
+            return [json.loads(row.tobytes()) for row in rows.cpu().numpy()]
+
+    def raise_on_all(self, make: Callable[[], T]) -> T:
+        """Return make() of this rank. A PaddockError that it raises on any rank is raised on all.
+
+        Collective: every rank must call it.
+        """
+        value, failure = None, None
+        try:
+            value = make()
+        except PaddockError as error:
+            failure = [type(error).__name__, str(error)]
+        if self.all_agree(failure is None):
+            return value
+        failures = enumerate(self.all_gather_json(failure))
+        rank, (name, text) = next((rank, failed) for rank, failed in failures if failed)
+        error = getattr(errors, name)(*(f"rank {rank}: {text}" if rank else text).split("\n"))
+        error.on_all_ranks = True
+        raise error
+
+    def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
+        """Return make() on rank 0 and None on the others; its PaddockError is raised on every rank.
+
+        Collective: every rank must call it.
+        """
+        return self.raise_on_all(lambda: make() if self.is_rank0 else None)
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective: every rank must call it."""
+        self.all_reduce_floats([0])
+
+
+def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
+    """Join the process group of torchrun's environment variables; without them, stay a single process.
+
+    Args:
+        device_type: "cuda" (nccl) or "cpu" (gloo).
+    Raises:
+        SettingsError: the environment describes a group that cannot be joined.
+    """
+    rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
+                                    (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    if not 0 <= rank < world_size:
+        raise SettingsError(f"RANK={rank} must be at least 0 and below WORLD_SIZE={world_size}; "
+                            "a launcher sets both")
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count()
+        if processes > gpus:
+            raise SettingsError(f"{processes} processes were started on this machine, which has {gpus} "
+                                f"visible GPUs; start torchrun with --nproc_per_node {gpus} at most")
+        torch.cuda.set_device(device)
+    HEARTBEAT.enter("start-up", 0)
+    ranks = Ranks(rank, local_rank, world_size, device)
+    if world_size > 1:
+        try:
+            _init_process_group(ranks, timeout_seconds)
+        # torch raises no narrower errors; OSError comes from the port that rank 0 listens on.
+        except (OSError, RuntimeError, ValueError) as error:
+            raise SettingsError(
+                f"rank {rank} of {world_size} could not join the process group at "
+                f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}: "
+                f"{str(error).splitlines()[0]}; check that all ranks were started with the same address and "
+                "a free port, and GLOO_SOCKET_IFNAME if it is set") from error
+    process.mark_joined()
+    return ranks
+
+
+@contextmanager
+def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
+    """A `with` block in the process group of `start_ranks`. After an error each rank leaves by itself."""
+    ranks = start_ranks(device_type, timeout_seconds)
+    yield ranks
+    HEARTBEAT.enter("the end")
+    # At the first exit code the launcher ends the other ranks, which may still be closing their logs.
+    ranks.barrier()
+    stop_ranks()
+
+
+def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
+    global watchdog
+    device, place = ranks.device, {"rank": ranks.rank, "world_size": ranks.world_size}
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not host or not port.isdecimal():
+        raise ValueError("an address and a number are expected")
+    restrict_interface(host, one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size))
+    store_on_rank0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    join_seconds = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
+    with _default_signal_handlers():
+        # The rendezvous finds rank 0's store at the port; torch's own would listen on all interfaces.
+        _hosted = store_on_rank0 and ranks.is_rank0 and host_store(listen_at([host], int(port), join_seconds))
+        store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=join_seconds)))
+
+        # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
+        # Only rank 0 looks for every rank; if all did, the store would compare their number squared.
+        # The keys hold only a hash of the job's token, because any client can list them.
+        job = f"{os.environ.get(process.JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        prefix = f"paddock-{hashlib.sha256(job.encode()).hexdigest()}"
+        arrived = [f"{prefix}/here-{rank}" for rank in range(ranks.world_size)]
+        complete = f"{prefix}/complete"
+        store.set(arrived[ranks.rank], "yes")
+        if ranks.is_rank0:
+            store.wait(arrived, timedelta(seconds=join_seconds))
+            store.set(complete, "yes")
+        store.wait([complete], timedelta(seconds=join_seconds))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, **place,
+                                device_id=device if device.type == "cuda" else None,
+                                timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
+
+        # The watchdog has a connection of its own. Without a launcher the secret token comes through the
+        # group and not through the store, which strangers can read.
+        client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
+        token = os.environ.pop(process.JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
+    statuses = StatusStore(client, token, ranks.world_size)
+    watchdog = HangWatchdog(HEARTBEAT, statuses, store_on_rank0, ranks.rank, timeout_seconds)
+
+
+def host_store(listening: socket.socket) -> dist.TCPStore:
+    """Return a TCPStore on a listening socket, which it takes over.
+
+    It lives as long as the returned object or another store of this process at that port.
+    """
+    host, port = listening.getsockname()[:2]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
+                         master_listen_fd=listening.detach())
+
+
+@contextmanager
+def _default_signal_handlers() -> Iterator[None]:
+    """A `with` block of C++ calls, where no Python handler could run: a stop signal ends the process."""
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in process.stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def stop_ranks() -> None:
+    """Leave the process group, if one was joined."""
+    stop_watchdog()
+    if dist.is_initialized():
+        gc.collect()  # a DDP model that outlives the group can hang when it is destroyed
+        dist.destroy_process_group()
+
+
+def stop_watchdog() -> None:
+    """Stop looking for hangs. If one is being reported, wait: the report ends this process."""
+    global watchdog
+    if watchdog is not None:
+        watchdog.stop()
+        watchdog = None
+
+
+class ExitReport(NamedTuple):
+    """Why this process ends, and its exit code."""
+
+    sentence: str
+    code: int
+    is_secondary: bool = False  # the cause is on another rank
+    on_all_ranks: bool = False
+
+
+# torch, gloo and nccl have no error classes for these.
+NOT_DETERMINISTIC = r"(\S+) does not have a deterministic implementation"
+TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
+CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+
+
+def classify_exception(error: Exception) -> Optional[ExitReport]:
+    """Return how the process ends after an error, or None for a bug, which needs its traceback."""
+    rank, text = os.environ.get("RANK", "0"), str(error)
+    reason = (text.splitlines() or [""])[0][:200]
+    if isinstance(error, PaddockError):
+        return ExitReport(text, error.exit_code, on_all_ranks=error.on_all_ranks)
+    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if out_of_memory or getattr(error, "errno", None) == errno.ENOMEM or (
+            isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); set "
+                          "ACTIVATION_CHECKPOINTING=selective (needs COMPILE=true) or block, lower "
+                          "MICRO_BATCH_SIZE (the step stays the same), or lower MAX_SEQ_LEN; --check "
+                          "estimates what is needed", 1)
+    if not isinstance(error, RuntimeError):
+        return None
+    if found := re.search(NOT_DETERMINISTIC, text):
+        return ExitReport(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; "
+                          "set it to false", SettingsError.exit_code)
+    if any(words in text for words in TIMED_OUT):
+        return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
+                          f"another rank longer than DISTRIBUTED_TIMEOUT ({reason}); raise it if that is "
+                          "merely slow",
+                          HangError.exit_code)
+    if any(words in text for words in CONNECTION_LOST):
+        return ExitReport(f"rank {rank} stops, because another rank has exited; see that rank's output for "
+                          f"the cause ({reason})", 1, is_secondary=True)
+    return None
+
+
+class StopSignals:
+    """Remembers TERM, INT, USR1 or HUP, so that the loop saves and exits; a later second one exits at once.
+
+    One rank of each machine says at once what follows, on stderr. Leaving the `with` block restores the
+    handlers.
+    """
+
+    def __init__(self) -> None:
+        self.received: Optional[int] = None
+
+    def __enter__(self) -> "StopSignals":
+        self.handlers = {number: signal.signal(number, self._handle) for number in process.stop_signals()}
+        # Python calls a handler when the main thread leaves C++, which computes or waits for seconds. This
+        # pipe gets the number of a signal at once.
+        readable, self.writable = os.pipe()
+        os.set_blocking(self.writable, False)
+        self.earlier = signal.set_wakeup_fd(self.writable, warn_on_full_buffer=False)
+        threading.Thread(target=self._answer, args=(readable,), name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.earlier)
+        os.close(self.writable)
+
+    def _handle(self, number: int, frame) -> None:
+        self.received = self.received or number
+
+    def _answer(self, readable: int) -> None:
+        first_at = None
+        while number := int.from_bytes(os.read(readable, 1), "little"):
+            now, rank = time.monotonic(), os.environ.get("RANK", 0)
+            if number not in self.handlers:
+                continue
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            if first_at is None:
+                first_at = now
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    # Not by print: the main thread may be printing. After "^C" on a terminal, a new line.
+                    line_end = "\n" if os.isatty(2) else ""
+                    with suppress(OSError):
+                        os.write(2, f"{line_end}{name}: {what_follows_a_signal()}\n".encode())
+            elif now - first_at > process.SECOND_SIGNAL_SECONDS:
+                process.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
+                os._exit(128 + number)
+        os.close(readable)
+
+
+def what_follows_a_signal() -> str:
+    """What this process does after a first stop signal that arrives now."""
+    if HEARTBEAT.phase in ("start-up", "reference", "teacher"):
+        return "stopping before the first step; again to leave at once"
+    if HEARTBEAT.phase in ("data", "forward and backward"):  # before the ranks ask each other for signals
+        return f"finishing step {HEARTBEAT.step}, then saving; again to leave without saving"
+    if HEARTBEAT.phase == "the end":
+        return "everything is saved, and the logs are being closed; again to leave at once"
+    return "saving, after one more step at most; again to leave without saving"
+
+
+class Interrupted(Exception):
+    """A stop signal arrived during a long phase; all ranks raise it together."""
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every part of a run shares."""
+
+    ranks: Ranks
+    signals: StopSignals
+    log: Any  # has info(text) and warn(text)
+
+    def leave_if_stopped(self) -> None:
+        """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""
+        if not self.ranks.all_agree(self.signals.received is None):
+            raise Interrupted

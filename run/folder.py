@@ -1,0 +1,268 @@
+"""A run's folder: its name, its lock, its settings files, and what RESUME=never moves aside.
+
+Until the start of a run is accepted, nothing in its folder changes except the lock.
+"""
+
+import fcntl
+import fnmatch
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Optional
+
+from checkpoint.store import warn_on_console
+from common.errors import CheckpointError
+from common.files import FileLock
+from config import Config
+from parallel.ranks import Ranks
+from run.log import LOGS, REPORT, disk_errors
+
+LOCK = "run.lock"
+SEGMENTS = "configs"  # the folder with the settings of each part of a run
+DATA = "data.json"  # what a run on a mixture reads of each source
+# What a run writes, as patterns. The checkpoints move first: from then on the run counts as moved aside.
+OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
+       DATA, SEGMENTS, "log", "debug", "tensorboard", REPORT, "power*.csv", "profile")
+LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
+Warn = Callable[[str], None]
+
+
+class RunFolder:
+    """A run's folder, which is found again after it was renamed.
+
+    Args:
+        descriptor: an open file descriptor of the folder; rank 0 has it.
+    """
+
+    def __init__(self, path: Path, descriptor: Optional[int] = None):
+        self.path, self.descriptor = Path(path), descriptor
+
+    def find(self) -> Optional[Path]:
+        """Where the folder is now; None if it was deleted, or moved to where this process cannot see it."""
+        if self.descriptor is None:
+            return self.path
+        places = [self.path]
+        with suppress(OSError):
+            places.append(Path(os.readlink(f"/proc/self/fd/{self.descriptor}")))
+        for place in places:
+            try:
+                if os.path.samestat(os.stat(place), os.fstat(self.descriptor)):
+                    return place
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:  # a network disk is away; whoever writes there next reports it
+                return self.path
+        return None
+
+
+@contextmanager
+def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFolder]:
+    """The run's folder, made if needed and locked against a second job; rank 0 chooses its name.
+
+    A new folder is removed again at the end if nothing was written into it.
+    Collective: every rank must call it.
+
+    Raises:
+        CheckpointError: another job uses it, or it cannot be made or written.
+    """
+    with ExitStack() as stack:
+        own = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
+        path = ranks.broadcast(own and str(own.path))
+        yield own or RunFolder(path)
+
+
+@contextmanager
+def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
+    """The same on rank 0."""
+    output_dir = Path(config.output_dir)
+    path = output_dir / (config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
+    made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
+    if config.run_name is None:
+        with disk_errors(path):
+            path = new_folder(path)
+        made = [path, *made[1:]]
+    with ExitStack() as stack:
+        stack.callback(remove_if_empty, made)
+        stack.enter_context(lock_run(path, warn))
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; wait "
+                                  "for that job, stop it, or set another RUN_NAME") from error
+        except OSError:  # not all file systems lock folders; the lock file is held in any case
+            pass
+        if made:
+            stack.callback(remove_lock_if_alone, path)
+        yield RunFolder(path, descriptor)
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """The path, then the path with -2, -3, ... after its name."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder that does not exist yet: this one, or the first free `numbered` one."""
+    for folder in numbered(path):
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not os.path.lexists(folder):  # a parent is a file
+                raise
+
+
+def remove_if_empty(folders: list[Path]) -> None:
+    """Remove folders until one is not empty."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def remove_lock_if_alone(run_dir: Path) -> None:
+    """Remove the lock, which this process holds, if the folder contains nothing else."""
+    with suppress(OSError):
+        if os.listdir(run_dir) == [LOCK]:
+            (run_dir / LOCK).unlink()
+
+
+@contextmanager
+def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
+    """A `with` block in which no other job can use the run's folder; rank 0 holds the lock for its job.
+
+    The system releases the lock of a process that dies.
+    Raises:
+        CheckpointError: another job holds it; names that job.
+    """
+    path = Path(run_dir) / LOCK
+    for _ in range(LOCK_ATTEMPTS):
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path)
+        with lock:
+            try:
+                holder = lock.take()
+            except OSError as error:
+                warn(f"{path} cannot be locked on this file system ({error}); do not use this RUN_NAME in "
+                     "another job")
+                holder = ""
+            if holder:
+                raise CheckpointError(f"{run_dir} is in use by {holder}; wait for that job, stop it, or set "
+                                      "another RUN_NAME")
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.file.fileno())):
+                yield
+                return
+    raise CheckpointError(f"{path} is deleted again and again by another job; set another RUN_NAME")
+
+
+@contextmanager
+def make_again(run_dir: Path) -> Iterator[None]:
+    """A `with` block with a new, locked folder in place of a run's folder that was deleted.
+
+    Raises:
+        CheckpointError: another folder has its name by now, or it cannot be made.
+    """
+    with disk_errors(run_dir):
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError as error:
+            raise CheckpointError(f"{run_dir} is another folder than the one that this run began in, which "
+                                  "was deleted, or moved to where this job cannot see it; nothing more can "
+                                  "be saved") from error
+    with lock_run(run_dir):
+        yield
+
+
+# -------------------------------------------------------------------------------------- its settings
+
+
+def segments(run_dir: Path) -> list[tuple[int, Path]]:
+    """The settings files of a run's parts in order, each with the first step of that part."""
+    return sorted((int(path.stem.removeprefix("step-")), path)
+                  for path in (run_dir / SEGMENTS).glob("step-*.json")
+                  if path.stem.removeprefix("step-").isdecimal())
+
+
+def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict]) -> None:
+    """Write the settings of the part of a run that begins with step `first`, also into config.json.
+
+    Args:
+        sources: the table of a mixture, for data.json; empty for other data.
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    newest = run_dir / "config.json"
+    with disk_errors(newest):
+        kept = segments(run_dir)
+        (run_dir / SEGMENTS).mkdir(exist_ok=True)
+        if first > 1 and not kept and newest.exists():  # an older version wrote the newest alone
+            shutil.copyfile(newest, run_dir / SEGMENTS / "step-00000001.json")
+        for begins, path in kept:
+            if begins > first:  # its steps are taken again
+                path.unlink()
+        contents = {run_dir / SEGMENTS / f"step-{first:08d}.json": settings, newest: settings}
+        if sources:
+            contents[run_dir / DATA] = {"sources": sources}
+        else:  # of an earlier part of the run
+            (run_dir / DATA).unlink(missing_ok=True)
+        for path, content in contents.items():
+            unfinished = path.with_name(f"tmp-{path.name}")
+            unfinished.write_text(json.dumps(content, indent=2) + "\n")
+            unfinished.replace(path)
+
+
+# ---------------------------------------------------------------------------------- moving a run aside
+
+
+def earlier_runs(run_dir: Path) -> list[Path]:
+    """The checkpoint folders of runs that were moved aside, oldest first."""
+    return sorted(run_dir.glob("before-*/checkpoints")) + sorted(run_dir.glob("tmp-before-*/checkpoints"))
+
+
+def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
+    """Move the run in this folder into a subfolder if that is asked for, and complete an interrupted move.
+
+    An interrupted move is completed if the checkpoints have moved, and undone if they have not.
+
+    Returns:
+        The subfolder, if anything was moved.
+    Raises:
+        OSError: something cannot be moved; then nothing is.
+    """
+    unfinished = max(run_dir.glob("tmp-before-*"), default=None)
+    if unfinished is None and not (asked and has_run(run_dir)):
+        return None
+    if unfinished is not None and not asked and (run_dir / "checkpoints").exists():
+        with suppress(OSError):
+            unfinished.rmdir()
+        return None
+
+    moving, moved = unfinished or new_folder(run_dir / f"tmp-before-{time.strftime('%Y%m%d-%H%M%S')}"), []
+    try:
+        for entry in (name for pattern in OWN for name in fnmatch.filter(os.listdir(run_dir), pattern)):
+            (run_dir / entry).rename(moving / entry)
+            moved.append(entry)
+    except OSError:
+        for entry in moved:
+            (moving / entry).rename(run_dir / entry)
+        with suppress(OSError):
+            moving.rmdir()
+        raise
+    names = numbered(run_dir / moving.name.removeprefix("tmp-"))
+    free = (folder for folder in names if not os.path.lexists(folder))
+    return moving.replace(next(free))
+
+
+def has_run(run_dir: Path) -> bool:
+    """Whether a run in this folder has checkpoints or logged steps."""
+    has_checkpoints = any((run_dir / "checkpoints").glob("*"))
+    return has_checkpoints or any(file.stat().st_size for file in run_dir.glob("*.jsonl")
+                                  if file.name != "events.jsonl")  # has a line before the first step

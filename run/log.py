@@ -1,0 +1,382 @@
+"""What a run's logs add up to: scores, energy and the ledger's digest for its model card; divergence.
+
+The log of a run: console, a text file for each rank, JSON lines, and the trackers."""
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Optional, TextIO
+
+from checkpoint.item_scores import measured_as
+from checkpoint.schema import MOST_SECONDS, Line, number, read_lines
+from common.errors import CheckpointError
+from common.files import NotAFileError, plain
+from common.text import duration, print_safely, printable
+from config import Config
+from parallel.process import number_of
+from run.trackers import TensorBoard, Tracker, Trackio, Wandb
+
+EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
+DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
+
+
+class RunHistory:
+    """Takes each line of ledger.jsonl and metrics.jsonl, of a step the ledger's first.
+
+    Args:
+        tokens_per_step: TOTAL_BATCH_SIZE.
+    """
+
+    def __init__(self, tokens_per_step: int):
+        self.tokens_per_step = tokens_per_step
+        self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
+        self.first_val_loss: Optional[float] = None
+        self.scores: dict[str, tuple[int, float]] = {}  # the newest of each metric, with its step
+        self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
+        self.ledger_step, self.ledger = 0, hashlib.sha256()
+        self.before = 0, self.ledger.copy()
+
+    def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add a line of metrics.jsonl."""
+        for name, value in metrics.items():
+            if EVALUATED.match(name) and isinstance(value, (int, float)):
+                self.scores[name] = step, value
+        if self.first_val_loss is None and isinstance(metrics.get("val_loss"), float):
+            self.first_val_loss = metrics["val_loss"]
+        if "train_loss" in metrics:
+            steps = step - self.logged_step if self.logged_step is not None else 0
+            tokens = max(0, steps) * self.tokens_per_step
+            self.logged_step, self.all_tokens = step, self.all_tokens + tokens
+            if isinstance(joules := metrics.get("joules_per_token"), float):
+                self.joules += joules * tokens
+                self.measured_tokens += tokens
+
+    def add_ledger(self, step: int, line: bytes) -> None:
+        """Add a line of ledger.jsonl, with its line end."""
+        if self.logged_step is None:
+            self.logged_step = step - 1
+        self.before = self.ledger_step, self.ledger.copy()
+        self.ledger_step = step
+        self.ledger.update(line)
+
+    def ledger_sha256(self, step: int) -> str:
+        """Return the SHA-256 of the ledger's lines up to a step, which is the newest or the one before it."""
+        last, digest = self.before if self.ledger_step > step else (self.ledger_step, self.ledger)
+        return digest.hexdigest() if last == step else ""
+
+
+class Divergence:
+    """Recognizes a run that diverges or no longer learns, from the losses and gradient norms of its steps.
+
+    The initial loss is the median of the first DIVERGED_STEPS, but at most twice the first one: noise in a
+    small batch does not decide, and neither do losses that diverged within these steps.
+    """
+
+    def __init__(self):
+        self.first_losses: list[float] = []
+        self.recent: deque[tuple[float, Optional[float]]] = deque(maxlen=DIVERGED_STEPS)
+        self.reported: set[str] = set()
+
+    def add(self, loss: Optional[float], grad_norm: Optional[float]) -> dict[str, str]:
+        """Add a step; return what it shows for the first time, as {kind of event: sentence}."""
+        if loss is None or not math.isfinite(loss):
+            return {}
+        if len(self.first_losses) < DIVERGED_STEPS:
+            self.first_losses.append(loss)
+        self.recent.append((loss, grad_norm))
+        if len(self.recent) < DIVERGED_STEPS:
+            return {}
+        initial = min(statistics.median(self.first_losses), 2 * self.first_losses[0])
+        shown = {}
+        if all(loss > DIVERGED_LOSS * initial for loss, _ in self.recent):
+            shown["divergence"] = (f"the loss has been above {DIVERGED_LOSS} times the initial loss for "
+                                   f"{DIVERGED_STEPS} steps ({self.first_losses[0]:.4f} in the first step, "
+                                   f"now {loss:.4f}): the run diverges")
+        if all(norm == 0 for _, norm in self.recent):
+            shown["no gradient"] = (f"the gradient norm has been exactly 0 for {DIVERGED_STEPS} steps: the "
+                                    "model no longer learns")
+        shown = {kind: sentence for kind, sentence in shown.items() if kind not in self.reported}
+        self.reported |= shown.keys()
+        return shown
+
+
+LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run
+# Metrics that differ between two equal runs.
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
+REPORT = "report.html"
+FINISH_SECONDS = 60  # for a tracker at the end of a run
+LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
+                     stays: Callable[[Line], bool] = lambda line: False,
+                     see: Callable[[bytes, Line], object] = lambda line, entry: None) -> Optional[Line]:
+    """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
+
+    Unreadable lines move into a file beside it, `NAME.bad`.
+
+    Args:
+        stays: tells of a line of a later step whether it is kept too.
+        see: called with each line that is kept, raw and parsed.
+    Returns:
+        The newest line that the file had.
+    Raises:
+        OSError: the file cannot be read or written, or is no regular file.
+    """
+    newest = None
+    if not path.exists():
+        return newest
+    beside, aside, bad_lines = path.with_suffix(".tmp"), path.with_name(f"{path.name}.bad"), 0
+    with ExitStack() as stack:
+        kept, bad = stack.enter_context(open(beside, "wb", opener=plain)), None
+        for line, entry in read_lines(path):
+            newest = entry or newest
+            if entry is None:
+                bad_lines += 1
+                bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
+            if entry is None or entry.step <= step or stays(entry):
+                (bad if entry is None else kept).write(line + b"\n")
+                if entry is not None:
+                    see(line + b"\n", entry)
+    os.replace(beside, path)
+    if bad_lines:
+        warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
+    return newest
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with null in place of NaN and infinity, which JSON does not have."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()}
+
+
+class LineFile:
+    """A file to which lines are appended. What a full disk refuses is kept in memory and written later.
+
+    The first failure causes one warning; losing log lines must not end a run.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]):
+        self.path, self.warn, self.unwritten, self.warned = path, warn, b"", False
+        self.lock = threading.RLock()  # trackers warn from their own threads, and a warning is a line too
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, because nobody can say how much of a buffer a full disk has taken.
+            self.file = open(path, "ab", buffering=0, opener=plain)
+
+    def write(self, line: str) -> None:
+        """Append a line, unless the file is closed: a tracker may warn after the end."""
+        with self.lock:
+            if self.file.closed:
+                return
+            self.unwritten += line.encode("utf-8", errors="replace") + b"\n"
+            try:
+                while self.unwritten:
+                    self.unwritten = self.unwritten[self.file.write(self.unwritten):]
+            except OSError as error:
+                if not self.warned:
+                    self.warned = True
+                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run continues, and the "
+                              "lines are written as soon as possible")
+
+    def close(self) -> None:
+        """Close the file."""
+        with self.lock:
+            self.file.close()
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A `with` block in which an OSError becomes a CheckpointError that names the path."""
+    try:
+        yield
+    except NotAFileError as error:
+        raise CheckpointError(f"{error.filename} {error.strerror}; move it away") from error
+    except OSError as error:
+        there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+        room = ";"
+        if error.errno in NO_ROOM:
+            room = f", {shutil.disk_usage(there).free:,} bytes are free; make room, or"
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} "
+                              "set OUTPUT_DIR to a folder that can be written") from error
+
+
+# ----------------------------------------------------------------------------------------------- log
+
+
+class RunLog:
+    """The log of one rank: on the console until `open`, then also in the run's folder.
+
+    Ranks other than 0 have only their text file, and the console with LOG_ALL_RANKS.
+    """
+
+    def __init__(self, config: Config, rank: int, device_type: str):
+        self.config, self.rank = config, rank
+        self.prefix = f"[{f'GPU{number_of(rank)}' if device_type == 'cuda' else f'CPU{rank}'}]"
+        self.on_console = rank == 0 or config.log_all_ranks
+        self.early: list[str] = []  # lines that wait for `open`
+        self.file: Optional[LineFile] = None
+        self.lines: dict[str, LineFile] = {}  # by their names in LOGS
+        self.run_dir = Path()
+        self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
+        self.trackers: list[Tracker] = []
+        self.history = RunHistory(config.total_batch_size)  # rank 0's is whole
+        self.divergence = Divergence()  # of rank 0; a resumed run fills it from the ledger
+
+    def open(self, run_dir: Path, step: int = 0, steps_taken: int = 0, wandb_run_id: str = "",
+             measured: Collection[str] = ()) -> None:
+        """Write into the run's folder from now on, and what was logged before.
+
+        Args:
+            step: the last one whose metrics are complete.
+            steps_taken: may be one more, if a signal interrupted what follows the last step.
+            measured: the metrics of that step which are complete already.
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.file = LineFile(run_dir / "log" / f"rank-{self.rank}.txt", self.warn)
+        for line in self.early:
+            self.file.write(line)
+        if self.rank > 0:
+            return
+        self.run_dir, newest = run_dir, {}
+        # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
+        stays = {"ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
+                 "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
+        see = {"metrics": lambda _, entry: self.history.add_metrics(entry.step, entry.model_extra),
+               "ledger": self._see_ledger}
+        for name in sorted(LOGS):  # the ledger before the metrics, as `RunHistory` needs it
+            path = run_dir / f"{name}.jsonl"
+            with disk_errors(path):
+                newest[name] = keep_lines_up_to(path, step, self.warn, stays.get(name, lambda line: False),
+                                                see.get(name, lambda line, entry: None))
+            self.lines[name] = LineFile(path, self.warn)
+        before = newest["metrics"].model_dump() if newest["metrics"] else {}
+        self.previous = {"previous_step": before.get("step"),
+                         "previous_time": number(before.get("time"), MOST_SECONDS)}
+        self._start_trackers(step, wandb_run_id)
+
+    def _see_ledger(self, line: bytes, entry: Line) -> None:
+        self.history.add_ledger(entry.step, line)
+        self.divergence.add(entry.loss, entry.grad_norm)
+
+    def _start_trackers(self, step: int, run_id: str) -> None:
+        config, run_dir = self.config, self.run_dir
+        logged = self.previous["previous_step"] if step >= 0 else None  # by the run that is resumed
+        services = {"wandb": (config.wandb_enabled, lambda: Wandb(config, run_dir, run_id)),
+                    "TensorBoard": (config.tensorboard_enabled, lambda: TensorBoard(run_dir, step)),
+                    "trackio": (config.trackio_enabled, lambda: Trackio(config, run_dir, run_id, logged))}
+        running = [tracker.name for tracker in self.trackers]
+        self.trackers += [Tracker(name, start, self.warn) for name, (enabled, start) in services.items()
+                          if enabled and name not in running]
+
+    def follow(self, run_dir: Path, step: int) -> None:
+        """Continue in a renamed folder: open files move with it, TensorBoard opens its own by path."""
+        if self.rank == 0:
+            self.run_dir = run_dir
+            self.trackers = [tracker for tracker in self.trackers if tracker.name != "TensorBoard"]
+            self._start_trackers(step, "")
+
+    def info(self, text: str) -> None:
+        """Log a line."""
+        self._write(f"{self.prefix} {text}", sys.stdout)
+
+    def warn(self, text: str) -> None:
+        """Log a warning, on the error stream."""
+        self._write(f"{self.prefix} warning: {text}", sys.stderr)
+
+    def _write(self, line: str, console: TextIO) -> None:
+        line = printable(line)
+        error = print_safely(line, console) if self.on_console else None
+        if self.file:
+            self.file.write(line)
+        else:
+            self.early.append(line)
+        if error:
+            self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log "
+                      "folder has every line")
+
+    def _write_json(self, name: str, entry: dict[str, Any]) -> None:
+        if name in self.lines:
+            line = json.dumps(entry, ensure_ascii=name != "samples")
+            self.lines[name].write(line)
+            if name == "ledger":
+                self.history.add_ledger(entry["step"], f"{line}\n".encode())
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
+        step, metrics = metrics["step"], finite(metrics)
+        self._write_json("metrics", {"step": step, "time": time.time(), **metrics})
+        self.history.add_metrics(step, metrics)
+        values = {name: value for name, value in metrics.items()
+                  if isinstance(value, (int, float)) and name != "step"}
+        self._send("log", values, step)
+        evaluated = [(step, name, value) for name, value in values.items() if EVALUATED.match(name)]
+        if evaluated:
+            self._send("table", "evaluation", ("step", "metric", "value"), evaluated, step)
+
+    def _send(self, call: str, *arguments: Any) -> None:
+        for tracker in self.trackers:
+            tracker.send(call, *arguments)
+
+    def event(self, event: str, step: int, **facts: Any) -> None:
+        """Log what happened to the run, and when, to events.jsonl."""
+        # Not the escape of a lone surrogate, as in a path that is not Unicode: the line would not be valid.
+        texts = {name: value.encode(errors="replace").decode() for name, value in facts.items()
+                 if isinstance(value, str)}
+        facts = finite(facts) | texts
+        self._write_json("events", {"time": time.time(), "step": step, "event": event, **facts})
+
+    def entry(self, step: int, facts: dict[str, Any]) -> None:
+        """Log a step's line in ledger.jsonl: which rows it read, and its result."""
+        self._write_json("ledger", {"step": step, **finite(facts)})
+
+    def evaluation(self, step: int, facts: dict[str, Any]) -> None:
+        """Log the results of an evaluation item by item, in evaluations.jsonl."""
+        self._write_json("evaluations", {"step": step, **facts})
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Log generated text to samples.jsonl and the console."""
+        self._write_json("samples", {"step": step, "prompt": prompt, "text": text})
+        self._send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
+        between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
+        self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (end of text at once)")
+
+    def close(self, finished: bool = True) -> None:
+        """Finish the trackers, which get less time if the run is not finished, and close the files."""
+        if (report := self.run_dir / REPORT).is_file():
+            self._send("report", report)
+        for tracker in self.trackers:
+            tracker.close(self.run_dir, FINISH_SECONDS if finished else LEAVE_SECONDS)
+            if tracker.note:
+                self.info(tracker.note)
+        # The text file last: closing the others may cause a warning.
+        for file in (*self.lines.values(), self.file):
+            if file:
+                file.close()
+
+
+def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float) -> str:
+    """The console's line of a logged step, in a fixed form that tools can search."""
+    parts = [f"Step [{step}/{max_steps}]", f"Loss: {metrics['train_loss']:.4f}",
+             f"LR: {metrics['learning_rate']:.2e}", f"Grad Norm: {metrics['grad_norm']:.4f}",
+             f"Tok/s: {metrics['tokens_per_second']:,.0f}"]
+    if "mfu" in metrics:
+        parts.append(f"MFU: {100 * metrics['mfu']:.1f}%")
+    return " | ".join([*parts, f"ETA: {duration(seconds_left)}"])

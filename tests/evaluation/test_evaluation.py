@@ -1,0 +1,291 @@
+"""What is measured of the validation rows, compared with a direct computation over the logits."""
+
+import json
+import math
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from factories import TinyRun, assert_same_run, prepare_stages, without_clocks
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from checkpoint.item_scores import packed_bits, ratio_error, read_item_scores, unpacked_bits
+from config import Config, PreferenceConfig
+from dataloaders import Batch, open_rows, validation_batches
+from evaluation import during_run
+from evaluation.during_run import validation_loss
+from fused.head import IGNORE_INDEX
+from learn.objectives import ORPO, NextToken
+from model_utils import load_model
+from parallel.ranks import Ranks, RunContext, StopSignals
+from run import life
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+ROWS = 5
+
+
+@pytest.fixture
+def measured(whole):
+    """A trained model, its tokenizer and its validation rows."""
+    config = load_config(whole.argv()).config
+    model, tokenizer = load_model(whole.checkpoint(6))[0], load_tokenizer(config.tokenizer_path)
+    return model, tokenizer, open_rows(config, "validation", tokenizer, "never")
+
+
+def measure(model, tokenizer, rows) -> tuple[float, dict[str, float]]:
+    batches, context = validation_batches(rows, ROWS, 2, torch.device("cpu")), RunContext(Ranks(), StopSignals(), None)
+    return validation_loss(model, NextToken(), batches, context, tokenizer.byte_lengths)
+
+
+def test_perplexity_and_bits_per_byte_are_those_of_the_logits_and_the_bytes_of_the_text(measured, whole: TinyRun):
+    model, tokenizer, rows = measured
+    nats, targets, text = 0.0, 0, b""
+    for batch in validation_batches(rows, ROWS, 1, torch.device("cpu")):
+        with torch.no_grad():
+            logits_BTV = model.logits(batch.tokens_BT, batch.document_ids_BT)
+        nats += float(F.cross_entropy(logits_BTV[0], batch.targets_BT[0], reduction="sum"))
+        targets += batch.targets_BT.numel()
+        for token in batch.targets_BT[0].tolist():
+            if token not in tokenizer.special_ids.values():
+                text += tokenizer._encoding.decode_single_token_bytes(token)
+    loss, others, _ = measure(*measured)
+    assert b"The " in text and loss == pytest.approx(nats / targets, rel=1e-5)
+    assert others == {"perplexity": pytest.approx(math.exp(nats / targets), rel=1e-5),
+                      "bits_per_byte": pytest.approx(nats / math.log(2) / len(text), rel=1e-5)}
+    logged = {name: whole.column(f"val_{name}")[6] for name in ("loss", *others)}
+    assert logged == pytest.approx({"loss": loss, **others}, rel=1e-5)
+
+
+def test_a_tokenizer_that_is_not_byte_level_gives_no_bits_per_byte_and_a_hopeless_model_infinite_perplexity():
+    class Hopeless(NextToken):
+        def loss_sum(self, model, batch):
+            summed = super().loss_sum(model, batch)
+            return summed._replace(total=summed.total + 10_000)
+
+    batch = Batch(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([[1, IGNORE_INDEX]]))
+    no_model = type("Model", (torch.nn.Module,), {"forward": lambda self, *_, **__: torch.zeros(())})()
+    context = RunContext(Ranks(), StopSignals(), None)
+    assert validation_loss(no_model, NextToken(), [batch], context)[:2] == (0, {"perplexity": 1})
+    assert validation_loss(no_model, Hopeless(), [batch], context)[1] == {"perplexity": math.inf}
+
+
+def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
+    """Two pairs, of 3 + 2 and 4 + 5 tokens, each answer in a row of its own for the direct computation."""
+    model, tokenizer, _ = measured
+    lengths, dice = (3, 2, 4, 5), torch.Generator().manual_seed(0)
+    answers = [torch.randint(97, 123, (2, length), generator=dice) for length in lengths]  # tokens and targets
+    tokens_BT, targets_BT = torch.cat(answers, dim=1)[:, None]
+    document_ids_BT = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(lengths))[None].int()
+    context = RunContext(Ranks(), StopSignals(), None)
+    loss, others, _ = validation_loss(model, ORPO(PreferenceConfig()), [Batch(tokens_BT, targets_BT, document_ids_BT)],
+                                      context, tokenizer.byte_lengths)
+    with torch.no_grad():
+        nats = sum(float(F.cross_entropy(model.logits(answer[None, 0])[0], answer[1], reduction="sum")) for answer in answers[::2])
+    assert others["perplexity"] == pytest.approx(math.exp(nats / 7), rel=1e-5)
+    assert others["bits_per_byte"] == pytest.approx(nats / 7 / math.log(2), rel=1e-5), "each of these tokens is a byte"
+
+
+# ------------------------------------------------------------------------------------------ samples
+
+
+def test_samples_of_a_step_are_the_same_and_those_of_another_step_differ(measured):
+    model, tokenizer, _ = measured
+    config = Config(sample_prompts="The cat|The dog", sample_temperature=1.0, sample_tokens=24)
+    first, again, later = (during_run.samples(model, tokenizer, config, step) for step in (10, 10, 20))
+    assert first == again and all(one != other for one, other in zip(first, later))
+    greedy = config.model_copy(update={"sample_temperature": 0.0})
+    assert during_run.samples(model, tokenizer, greedy, 10) == during_run.samples(model, tokenizer, greedy, 20)
+
+
+# ------------------------------------------------------------------------------------------ blocks
+
+
+def test_the_loss_of_each_block_and_the_error_of_their_mean(measured):
+    model, tokenizer, rows = measured
+    loss, _, blocks_B2 = measure(*measured)
+    expected = []
+    for first in range(0, ROWS, 2):
+        batch = rows(np.arange(first, min(first + 2, ROWS)))
+        with torch.no_grad():
+            logits_BTV = model.logits(batch.tokens_BT, batch.document_ids_BT)
+        expected.append(float(F.cross_entropy(logits_BTV.flatten(0, 1), batch.targets_BT.flatten())))
+    losses_B, units_B = blocks_B2.T
+    assert units_B.tolist() == [64, 64, 32] and losses_B == pytest.approx(expected, rel=1e-5)
+    assert loss == pytest.approx((losses_B * units_B).sum() / 160, rel=1e-12)
+
+
+def test_the_error_of_a_ratio_is_cochrans():
+    """By his formula of variances and covariance; of equal blocks it is that of their mean."""
+    dice = np.random.default_rng(0)
+    counts = dice.integers(1, 90, 40).astype(float)
+    losses = 3 + dice.normal(size=40) / counts**0.5
+    sums, ratio = losses * counts, (losses * counts).sum() / counts.sum()
+    (sums_sums, sums_counts), (_, counts_counts) = np.cov(sums, counts, ddof=1)
+    variance = (sums_sums - 2 * ratio * sums_counts + ratio**2 * counts_counts) / (40 * counts.mean()**2)
+    assert ratio_error(losses, counts) == pytest.approx(math.sqrt(variance))
+    assert ratio_error(losses, np.full(40, 7)) == pytest.approx(losses.std(ddof=1) / math.sqrt(40))
+    assert ratio_error(losses[:1], counts[:1]) is None
+
+
+def test_every_evaluation_is_recorded_item_by_item(whole: TinyRun):
+    found = {(entry.step, entry.name): entry for entry in read_item_scores(whole.folder / "evaluations.jsonl")}
+    assert [*found] == [(0, "validation"), (0, "hellaswag"), (2, "validation"), (3, "hellaswag"), (4, "validation"),
+                        (6, "validation"), (6, "hellaswag")]
+    assert len({entry.items for entry in found.values()}) == 2
+    for (step, name), entry in found.items():
+        if name == "hellaswag":
+            assert entry.scores["correct"].shape == (10,) and entry.scores["correct"].dtype == bool
+            assert entry.scores["correct"].mean() == whole.column("hellaswag_acc")[step]
+            assert entry.scores["correct_norm"].mean() == whole.column("hellaswag_acc_norm")[step]
+        else:
+            losses, counts = entry.scores["loss"], entry.scores["count"]
+            assert np.average(losses, weights=counts) == pytest.approx(whole.column("val_loss")[step], rel=1e-12)
+            assert ratio_error(losses, counts) == whole.column("val_loss_stderr")[step]
+
+
+def test_a_line_that_is_not_valid_is_left_out(tmp_path):
+    good = {"step": 1, "name": "arc", "items": "x", "n": 3, "correct": packed_bits([True, False, True])}
+    bad = [{**good, "n": 30}, {**good, "correct": "?"}, {**good, "correct": None}, {**good, "loss": [1, 2]}, {"step": 2}, []]
+    file = tmp_path / "evaluations.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in (*bad, good)) + '{"step": 3')
+    (found,) = read_item_scores(file)
+    assert (found.step, found.name, found.scores["correct"].tolist()) == (1, "arc", [True, False, True])
+    assert list(read_item_scores(tmp_path / "none.jsonl")) == []
+    assert unpacked_bits(packed_bits([True] * 9), 9).all()
+
+
+# ------------------------------------------------------------------------------- multiple-choice sets
+
+
+@pytest.fixture(scope="module")
+def sets(prepared, tmp_path_factory) -> str:
+    """EVAL_TASKS with two sets, one of items with two endings and one of items with two and three."""
+    folder, items = tmp_path_factory.mktemp("sets"), [json.loads(line) for line in prepared.items.read_text().splitlines()]
+    for name, counts in (("pairs", (2, 2)), ("mixed", (2, 3))):
+        records = [{"ctx": item["ctx"], "endings": item["endings"][:counts[number % 2]], "label": item["label"] % 2}
+                   for number, item in enumerate(items)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return f"pairs:{folder / 'pairs.jsonl'}, mixed:{folder / 'mixed.jsonl'}"
+
+
+def test_further_sets_are_evaluated_with_hellaswag(sets, tiny_run, whole):
+    run = tiny_run(EVAL_TASKS=sets)
+    assert run.train() == 0
+    last = run.metrics()[-1]
+    assert list(run.column("pairs_acc")) == list(run.column("mixed_chance")) == [0, 3, 6]
+    assert (last["pairs_n"], last["pairs_chance"], last["hellaswag_chance"]) == (10, 0.5, 0.25)
+    assert last["mixed_chance"] == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert {name: value for name, value in without_clocks(run.metrics())[-1].items() if not name.startswith(("pairs", "mixed"))} == \
+        without_clocks(whole.metrics())[-1], "another set changes nothing"
+    told = (run.folder / "log" / "rank-0.txt").read_text()
+    assert f"mixed [6/6] | Acc: {100 * last['mixed_acc']:.2f}% +- {100 * last['mixed_stderr']:.2f} | " in told
+    assert "N: 10 | Chance: 41.67%\n" in told and "n = 10; chance is 41.7 %)." in told
+
+
+def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run):
+    """The signal comes before `pairs`; and again, without a save after the resume, before the step ends."""
+    whole, run = tiny_run(EVAL_TASKS=sets, RUN_NAME="whole"), tiny_run(EVAL_TASKS=sets, SAVE_EVERY=5)
+    assert whole.train() == 0
+    calls, original = [0], during_run.multiple_choice
+
+    def multiple_choice(run, choices):
+        calls[0] += 1
+        if calls[0] == 5:  # three before the first step, and HellaSwag after the third
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, choices)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(during_run, "multiple_choice", multiple_choice)
+        assert run.train() == train.EXIT_PREEMPTED
+    assert [line["name"] for line in run.lines("evaluations") if line["step"] == 3] == ["hellaswag"]
+    copy = run.copy(run.output_dir.with_name("again"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(during_run, "samples", None)
+        patch.setattr(train, "learning_rate", lambda *_: 1 / 0)  # dies in the step after
+        copy.train()
+    assert [line["name"] for line in copy.lines("evaluations") if line["step"] == 3] == ["hellaswag", "pairs", "mixed"]
+    for resumed in (run, copy):
+        assert resumed.train() == 0
+        assert_same_run(resumed, whole, 6)
+
+
+@pytest.mark.parametrize(("tasks", "words"), [
+    ("arc.jsonl", "EVAL_TASKS=arc.jsonl is not of the form name:file"),
+    ("ARC:a", "EVAL_TASKS=ARC:a: a name has lower-case letters, digits and _"),
+    ("a:x,b:y,a:z", "EVAL_TASKS=a:x: a is there 2 times; choose another name"),
+    ("hellaswag:x", "hellaswag is the name of other metrics"),
+    ("val_loss:x", "val_loss is the name of other metrics"),
+    ("generation:x", "generation is the name of other metrics"),
+    ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, and must be a local path"),
+    ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x has a variable or a command in it")])
+def test_a_set_that_cannot_be_meant_is_named(tasks, words, tiny_run, capsys):
+    assert tiny_run(EVAL_TASKS=tasks).train() == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_set_that_cannot_be_read_is_named_by_check_too(tiny_run, tmp_path, capsys):
+    run = tiny_run(EVAL_TASKS=f"arc:{tmp_path / 'arc.jsonl'}")
+    for flags in ({}, {"CHECK": "true"}):
+        assert run.train(**flags) == 3
+        told = capsys.readouterr()
+        assert f"EVAL_TASKS=arc:{tmp_path / 'arc.jsonl'} cannot be read" in told.err + told.out
+        assert "name a file in HellaSwag's schema" in told.err + told.out
+    assert not run.folder.exists()
+
+
+def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
+    told, clock = [], iter(range(0, 1000, 40))
+    monkeypatch.setattr(during_run.time, "perf_counter", lambda: next(clock))
+    assert [*during_run.reporting("abcd", 4, "Validation", SimpleNamespace(info=told.append))] == [*"abcd"]
+    assert told == ["Validation: 25% | ETA: 4:00", "Validation: 50% | ETA: 2:00", "Validation: 75% | ETA: 0:53"]
+
+
+def test_blocks_of_padding_are_left_out():
+    own_B2 = torch.tensor([[4, 8], [0, 0]], dtype=torch.float64)  # units and sums
+    assert during_run.gather_blocks(own_B2, SimpleNamespace(ranks=Ranks())).tolist() == [[2, 4]]
+
+
+# --------------------------------------------------------------------------------------- DETERMINISTIC
+
+
+class AsCuda(TorchDispatchMode):
+    """Raises where CUDA has no deterministic implementation. Source: torch.use_deterministic_algorithms."""
+
+    RAISE = {"put_", "histc", "median", "nanmedian", "kthvalue", "nll_loss_forward", "nll_loss2d_forward", "cumsum"}
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation._schema.name.removeprefix("aten::")
+        if name in self.RAISE and torch.are_deterministic_algorithms_enabled():
+            if name != "cumsum" or args[0].is_floating_point():
+                raise RuntimeError(f"{name}_cuda does not have a deterministic implementation")
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["pretrain", "sft"])
+def test_a_deterministic_run_evaluates_by_what_cuda_can_do(mode, tiny_run, prepared, tmp_path, monkeypatch):
+    """Validation, HellaSwag, samples that are drawn, and generated answers."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    original, every = life.make_deterministic, {"DETERMINISTIC": "true", "SAMPLE_EVERY": 2, "HELLASWAG_EVERY": 2, "MAX_STEPS": 4}
+    monkeypatch.setattr(life, "make_deterministic", lambda config, _: original(config, "cuda"))
+    if mode == "pretrain":
+        run = tiny_run(**every)
+    else:
+        run = prepare_stages(prepared, tmp_path).run("sft", tmp_path / "runs", GENERATION_EVAL_EVERY=2, **every)
+    cudnn = torch.backends.cudnn.deterministic
+    try:
+        with AsCuda():
+            assert run.train() == 0
+            assert torch.are_deterministic_algorithms_enabled()
+            with pytest.raises(RuntimeError, match="deterministic implementation"):
+                torch.ones(3).cumsum(0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.deterministic = True, cudnn
+    assert {line["step"] for line in run.lines("samples")} == {2, 4}
+    assert mode == "pretrain" or [*run.column("generation_n")] == [0, 2, 4]

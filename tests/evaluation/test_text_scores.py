@@ -1,0 +1,116 @@
+"""Answers to held-out chats: which are asked, that they are those of the model, and how they are scored."""
+
+import json
+
+import numpy as np
+import pytest
+from factories import Stages, prepare_stages, without_clocks
+
+from checkpoint.item_scores import read_item_scores
+from common.errors import SettingsError
+from data_pipeline.templates import load_chat_format
+from dataloaders import open_rows, read_held_out
+from evaluation import during_run
+from inference.generate import generate
+from model_utils import load_model
+from run import text_scores
+from run.text_scores import score_texts
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+GENERATION = {"GENERATION_EVAL_EVERY": 1, "GENERATION_EVAL_TOKENS": 12, "GENERATION_EVAL_EXAMPLES": 8, "MAX_STEPS": 0,
+              "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "TOTAL_BATCH_SIZE": 12 * 96}
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+# ------------------------------------------------------------------------------------------ scores
+
+
+def test_exact_match_and_means_with_their_errors():
+    scores = score_texts(["the red cat", " yes\n", "no", "a"], ["the red cat", "yes", "No", "b c d e"])
+    assert scores.exact_N.tolist() == [True, True, False, False]
+    # ROUGE-L: the longest common subsequence over the lengths, as F1, with letters in lower case.
+    assert scores.rouge_l_N.tolist() == [1, 1, 1, 0]
+    found = scores.metrics()
+    assert (found["generation_n"], found["generation_exact_match"], found["generation_rouge_l"]) == (4, 0.5, 0.75)
+    assert found["generation_exact_match_stderr"] == pytest.approx(np.std([1, 1, 0, 0], ddof=1) / 2)
+    assert found["generation_rouge_l_stderr"] == pytest.approx(np.std([1, 1, 1, 0], ddof=1) / 2)
+    assert score_texts(["a b c"], ["a x c d"]).rouge_l_N[0] == pytest.approx(2 * (2 / 3) * (2 / 4) / (2 / 3 + 2 / 4))
+    assert score_texts(["a"], ["b"]).metrics()["generation_exact_match_stderr"] == 0
+
+
+def test_bleu_is_that_of_all_answers_together():
+    import sacrebleu
+
+    answers, references = ["the cat sat on the mat today", "a dog"], ["the cat sat on the mat now", "one dog ran away"]
+    assert score_texts(references, references).bleu == pytest.approx(1)
+    expected = sacrebleu.BLEU().corpus_score(answers, [references]).score
+    assert 0.1 < expected / 100 < 1 and score_texts(answers, references).bleu == pytest.approx(expected / 100)
+
+
+def test_a_package_that_is_missing_is_named_before_the_run(stages, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "sacrebleu", None)
+    with pytest.raises(SettingsError, match="GENERATION_EVAL_EVERY needs the package sacrebleu: .*pip install sacrebleu"):
+        text_scores.import_scorers()
+    run = stages.run("sft", tmp_path, **GENERATION)
+    assert run.train() == 2 and "pip install sacrebleu" in capsys.readouterr().err and not run.folder.exists()
+
+
+# ----------------------------------------------------------------------------------------- answers
+
+
+def plant() -> None:
+    """Several batches, which do not divide evenly over the ranks."""
+    during_run.ANSWERS_AT_ONCE = 3
+
+
+@pytest.mark.parametrize("mode", ["sft", "orpo"])
+def test_the_last_answers_of_held_out_chats_and_the_chosen_ones_of_pairs_are_asked_for(mode, stages, tmp_path):
+    run = stages.run(mode, tmp_path, **GENERATION)
+    config = load_config(run.argv()).config
+    tokenizer = load_tokenizer(config.tokenizer_path)
+    chat_format, rows = load_chat_format(tokenizer), open_rows(config, "validation", tokenizer, "never")
+    wanted = set()
+    for line in (stages.chats.parents[1] / f"{rows.example_set.kind}.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        messages = record["messages"][:-1] if mode == "sft" else [{"role": "user", "content": record["prompt"]}]
+        answer = record["messages"][-1]["content"] if mode == "sft" else record["chosen"]
+        wanted.add((tuple(chat_format.encode_prompt(messages)), answer))
+    found = read_held_out(rows, 10**6)
+    assert len(found) == rows.examples - rows.truncated > 8 == len(read_held_out(rows, 8))
+    assert {(tuple(prompt), tokenizer.decode(answer)) for prompt, answer in found} <= wanted
+
+    # The run's answers are those of each prompt alone.
+    assert run.train() == 0
+    line, = run.lines("evaluations")
+    model = load_model(run.checkpoint(0))[0]
+    for text, (prompt, answer) in zip(line["texts"], found):
+        own, = generate(model, [prompt], 12, stop_ids=chat_format.stop_ids)
+        assert text == {"prompt": tokenizer.decode(prompt), "reference": tokenizer.decode(answer), "answer": tokenizer.decode(own)}
+    assert len(line["texts"]) == 4 and line["n"] == 8 and any(text["answer"] for text in line["texts"])
+    scores, = read_item_scores(run.folder / "evaluations.jsonl")
+    logged = run.metrics()[-1]
+    assert logged["generation_n"] == 8 and logged["generation_rouge_l"] == pytest.approx(scores.scores["rouge_l"].mean(), abs=1e-4)
+    assert "Generation [0/0] | Exact match: " in (run.folder / "log" / "rank-0.txt").read_text()
+
+
+def test_any_number_of_ranks_and_a_divided_model_give_the_same_figures(stages, tmp_path, monkeypatch):
+    """At the first step, where the weights are the same."""
+    alone, *others = (stages.run("sft", tmp_path, RUN_NAME=f"{ranks}-{sharding}", SHARDING=sharding, **GENERATION)
+                      for ranks, sharding in ((1, "none"), (3, "none"), (2, "full")))
+    jobs = [run.start(ranks, plant) for ranks, run in zip((3, 2), others)]
+    monkeypatch.setattr(during_run, "ANSWERS_AT_ONCE", 3)
+    assert alone.train() == 0 and alone.lines("evaluations")[0]["name"] == "generation"
+    for job, run in zip(jobs, others):
+        assert set(job.wait()) == {0}, job.text()
+        assert run.lines("evaluations") == alone.lines("evaluations")
+        assert without_clocks(run.metrics()) == without_clocks(alone.metrics())
+
+
+def test_pretraining_has_no_answers(tiny_run, capsys):
+    assert tiny_run().train(GENERATION_EVAL_EVERY=1) == 2
+    assert "GENERATION_EVAL_EVERY=1 compares answers, which the stages sft and dpo have" in capsys.readouterr().err

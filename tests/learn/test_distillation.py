@@ -1,0 +1,339 @@
+"""Divergences compared with a naive loop and TRL, and the objective compared with autograd on plain logits."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from config import Config
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from learn import objectives
+from learn.objectives import Distillation, NextToken, divergence, mixed_loss, sparse_divergence
+from model import Transformer
+
+KINDS = ("forward_kl", "reverse_kl", "jsd")
+SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16, "init_std": 0.2}
+VOCAB = 50  # not a multiple of 128, so that the model pads it
+
+
+def random_logits(rows: int = 6, vocab: int = VOCAB, scale: float = 3.0, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=dtype) * scale
+
+
+def naive_divergence(student: list[float], teacher: list[float], kind: str, temperature: float, beta: float) -> float:
+    """The definition, token by token, times temperature squared."""
+    def probabilities(logits: list[float]) -> list[float]:
+        powers = [math.exp(logit / temperature) for logit in logits]
+        return [power / sum(powers) for power in powers]
+
+    def kl(one: list[float], other: list[float]) -> float:
+        return sum(a * math.log(a / b) for a, b in zip(one, other))
+
+    p, q = probabilities(teacher), probabilities(student)
+    mixture = [beta * a + (1 - beta) * b for a, b in zip(p, q)]
+    value = {"forward_kl": kl(p, q), "reverse_kl": kl(q, p), "jsd": beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)}[kind]
+    return value * temperature**2
+
+
+def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str, temperature: float, beta: float) -> torch.Tensor:
+    """The same for autograd, with torch's own KL."""
+    log_q, log_p = (F.log_softmax(logits / temperature, -1) for logits in (student, teacher))
+    log_m = torch.log(beta * log_p.exp() + (1 - beta) * log_q.exp())
+
+    def kl(log_one, log_other):
+        return F.kl_div(log_other, log_one, reduction="none", log_target=True).sum(-1)
+
+    value = {"forward_kl": lambda: kl(log_p, log_q), "reverse_kl": lambda: kl(log_q, log_p),
+             "jsd": lambda: beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)}[kind]()
+    return value * temperature**2
+
+
+def as_float64(tensors) -> list[torch.Tensor]:
+    return [tensor.double().requires_grad_() for tensor in tensors]
+
+
+# ---------------------------------------------------------------------------------------------------------------- divergences
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature, beta", [(1.0, 0.5), (2.0, 0.5), (0.7, 0.1), (4.0, 0.9)])
+def test_divergence_is_its_definition_token_by_token(kind, temperature, beta):
+    student, teacher = random_logits(seed=1), random_logits(seed=2)
+    value, _ = divergence(student, teacher, kind, temperature, beta)
+    naive = [naive_divergence(*rows, kind, temperature, beta) for rows in zip(student.tolist(), teacher.tolist())]
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value, torch.tensor(naive), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("kind, trl_beta", [("forward_kl", 0.0), ("reverse_kl", 1.0), ("jsd", 0.3), ("jsd", 0.5)])
+def test_divergence_is_trls_times_temperature_squared(kind, trl_beta, temperature):
+    pytest.importorskip("trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.gkd import GKDTrainer
+    student, teacher = random_logits(seed=1)[None], random_logits(seed=2)[None]
+    labels = torch.tensor([[1, IGNORE_INDEX, 2, 3, IGNORE_INDEX, 4]])
+    theirs = GKDTrainer.generalized_jsd_loss(student, teacher, labels, beta=trl_beta, temperature=temperature, reduction="sum")
+    value, _ = divergence(student[0], teacher[0], kind, temperature, trl_beta)
+    ours = value[labels[0] != IGNORE_INDEX].sum()
+    torch.testing.assert_close(ours, theirs * temperature**2, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_gradient_of_the_divergence_is_the_automatic_one(kind, temperature):
+    student, teacher = random_logits(seed=3), random_logits(seed=4)
+    exact_student, exact_teacher = as_float64((student, teacher))
+    plain_divergence(exact_student, exact_teacher.detach(), kind, temperature, 0.3).sum().backward()
+    _, gradient = divergence(student, teacher, kind, temperature, 0.3)
+    torch.testing.assert_close(gradient, exact_student.grad.float(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(kind):
+    logits = random_logits(seed=5, scale=8.0)
+    value, gradient = divergence(logits, logits.clone(), kind, 2.0)
+    assert value.abs().max() < 1e-6 and gradient.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind, limit_factor", [("forward_kl", 1.0), ("reverse_kl", 1.0), ("jsd", 0.25)])
+def test_temperature_squared_keeps_the_gradient_as_large_at_high_temperature(kind, limit_factor):
+    # For T far above the logits the gradient tends to the difference of the logits over V (Hinton et al. 2015, eq. 4).
+    student, teacher = (random_logits(seed=seed, dtype=torch.float64).float() for seed in (6, 7))
+    _, gradient = divergence(student, teacher, kind, 300.0)
+    student, teacher = (logits - logits.mean(-1, keepdim=True) for logits in (student, teacher))
+    torch.testing.assert_close(gradient, limit_factor * (student - teacher) / VOCAB, rtol=0.05, atol=2e-3)
+
+
+def test_divergence_leaves_its_arguments_alone():
+    for kind in KINDS:
+        for temperature in (1.0, 2.0):
+            student, teacher = random_logits(seed=1), random_logits(seed=2)
+            before = student.clone(), teacher.clone()
+            divergence(student, teacher, kind, temperature)
+            assert torch.equal(student, before[0]) and torch.equal(teacher, before[1])
+
+
+def test_extreme_logits_stay_finite():
+    for kind in KINDS:
+        value, gradient = divergence(random_logits(scale=500.0, seed=1), random_logits(scale=500.0, seed=2), kind, 1.0)
+        assert value.isfinite().all() and gradient.isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------------- the top k only
+
+
+def keep_most_likely(teacher: torch.Tensor, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the teacher's K most likely ids and C = K + 1 log-probabilities."""
+    logprobs = F.log_softmax(teacher / temperature, -1)
+    kept, ids = logprobs.topk(k)
+    others = logprobs.exp().scatter(1, ids, 0.0).sum(-1, keepdim=True).log().clamp(min=-1e4)
+    return ids, torch.cat([kept, others], dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_with_every_token_kept_nothing_is_lost(kind, temperature):
+    student, teacher = random_logits(seed=1), random_logits(seed=2)
+    ids, logprobs = keep_most_likely(teacher, VOCAB, temperature)
+    sparse = sparse_divergence(student, ids, logprobs, kind, temperature, 0.3)
+    for ours, theirs in zip(sparse, divergence(student, teacher, kind, temperature, 0.3)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_all_other_tokens_are_one_class(kind, temperature):
+    student, teacher = random_logits(seed=1), random_logits(seed=2)
+    ids, logprobs = keep_most_likely(teacher, 5, temperature)
+    exact = student.double().requires_grad_()
+    q = F.softmax(exact / temperature, -1)
+    kept = q.gather(1, ids)
+    classes = torch.cat([kept, 1 - kept.sum(-1, keepdim=True)], 1).log()
+    value = plain_divergence(classes, logprobs.double(), kind, 1.0, 0.3) * temperature**2
+    value.sum().backward()
+    sparse_value, sparse_gradient = sparse_divergence(student, ids, logprobs, kind, temperature, 0.3)
+    torch.testing.assert_close(sparse_value, value.detach().float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse_gradient, exact.grad.float(), rtol=1e-5, atol=2e-6)
+
+
+def test_where_the_others_proportions_are_the_students_the_gradient_is_the_whole_teachers():
+    student, teacher = random_logits(seed=1), random_logits(seed=2)
+    ids, _ = keep_most_likely(teacher, 8, 1.0)
+    # The student with the teacher's logits on the kept tokens: both agree on all other tokens.
+    teacher = student.scatter(1, ids, teacher.gather(1, ids))
+    others = F.softmax(teacher, -1).scatter(1, ids, 0.0).sum(-1, keepdim=True).log()
+    logprobs = torch.cat([F.log_softmax(teacher, -1).gather(1, ids), others], 1)
+    _, sparse_gradient = sparse_divergence(student, ids, logprobs, "forward_kl")
+    _, gradient = divergence(student, teacher, "forward_kl")
+    torch.testing.assert_close(sparse_gradient, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_the_others_share_is_learned_and_not_taken_to_be_nothing():
+    # After gradient descent, the student gives the other tokens the probability that the teacher gives them.
+    teacher = random_logits(rows=1, scale=0.5, seed=2)
+    ids, logprobs = keep_most_likely(teacher, 4, 1.0)
+    student = torch.zeros(1, VOCAB)
+    for _ in range(300):
+        student -= 2.0 * sparse_divergence(student, ids, logprobs, "forward_kl")[1]
+    learned = F.softmax(student, -1)
+    torch.testing.assert_close(learned.gather(1, ids), logprobs[:, :-1].exp(), rtol=1e-3, atol=1e-4)
+    assert learned.gather(1, ids).sum() < 0.4
+
+
+# --------------------------------------------------------------------------------------------------------------- the objective
+
+
+def llama(seed: int, **shape) -> Transformer:
+    model = Transformer(Config(**(SHAPE | shape)), VOCAB)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+class Teacher:
+    """A teacher that computes all logits with our model."""
+
+    def __init__(self, model: Transformer):
+        self.model = model.eval().requires_grad_(False)
+
+    def logits(self, batch):
+        logits_MV = self.model.logits(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
+        logits_MV = logits_MV if batch.target_index_M is None else logits_MV[batch.target_index_M]
+        return lambda part: logits_MV[part]
+
+
+def a_batch(with_positions: bool, rows: int = 3, tokens: int = 16, seed: int = 0) -> Batch:
+    """Rows of two documents each, with some targets ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT, targets_BT = torch.randint(0, VOCAB, (2, rows, tokens), generator=generator)
+    targets_BT[torch.rand(rows, tokens, generator=generator) < 0.4] = IGNORE_INDEX
+    document_ids_BT = torch.ones(rows, tokens, dtype=torch.int32)
+    document_ids_BT[:, tokens // 3:] = 2
+    target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten() if with_positions else None
+    return Batch(tokens_BT, targets_BT, document_ids_BT, target_index_M)
+
+
+def settings(**changes) -> Config:
+    return Config(**{f"distillation_{name}": value for name, value in changes.items()})
+
+
+def gradients(model: Transformer, total: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    total.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_positions", [True, False])
+@pytest.mark.parametrize("chunk, cache_bytes", [(0, 2**20), (7, 2**20), (0, 4 * VOCAB * 3), (7, 1)])
+def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk, cache_bytes, monkeypatch):
+    monkeypatch.setattr(objectives, "CACHE_BYTES", cache_bytes)
+    student, teacher, batch = llama(1, head_chunk_tokens=chunk), llama(2), a_batch(with_positions)
+    objective = Distillation(settings(loss=kind, weight=0.3, temperature=2.0, jsd_beta=0.3), Teacher(teacher))
+    summed = objective.loss_sum(student, batch)
+    ours = gradients(student, summed.total)
+
+    logits, taught = (model.logits(batch.tokens_BT, batch.document_ids_BT) for model in (student, teacher))
+    counted = batch.targets_BT != IGNORE_INDEX
+    part = plain_divergence(logits[counted], taught[counted], kind, 2.0, 0.3).sum()
+    cross_entropy = F.cross_entropy(logits[counted], batch.targets_BT[counted], reduction="sum")
+    plain = gradients(student, 0.3 * part + 0.7 * cross_entropy)
+
+    assert objective.count(batch) == counted.sum()
+    torch.testing.assert_close(summed.total.detach(), (0.3 * part + 0.7 * cross_entropy).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(summed.metrics["divergence"], part.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(summed.metrics["cross_entropy"], cross_entropy.detach(), rtol=1e-5, atol=1e-5)
+    assert not any(value.requires_grad for value in summed.metrics.values())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_weight_0_is_plain_cross_entropy():
+    student, batch = llama(1), a_batch(True)
+    mixed = Distillation(settings(weight=0.0), Teacher(llama(2))).loss_sum(student, batch).total
+    ours = gradients(student, mixed)
+    plain = NextToken().loss_sum(student, batch).total
+    torch.testing.assert_close(mixed.detach(), plain.detach(), rtol=1e-6, atol=0)
+    for name, gradient in gradients(student, plain).items():
+        assert (ours[name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
+
+
+def test_ignored_positions_give_no_loss_and_no_gradient():
+    logits, teacher = random_logits(seed=1), random_logits(seed=2)
+    targets = torch.tensor([3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, 7])
+    kept = targets != IGNORE_INDEX
+    every = mixed_loss(logits, targets, (teacher,), 0.5, ("jsd", 2.0, 0.5))
+    some = mixed_loss(logits[kept], targets[kept], (teacher[kept],), 0.5, ("jsd", 2.0, 0.5))
+    assert every.gradient_MV[~kept].abs().max() == 0
+    torch.testing.assert_close(every.gradient_MV[kept], some.gradient_MV)
+    torch.testing.assert_close((every.divergence, every.cross_entropy), (some.divergence, some.cross_entropy))
+
+
+def test_a_batch_without_any_target_gives_zero_and_gradients():
+    student, batch = llama(1), a_batch(True)
+    for positions in (torch.zeros(0, dtype=torch.long), None):
+        empty = Batch(batch.tokens_BT, torch.full_like(batch.targets_BT, IGNORE_INDEX), batch.document_ids_BT, positions)
+        summed = Distillation(settings(), Teacher(llama(2))).loss_sum(student, empty)
+        assert summed.total.item() == 0 and all(float(value) == 0 for value in summed.metrics.values())
+        assert all(gradient.abs().max() == 0 for gradient in gradients(student, summed.total).values())
+
+
+def test_the_teacher_gets_no_gradient_and_stays_as_it_is():
+    teacher, student = llama(2), llama(1)
+    before = {name: value.clone() for name, value in teacher.state_dict().items()}
+    student.train()
+    Distillation(settings(), Teacher(teacher)).loss_sum(student, a_batch(True)).total.backward()
+    assert not teacher.training and student.training
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+
+
+def test_validation_without_gradients_gives_the_same_loss():
+    student, batch = llama(1), a_batch(True)
+    objective = Distillation(settings(), Teacher(llama(2)))
+    with torch.no_grad():
+        validated = objective.loss_sum(student, batch).total
+    assert not validated.requires_grad
+    torch.testing.assert_close(validated, objective.loss_sum(student, batch).total.detach())
+
+
+def stored_batch(teacher: Teacher, batch: Batch, k: int, temperature: float) -> Batch:
+    """Return the batch with the stored outputs of the teacher at every position."""
+    whole = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
+    ids, logprobs = keep_most_likely(teacher.logits(whole)(slice(None)), k, temperature)
+    shape = batch.tokens_BT.shape
+    batch.stored.update(teacher_ids=ids.view(*shape, k).int(), teacher_logprobs=logprobs.view(*shape, k + 1))
+    return batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_positions", [True, False])
+def test_a_stored_teacher_of_all_tokens_is_the_live_one(kind, with_positions):
+    student, teacher, batch = llama(1), Teacher(llama(2)), a_batch(with_positions)
+    config = settings(loss=kind, temperature=2.0)
+    live = Distillation(config, teacher).loss_sum(student, batch)
+    live_gradients = gradients(student, live.total)
+    stored = Distillation(config).loss_sum(student, stored_batch(teacher, batch, VOCAB, 2.0))
+    torch.testing.assert_close(stored.total.detach(), live.total.detach(), rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(student, stored.total).items():
+        torch.testing.assert_close(gradient, live_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_micro_batches_add_up():
+    student, batch = llama(1), a_batch(False, rows=4)
+    objective = Distillation(settings(), Teacher(llama(2)))
+    whole = objective.loss_sum(student, batch)
+    at_once = gradients(student, whole.total)
+    student.zero_grad()
+    parts = [Batch(batch.tokens_BT[part], batch.targets_BT[part], batch.document_ids_BT[part])
+             for part in (slice(0, 1), slice(1, 4))]
+    totals = [objective.loss_sum(student, part).total for part in parts]
+    for total in totals:
+        total.backward()
+    torch.testing.assert_close(sum(totals).detach(), whole.total.detach(), rtol=1e-5, atol=1e-5)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(parameter.grad, at_once[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -1,0 +1,171 @@
+"""The formula of FLOPs against what torch counts in eager steps, of every kind."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from factories import Config
+from torch.utils.flop_counter import FlopCounterMode
+
+import lora
+from data_preparation_utils import PreparationOptions, prepare_examples
+from dataloaders import Batch, ExampleRows, join, open_example_set
+from fused.head import IGNORE_INDEX
+from learn.flops import StepFlops, Work, forward_flops, teacher_flops
+from learn.objectives import DPO, ORPO, Distillation, NextToken, frozen_logprobs, stored_reference
+from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
+from model import Transformer
+from observe.power import Utilization
+from run.diagnostics import flops_per_token
+from run.life import logprobs_without_adapters
+from tokenizer import load_tokenizer
+
+VOCAB, ROWS, LENGTH, PADDING = 250, 2, 64, 11
+# Attention is written out as matmuls, which torch counts in full; CPUs' fused kernel is not counted at all.
+SHAPE = dict(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, ffn_dim=160, attention_backend="math", max_seq_len=LENGTH,
+             micro_batch_size=ROWS, compile=False)
+LORA = dict(lora_enabled=True, lora_rank=4)
+
+
+def make(seed=0, token_ids=None, **settings) -> tuple[Config, Transformer]:
+    config = Config(**SHAPE | settings)
+    model = Transformer(config, VOCAB)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    if config.lora_enabled:
+        lora.add_adapters(model, config, torch.Generator().manual_seed(0), token_ids)
+    return config, model
+
+
+def batch_of(stage: str) -> Batch:
+    """Rows of text; of a chat with padding, whose answers are targets; or of a pair with padding."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(VOCAB, (2, ROWS, LENGTH), generator=generator)
+    if stage == "pretrain":
+        return Batch(tokens, targets)
+    end = LENGTH - PADDING
+    ids = torch.ones(ROWS, LENGTH, dtype=torch.int32)
+    ids[:, end // 2:], ids[:, end:] = 2, 3
+    targets[:, :9], targets[:, end // 2:end // 2 + 9], targets[:, end:] = IGNORE_INDEX, IGNORE_INDEX, IGNORE_INDEX
+    stored = {"reference_BP2": torch.zeros(ROWS, 1, 2)} if stage == "dpo" else {}
+    return Batch(tokens, targets, ids, (targets.flatten() != IGNORE_INDEX).nonzero().flatten(), stored, ROWS * PADDING)
+
+
+def counted(model: Transformer, objective, batch: Batch) -> int:
+    objective.loss_sum(model, batch).total.backward()  # the kernel of attention is tried at the first forward
+    with FlopCounterMode(display=False) as counter:
+        objective.loss_sum(model, batch).total.backward()
+    return counter.get_total_flops()
+
+
+def hugging_face() -> HFTeacher:
+    transformers = pytest.importorskip("transformers")
+    shape = transformers.GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4,
+                                    attn_implementation="eager")
+    return HFTeacher(transformers.GPT2LMHeadModel(shape), VOCAB)
+
+
+BLOCK = dict(activation_checkpointing="block")
+TOKENS = {"tok_embeddings": [*range(3, 90)]}
+CASES = {
+    "pretrain": ({}, "pretrain"), "grouped": (dict(n_kv_heads=1), "pretrain"), "untied": (dict(tie_embeddings=False), "pretrain"),
+    "recomputed": (BLOCK, "pretrain"), "sft": ({}, "sft"), "lora": (LORA, "sft"),
+    "lora-head": ({**LORA, "lora_train_head": True, "tie_embeddings": False}, "sft"),
+    "lora-embedding": ({**LORA, "lora_train_embeddings": True, "tie_embeddings": False}, "sft"),
+    "lora-whole": ({**LORA, "lora_train_head": True}, "sft"), "lora-tokens": ({**LORA, "token_ids": TOKENS}, "sft"),
+    "lora-mlp": ({**LORA, "lora_target_modules": "w1,w2"}, "sft"), "lora-attention": ({**LORA, "lora_target_modules": "wq,wk,wv"}, "sft"),
+    "lora-recomputed": ({**LORA, **BLOCK}, "sft"), "lora-attention-recomputed": ({**LORA, **BLOCK, "lora_target_modules": "wq,wk,wv"}, "sft"),
+    "dpo-stored": ({}, "dpo"), "dpo-chunks": (dict(head_chunk_tokens=16), "dpo"), "dpo-live": (dict(dpo_reference="live"), "dpo"),
+    "orpo": (dict(preference_objective="orpo"), "dpo"), "lora-dpo": (LORA, "dpo"),
+    "distilled": (dict(distillation_enabled=True), "pretrain"), "distilled-sft": (dict(distillation_enabled=True), "sft"),
+    "distilled-foreign": (dict(distillation_enabled=True), "pretrain")}
+
+
+def objective_of(name: str, config: Config, model: Transformer):
+    if config.distillation_enabled:
+        teacher = hugging_face() if name.endswith("foreign") else LlamaTeacher(make(1, dim=32, n_layers=2, n_heads=2, n_kv_heads=2)[1], VOCAB)
+        return Distillation(config, teacher)
+    if config.training_stage != "dpo":
+        return NextToken()
+    if config.preference_objective == "orpo":
+        return ORPO(config)
+    reference = stored_reference
+    if config.lora_enabled:
+        reference = partial(logprobs_without_adapters, model)
+    elif config.dpo_reference == "live":
+        reference = partial(frozen_logprobs, make(1)[1].requires_grad_(False).eval())
+    return DPO(config, reference)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_formula_is_what_torch_counts(name):
+    settings, stage = CASES[name]
+    config, model = make(training_stage=stage, **settings)
+    batch, objective = batch_of(stage), objective_of(name, config, model)
+    flops = StepFlops(config, model, objective, VOCAB, "cpu")
+    needed, computed = flops.of(flops.read([batch]))
+    assert sum(computed) == pytest.approx(counted(model, objective, batch), rel=0.002)
+    if name == "pretrain":  # the figure of PaLM
+        assert sum(needed) == flops_per_token(config, VOCAB, LENGTH) * ROWS * LENGTH
+
+
+@pytest.mark.parametrize("name", ["sft", "lora", "dpo-live", "distilled-sft"])
+def test_what_was_needed_is_what_a_row_without_padding_computes(name):
+    settings, stage = CASES[name]
+    batch = batch_of(stage)
+    real = torch.arange(LENGTH) < LENGTH - PADDING
+    targets = batch.targets_BT[:, real]
+    dense = Batch(batch.tokens_BT[:, real], targets, batch.document_ids_BT[:, real],
+                  (targets.flatten() != IGNORE_INDEX).nonzero().flatten(), batch.stored)
+    config, model = make(training_stage=stage, **settings)
+    objective = objective_of(name, config, model)
+    needed, _ = StepFlops(config, model, objective, VOCAB, "cpu").of(Work(batch.tokens_BT.numel(), ROWS * PADDING, batch.targets))
+    # The formula has a token attend to MAX_SEQ_LEN tokens, here there are fewer; and no padded ids.
+    found = counted(model, objective, dense) + sum(needed[1:2]) * (1 - (LENGTH - PADDING) / LENGTH)
+    assert sum(needed) == pytest.approx(found, rel=0.02)
+
+
+def test_mfu_is_of_the_work_and_the_peak_of_all_ranks():
+    """Two ranks, of which the second has padding: 16 real tokens of 20, at 50 tokens/s, 100 FLOPs each, and twice 1,000 FLOP/s."""
+    own, other = Work(10, 0, 5), Work(10, 4, 5)
+    ranks = SimpleNamespace(world_size=2, all_gather_floats=lambda numbers: [[*map(float, own)], [*map(float, other)]])
+    flops = SimpleNamespace(of=lambda work: ((100 * (work.tokens - work.padding),), (100 * work.tokens,)))
+    measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks))
+    assert Utilization.read(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
+    assert measured.work == Work(), "what was read is not counted again"
+
+
+@pytest.mark.parametrize("budget", [0.9, 0.5])
+def test_a_low_budget_recomputes_what_a_block_does(budget):
+    settings = dict(compile=True, activation_memory_budget=budget)
+    for objective in (NextToken(), ORPO(Config())):
+        found = [StepFlops(*make(activation_checkpointing=how, **settings), objective, VOCAB, "cpu").computed
+                 for how in ("none", "selective", "block")]
+        forward = forward_flops(make()[0], 0, LENGTH)
+        assert found[2] == found[0] + forward
+        assert found[1] == (found[2] if budget < 0.6 else found[0])
+
+
+def test_a_teacher_is_counted_without_its_weights(tmp_path):
+    teacher = hugging_face()
+    teacher.model.save_pretrained(tmp_path)
+    without_weights = teacher_on_meta(tmp_path, VOCAB)
+    assert next(without_weights.model.parameters()).is_meta
+    assert teacher_flops(without_weights, VOCAB, LENGTH) == teacher_flops(teacher, VOCAB, LENGTH)
+
+
+def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):
+    """Also when rows come from several sources, or with stored outputs."""
+    chats = [{"messages": [{"role": "user", "content": "a" * size}, {"role": "assistant", "content": "bc"}]} for size in range(3, 40)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
+    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+    rows = ExampleRows(open_example_set(prepare_examples("chats", str(tmp_path / "chats.jsonl"), tmp_path / "chats", options),
+                                        "train", "chats", tokenizer), 96)
+    every = rows(np.arange(len(rows)))
+    assert every.tokens_BT.numel() - every.padding == rows.tokens and every.padding > 0
+    assert every.targets == int((every.targets_BT != IGNORE_INDEX).sum())
+    both = join([rows(np.array([0, 1])), rows(np.array([2]))], np.array([2, 0, 1])).to(torch.device("cpu"))
+    assert (both.padding, both.targets) == (rows(np.arange(3)).padding, rows(np.arange(3)).targets)

@@ -1,0 +1,202 @@
+"""The memory forecast is what autograd, the compiler and the optimizer really keep."""
+
+import re
+
+import pytest
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lora
+from common.errors import SettingsError
+from config import Config, ModelConfig, rules
+from fused import head, matmul
+from learn import cost
+from learn.cost import activation_bytes, estimate_memory, parameter_count
+from model import AttentionMeta, TransformerBlock
+from model_utils import DTYPES
+from observe.check import GIB, memory_advice
+from scripts import trace_memory
+from scripts.trace_memory import trace
+from settings.load import PRESETS_DIR, load_config
+
+FULL = {"world_size": 8, "sharding": "full"}
+HYBRID = {"world_size": 8, "sharding": "hybrid", "shard_degree": 4}
+BLOCK, UNTIED, LONG = {"activation_checkpointing": "block"}, {"tie_embeddings": False}, {"max_seq_len": 2048, "micro_batch_size": 1}
+ONE = {"total_batch_size": 2048, "micro_batch_size": 2}  # a single micro-batch: no gradients are there when it begins
+DPO = {"training_stage": "dpo", "dpo_reference": "live"}
+LORA = {"lora_enabled": True, "lora_rank": 8}
+B8 = {"dim": 4096, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336, "n_layers": 32, **UNTIED, **LONG}
+B1 = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192, "n_layers": 4, **LONG}
+SMALL, LARGE = 1000, 128_256
+slow = pytest.mark.slow
+
+# The settings, the vocabulary, and the dtype.
+TRACED = [
+    ({}, SMALL, "bf16"), ({}, 32_000, "fp32"), (UNTIED | BLOCK, 32_000, "bf16"), (ONE, SMALL, "bf16"), (FULL, 32_000, "bf16"),
+    (FULL | BLOCK | LONG | UNTIED, LARGE, "bf16"), (HYBRID | BLOCK, SMALL, "fp32"), ({"optimizer": "muon"}, SMALL, "bf16"),
+    (LORA | FULL, 32_000, "bf16"), (DPO | FULL, SMALL, "bf16"), ({"distillation_enabled": True}, SMALL, "bf16"),
+    (FULL | {"cpu_offload": True}, SMALL, "bf16"),
+    *(pytest.param(*each, marks=slow) for each in (
+        (ONE | UNTIED, LARGE, "bf16"), (BLOCK, SMALL, "bf16"), ({"world_size": 4, "document_mask": True}, SMALL, "bf16"), (LONG, LARGE, "fp32"),
+        (FULL | {"world_size": 2}, SMALL, "bf16"), (FULL | {"world_size": 64}, SMALL, "bf16"), (FULL, SMALL, "fp32"),
+        (FULL | LONG, LARGE, "bf16"), (HYBRID | UNTIED, 32_000, "bf16"), (FULL | {"optimizer": "muon"}, SMALL, "bf16"),
+        (LORA | BLOCK, 32_000, "bf16"), (LORA | {"lora_target_modules": "wq,wv"}, SMALL, "bf16"), (LORA, SMALL, "fp32"),
+        (LORA | {"lora_train_head": True}, 32_000, "bf16"), (LORA | FULL | UNTIED | {"lora_train_head": True}, 32_000, "bf16"),
+        (DPO | FULL | LONG | UNTIED, LARGE, "bf16"), (DPO, 32_000, "bf16"), (DPO | LORA, 32_000, "bf16"),
+        (FULL | BLOCK | {"cpu_offload": True}, 32_000, "bf16"), (B1 | BLOCK, LARGE, "bf16"), (B1 | FULL, LARGE, "bf16"),
+        (B8 | FULL | BLOCK, LARGE, "bf16"), (B8 | HYBRID, LARGE, "bf16")))]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("changes, vocab_size, dtype", TRACED)
+def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
+    config = Config(**{"dim": 512, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 1536, "micro_batch_size": 4,
+                       "max_seq_len": 1024, "total_batch_size": 2**20, "compile": False, "document_mask": False} | changes)
+    teacher = ModelConfig(dim=1024, n_layers=2, n_heads=8) if config.distillation_enabled else None
+    traced = trace(config, vocab_size, DTYPES[dtype], teacher)
+    forecast = estimate_memory(config, vocab_size, DTYPES[dtype].itemsize, "cpu", traced.frozen if teacher else 0)
+    assert forecast.total + forecast.host == pytest.approx(traced.peak, rel=0.05)
+    held = forecast.parameters + forecast.optimizer + (forecast.host - traced.gradients if config.cpu_offload else 0)
+    # The weights of the norms, with their moments, are whole on each rank; the forecast divides them too.
+    norms = config.dim * (2 * config.n_layers + 1) * (DTYPES[dtype].itemsize if config.lora_enabled else 12)
+    held += norms * (1 - 1 / config.ranks_per_copy)
+    assert held == pytest.approx(traced.parameters + traced.optimizer, rel=0.01)
+
+
+# Settings that do not fit: a preset, its changes, and the memory of a GPU in GB
+TOO_LARGE = [
+    *((preset, {"world_size": ranks}, memory) for preset in ("7b", "8b", "llama3-8b") for ranks in (8, 16) for memory in (24, 40)),
+    *((preset, {"world_size": ranks, "sharding": "none"}, memory) for preset in ("llama3-8b", "7b") for ranks in (8, 64)
+      for memory in (80, 141)),
+    *((preset, {"world_size": ranks}, memory) for preset in ("3b", "llama3.2-3b") for ranks in (1, 8) for memory in (24, 40)),
+    ("1.3b", {"compile": "false", "world_size": 8}, 48), ("1.3b", {"micro_batch_size": 64}, 80)]
+
+
+@pytest.mark.parametrize("preset, changes, memory", TOO_LARGE)
+def test_what_is_proposed_fits_and_is_accepted(preset, changes, memory):
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in ({"preset": preset} | changes).items()]
+    config = load_config(flags, {}, complete=False).config
+    known = (128_256, 2, "cuda")
+    assert estimate_memory(config, *known).total > memory * 1e9
+    proposed, forecast = re.fullmatch(r"It would fit with (.*) \(about ([\d.]+) GiB.* stays the same\)",
+                                      memory_advice(config, int(memory * 1e9), *known)).groups()
+    better = load_config([*flags, *(f"--{part.lower().replace('_', '-')}" for part in proposed.split())], {}, complete=False).config
+    total = estimate_memory(better, *known).total
+    assert total <= memory * 1e9 and f"{total / GIB:.2f}" == forecast
+    assert better.total_batch_size == config.total_batch_size
+    assert [*rules(better, start_is_read=True)] == [*rules(config, start_is_read=True)]
+    assert better.accumulation_steps * better.micro_batch_size == config.accumulation_steps * config.micro_batch_size
+
+
+def test_there_are_thirty_of_each():
+    assert len(TRACED) >= 30 and len(TOO_LARGE) == 30
+
+
+def test_the_advice_on_memory_takes_the_cheapest_first():
+    config = Config(micro_batch_size=32)
+    forecast = lambda **changes: estimate_memory(config.model_copy(update=changes), 128_256, 2).total
+    for rows in (16, 4, 1):
+        assert f"MICRO_BATCH_SIZE={rows} (" in memory_advice(config, forecast(micro_batch_size=rows), 128_256, 2)
+    rows = {"micro_batch_size": 1}
+    assert "ACTIVATION_CHECKPOINTING=selective (" in memory_advice(config, forecast(**rows) - 1, 128_256, 2)
+    ranks = config.model_copy(update={"world_size": 16})
+    least = estimate_memory(ranks.model_copy(update={**rows, "activation_checkpointing": "block"}), 128_256, 2).total
+    assert "SHARDING=hybrid SHARD_DEGREE=8" in memory_advice(ranks, least - 1, 128_256, 2)
+    assert "CPU_OFFLOAD=true" in memory_advice(config, least // 2, 128_256, 2)
+    assert "smaller model" in memory_advice(config, GIB // 2, 128_256, 2)
+
+
+def kept_by_the_compiler(config: Config, budget: float, gathered: bool = False) -> tuple[float, float]:
+    """What a block's compiled graph saves for its backward, in bf16, as the partitioner decides: the bytes per token, and those
+    of copies of weights.
+
+    Args:
+        gathered: the matrices are in bf16 already, as FSDP gathers them.
+    """
+    torch._dynamo.reset()
+    rows, length, kept = 3, 1100, []  # no weight has this many rows
+
+    def partition(graph, joint, **options):
+        forward, backward = min_cut_rematerialization_partition(graph, joint, compiler="inductor", **{
+            name: value for name, value in options.items() if name != "compiler"})
+        (output,) = [node for node in forward.graph.nodes if node.op == "output"]
+        tokens, copies = {}, {}
+        for node in output.args[0][1:]:
+            if isinstance(value := node.meta["val"], torch.Tensor):
+                of_tokens = rows * length in value.shape or (length in value.shape and value.shape[0] == rows)
+                if of_tokens or node.op != "placeholder":
+                    (tokens if of_tokens else copies)[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        kept.append((sum(tokens.values()) / (rows * length), sum(copies.values())))
+        return forward, backward
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, partition_fn=partition, decompositions=select_decomp_table)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch._functorch.config.patch(activation_memory_budget=budget):
+        block = TransformerBlock(config)
+        if gathered:
+            lora.cast_base(block.requires_grad_(False), torch.bfloat16)
+            block.requires_grad_(True)
+        angles = torch.empty(1, length, 1, config.head_dim)
+        x_BTD = torch.empty(rows, length, config.dim, dtype=torch.bfloat16, requires_grad=True)
+        torch.compile(block, backend=backend, fullgraph=True)(x_BTD, AttentionMeta("sdpa", angles, angles)).sum().backward()
+    return kept[0]
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("shape", [{"dim": 768, "n_heads": 12, "n_kv_heads": 4, "ffn_dim": 2048},
+                                   pytest.param({"dim": 512, "n_heads": 16, "n_kv_heads": 4, "ffn_dim": 1536},
+                                                marks=pytest.mark.slow)])
+def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, monkeypatch):
+    monkeypatch.setattr(matmul, "CPU_MULTIPLIES_BF16", True)  # as a GPU does
+
+    def forecast(budget: float, **changes) -> tuple[float, float]:
+        config = Config(**shape, activation_checkpointing="selective", activation_memory_budget=budget, **changes)
+        return activation_bytes(config, 2), cost.sizes_of(config, 128, 2, "cuda").copies
+
+    config = Config(**shape)
+    for budget in (1.0, 0.9):
+        assert kept_by_the_compiler(config, budget) == pytest.approx(forecast(budget), rel=0.01), budget
+    assert kept_by_the_compiler(config, 0.9, gathered=True) == pytest.approx(forecast(0.9, sharding="full"), rel=0.01)
+    assert forecast(0.9)[0] < 0.75 * forecast(1.0)[0] and forecast(0.9)[1] < forecast(1.0)[1]
+    for budget in (0.5, 0.0):  # it saves whole tensors, and views of larger ones
+        tokens, copies = kept_by_the_compiler(config, budget)
+        assert tokens < 1.15 * forecast(budget)[0] and copies == forecast(budget)[1] == 0, budget
+
+
+def test_the_forecast_knows_how_many_logits_exist_at_a_time():
+    assert cost.HEAD_CHUNK_BYTES == head.CHUNK_BYTES
+    long = Config(micro_batch_size=64)
+    assert estimate_memory(long, 128_256, 4, "cpu").total < estimate_memory(long, 128_256, 4, "cuda").total
+
+
+@pytest.mark.parametrize("preset", [file for file in sorted(PRESETS_DIR.glob("*.env")) if " billion parameters" in file.read_text()],
+                         ids=lambda file: file.stem)
+def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
+    comment = preset.read_text().partition("\n")[0]
+    ranks = "8" if "On 8 GPUs of 80 GB" in comment else "1"
+    config = load_config(["--preset", preset.stem, "--world-size", ranks], {}, complete=False).config
+    forecast = estimate_memory(config, 128_256, 2).total
+    assert forecast < 80e9 or "80 GB" not in comment
+    assert f"bout {forecast / GIB:.0f} GiB a GPU" in comment
+    billions = re.search(r"([\d.]+) billion", comment)[1]
+    digits = len(billions.partition(".")[2])
+    assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_script_prints_the_trace_beside_the_forecast(monkeypatch, capsys):
+    # Large enough that a buffer of some releases of torch, 1 MB in torch 2.11, does not count.
+    shape = ["--dim", "256", "--n-layers", "4", "--n-heads", "4", "--n-kv-heads", "2", "--max-seq-len", "128"]
+    flags = [*shape, "--world-size", "4", "--sharding", "full", "--total-batch-size", "8192", "--micro-batch-size", "2"]
+    monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, "--vocab-size", "32000"])
+    trace_memory.main()
+    told = capsys.readouterr().out
+    assert "Traced eagerly (COMPILE=false)" in told and "8 micro-batches x 4 ranks" in told
+    assert abs(float(re.search(r"the forecast is [\d.]+ \(([-+][\d.]+) %\)", told)[1])) < 1
+    for wrong, named in ((["--micro-batch-size", "3"], "TOTAL_BATCH_SIZE"), (["--lora-base-quantization", "int8"], "LORA_BASE"),
+                         (["--shardin", "full"], "shardin")):
+        monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, *wrong])
+        with pytest.raises(SettingsError, match=named):
+            trace_memory.main()

@@ -1,0 +1,427 @@
+"""Every objective compared with a naive loop and with TRL, and the invariants of any objective."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from config import ModelConfig, PreferenceConfig
+from dataloaders import Batch
+from fused.head import IGNORE_INDEX
+from learn.objectives import (
+    DPO,
+    ORPO,
+    NextToken,
+    PairwiseObjective,
+    SimPO,
+    frozen_logprobs,
+    log1mexp,
+    pair_logprobs,
+)
+from model import Transformer
+
+VOCAB, T = 61, 24
+CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, init_std=0.2)
+
+
+def model_of(seed: int) -> Transformer:
+    model = Transformer(CONFIG, VOCAB)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def model_that_knows(batch: Batch) -> Transformer:
+    """A model that gives the targets of a batch probabilities far from 0, where odds differ from probabilities."""
+    model, objective = model_of(0), NextToken()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(15):
+        optimizer.zero_grad()
+        (objective.loss_sum(model, batch).total / objective.count(batch)).backward()
+        optimizer.step()
+    return model
+
+
+def chat_rows(seed: int, rows: int = 4) -> Batch:
+    """Packed rows: documents of several lengths whose second halves are targets; the last row has none."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT, targets_BT = torch.randint(0, VOCAB, (2, rows, T), generator=generator)
+    document_ids_BT = (torch.arange(T)[None] // torch.arange(5, 5 + rows)[:, None] + 1).int()
+    for row in range(rows):
+        targets_BT[row, :5 * row] = IGNORE_INDEX
+    targets_BT[-1] = IGNORE_INDEX
+    return with_positions(Batch(tokens_BT, targets_BT, document_ids_BT))
+
+
+def pair_rows(seed: int, pairs_of_row=(2, 1, 1)) -> Batch:
+    """Packed rows of pairs: prompt + chosen, prompt + rejected; the rest is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(pairs_of_row)
+    tokens_BT = torch.zeros(rows, T, dtype=torch.int64)
+    targets_BT = torch.full((rows, T), IGNORE_INDEX)
+    document_ids_BT = torch.zeros(rows, T, dtype=torch.int32)
+    for row, pairs in enumerate(pairs_of_row):
+        end = 0
+        for pair in range(pairs):
+            prompt = torch.randint(0, VOCAB, (2 + pair,), generator=generator)
+            for answer in range(2):
+                ids = torch.cat([prompt, torch.randint(0, VOCAB, (1 + answer + row,), generator=generator)])
+                place = slice(end, end + len(ids) - 1)
+                tokens_BT[row, place], document_ids_BT[row, place] = ids[:-1], 2 * pair + answer + 1
+                targets_BT[row, place][len(prompt) - 1:] = ids[len(prompt):]
+                end = place.stop
+        document_ids_BT[row, end:] = 2 * pairs + 1
+    return with_positions(Batch(tokens_BT, targets_BT, document_ids_BT))
+
+
+def with_positions(batch: Batch) -> Batch:
+    target_index_M = (batch.targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
+    return Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT, target_index_M)
+
+
+def dpo(**settings) -> DPO:
+    return DPO(PreferenceConfig(**settings), partial(frozen_logprobs, model_of(99)))
+
+
+MODES = {
+    "next token": (lambda: NextToken(), chat_rows),
+    "dpo": (dpo, pair_rows),
+    "dpo, all options": (lambda: dpo(dpo_label_smoothing=0.2, dpo_length_normalised=True, dpo_sft_weight=0.3), pair_rows),
+    "ipo": (lambda: dpo(dpo_loss="ipo"), pair_rows),
+    "hinge": (lambda: dpo(dpo_loss="hinge"), pair_rows),
+    "orpo": (lambda: ORPO(PreferenceConfig()), pair_rows),
+    "simpo": (lambda: SimPO(PreferenceConfig()), pair_rows),
+}
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+def gradients(objective, batches, seed=0):
+    """Return the sums of loss and count over batches, and the gradients of the loss sum."""
+    model = model_of(seed)
+    total = count = 0
+    for batch in batches:
+        loss = objective.loss_sum(model, batch).total
+        loss.backward()
+        total, count = total + float(loss.detach()), count + int(objective.count(batch))
+    return total, count, [parameter.grad for parameter in model.parameters()]
+
+
+def rows_of(batch: Batch, rows) -> Batch:
+    return with_positions(Batch(batch.tokens_BT[rows], batch.targets_BT[rows], batch.document_ids_BT[rows]))
+
+
+@modes
+def test_sums_are_additive_over_splits_and_row_order_changes_nothing(mode):
+    objective, batch = MODES[mode][0](), MODES[mode][1](0)
+    whole = gradients(objective, [batch])
+    apart = gradients(objective, [rows_of(batch, [row]) for row in reversed(range(len(batch.tokens_BT)))])
+    assert apart[1] == whole[1] > 0 and apart[0] == pytest.approx(whole[0], rel=1e-5)
+    for one, other in zip(whole[2], apart[2]):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@modes
+def test_padding_changes_nothing(mode):
+    objective, batch = MODES[mode][0](), MODES[mode][1](1)
+    more = Batch(F.pad(batch.tokens_BT, (0, 7), value=3), F.pad(batch.targets_BT, (0, 7), value=IGNORE_INDEX),
+                 torch.cat([batch.document_ids_BT, batch.document_ids_BT[:, -1:].expand(-1, 7)], dim=1))
+    before, after = gradients(objective, [batch]), gradients(objective, [with_positions(more)])
+    assert before[:2] == (pytest.approx(after[0], rel=1e-5), after[1])
+    for one, other in zip(before[2], after[2]):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@modes
+def test_rows_that_are_padding_add_nothing(mode):
+    objective, batch = MODES[mode][0](), MODES[mode][1](2)
+    kept = gradients(objective, [rows_of(batch, slice(0, 2))])
+    ignored = gradients(objective, [batch.ignore_from(2)])
+    assert ignored[:2] == (pytest.approx(kept[0], rel=1e-5), kept[1])
+    for one, other in zip(kept[2], ignored[2]):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@modes
+def test_a_batch_without_a_target_is_zero_and_has_zero_gradients(mode):
+    objective, batch = MODES[mode][0](), MODES[mode][1](3).ignore_from(0)
+    total, count, grads = gradients(objective, [batch])
+    assert (total, count) == (0, 0)
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+@modes
+def test_the_head_runs_on_target_positions_only_and_gives_the_same(mode):
+    objective, batch = MODES[mode][0](), MODES[mode][1](4)
+    everywhere = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
+    one, other = gradients(objective, [batch]), gradients(objective, [everywhere])
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    for a, b in zip(one[2], other[2]):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    seen = []
+    model = model_of(0)
+    original = model.head_matrix.weight.shape[0]
+    from fused import head
+    linear = head.linear
+
+    def counting(x, weight):
+        if weight.shape[0] == original:
+            seen.append(len(x))
+        return linear(x, weight)
+
+    head.linear = counting
+    try:
+        objective.loss_sum(model, batch)
+    finally:
+        head.linear = linear
+    assert set(seen) == {len(batch.target_index_M)}
+
+
+@modes
+def test_frozen_parameters_get_no_gradient(mode):
+    objective, batch = MODES[mode][0](), MODES[mode][1](5)
+    model = model_of(0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("wq" in name)
+    objective.loss_sum(model, batch).total.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("wq" in name), name
+
+
+def test_next_token_equals_a_double_loop():
+    batch, model = chat_rows(6), model_of(0)
+    logits_BTV = model.logits(batch.tokens_BT, batch.document_ids_BT)
+    expected = 0.0
+    for row in range(len(batch.tokens_BT)):
+        for place in range(T):
+            if batch.targets_BT[row, place] != IGNORE_INDEX:
+                expected -= float(logits_BTV[row, place].detach().log_softmax(-1)[batch.targets_BT[row, place]])
+    assert float(NextToken().loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+def naive_logprobs(model, batch) -> list[list[tuple[float, int]]]:
+    """Return (log-probability, length) of each document with targets, computed separately, row by row."""
+    found = []
+    for row in range(len(batch.tokens_BT)):
+        of_row = []
+        for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
+            here = batch.document_ids_BT[row] == document
+            targets = batch.targets_BT[row][here]
+            logits = model.logits(batch.tokens_BT[row][here][None])[0].log_softmax(-1)
+            if (targets != IGNORE_INDEX).any():
+                values = [float(logits[place, target]) for place, target in enumerate(targets.tolist()) if target >= 0]
+                of_row.append((sum(values), len(values)))
+        found.append(of_row)
+    return found
+
+
+def test_the_logprobs_of_pairs_are_those_of_each_sequence_alone():
+    batch, model = pair_rows(7), model_of(0)
+    found_BP2 = pair_logprobs(model, batch).detach()
+    for row, documents in enumerate(naive_logprobs(model, batch)):
+        expected = torch.tensor([value for value, _ in documents]).view(-1, 2)
+        torch.testing.assert_close(found_BP2[row, :len(expected)], expected, rtol=1e-5, atol=1e-5)
+        assert not found_BP2[row, len(expected):].any()
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge"])
+@pytest.mark.parametrize("normalised", [False, True])
+def test_dpo_equals_a_naive_loop(loss, normalised):
+    settings = PreferenceConfig(dpo_loss=loss, dpo_length_normalised=normalised, dpo_beta=0.3, dpo_sft_weight=0.5,
+                                dpo_label_smoothing=0.1 if loss == "sigmoid" else 0)
+    batch, model, reference = pair_rows(8), model_of(0), model_of(99)
+    expected, accuracy, pairs, rewards = 0.0, 0, 0, torch.zeros(2)
+    for ours, theirs in zip(naive_logprobs(model, batch), naive_logprobs(reference, batch)):
+        for chosen, rejected, ref_chosen, ref_rejected in zip(ours[::2], ours[1::2], theirs[::2], theirs[1::2]):
+            by_token = normalised or loss == "ipo"
+            good = (chosen[0] - ref_chosen[0]) / (chosen[1] if by_token else 1)
+            bad = (rejected[0] - ref_rejected[0]) / (rejected[1] if by_token else 1)
+            margin = torch.tensor(good - bad)
+            expected += float({"sigmoid": -0.9 * F.logsigmoid(0.3 * margin) - 0.1 * F.logsigmoid(-0.3 * margin),
+                               "ipo": (margin - 1 / 0.6) ** 2, "hinge": (1 - 0.3 * margin).clamp(min=0)}[loss])
+            expected -= 0.5 * chosen[0] / chosen[1]
+            accuracy, pairs = accuracy + float(margin > 0), pairs + 1
+            rewards += 0.3 * torch.tensor([chosen[0] - ref_chosen[0], rejected[0] - ref_rejected[0]])
+    objective = DPO(settings, partial(frozen_logprobs, reference))
+    found = objective.loss_sum(model, batch)
+    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
+    assert float(found.metrics["reward_accuracy"]) == accuracy and int(objective.count(batch)) == pairs == 4
+    measured = torch.stack([found.metrics[f"reward_{name}"] for name in ("chosen", "rejected", "margin")])
+    torch.testing.assert_close(measured, torch.tensor([*rewards, rewards[0] - rewards[1]]), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("objective", [dpo(), ORPO(PreferenceConfig()), SimPO(PreferenceConfig())], ids=lambda it: type(it).__name__)
+def test_the_text_loss_of_preferences_is_that_of_the_chosen_answers(objective):
+    batch, model = pair_rows(8), model_of(0)
+    chosen = [answer for row in naive_logprobs(model, batch) for answer in row[::2]]
+    targets_BT, nats = objective.text_loss(batch, objective.loss_sum(model, batch))
+    assert float(nats) == pytest.approx(-sum(value for value, _ in chosen), rel=1e-5)
+    assert int((targets_BT != IGNORE_INDEX).sum()) == sum(length for _, length in chosen)
+
+
+def padded_pairs(batch: Batch):
+    """Return the pairs as TRL expects them: chosen rows, then rejected rows, right-padded, and completion masks."""
+    chosen, rejected = [], []
+    for row in range(len(batch.tokens_BT)):
+        for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
+            here = batch.document_ids_BT[row] == document
+            tokens, targets = batch.tokens_BT[row][here], batch.targets_BT[row][here]
+            if (targets == IGNORE_INDEX).all():
+                continue
+            ids = torch.cat([tokens, targets[-1:]])
+            mask = torch.cat([torch.zeros(1, dtype=torch.int64), (targets != IGNORE_INDEX).long()])
+            (chosen if document % 2 else rejected).append((ids, mask))
+    both = chosen + rejected
+    longest = max(len(ids) for ids, _ in both)
+    return {"input_ids": torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in both]),
+            "attention_mask": torch.stack([F.pad(torch.ones_like(ids), (0, longest - len(ids))) for ids, _ in both]),
+            "completion_mask": torch.stack([F.pad(mask, (0, longest - len(mask))) for _, mask in both])}
+
+
+def huggingface(model: Transformer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from checkpoint.huggingface import huggingface_config, to_huggingface
+    from checkpoint.tensors import read_all
+
+    settings = huggingface_config(CONFIG, VOCAB, 64, 0, 1, torch.float32)
+    twin = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager"))
+    twin.load_state_dict(read_all(to_huggingface(model.state_dict(), CONFIG, VOCAB)), strict=False)
+    twin.tie_weights()
+    return twin
+
+
+TRL_LOSSES = {"sigmoid": {}, "hinge": {"dpo_loss": "hinge"}, "ipo": {"dpo_loss": "ipo"},
+              "sigmoid_norm": {"dpo_length_normalised": True}}
+
+
+@pytest.mark.parametrize("loss_type", TRL_LOSSES)
+def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
+    pytest.importorskip("trl")
+    from collections import defaultdict
+
+    from trl import DPOTrainer
+
+    batch, model, reference = pair_rows(9), model_of(0), model_of(99)
+    theirs, their_reference = huggingface(model), huggingface(reference)
+    inputs = padded_pairs(batch)
+
+    class Fused(torch.nn.Module):
+        """A Hugging Face model that returns log-probabilities of its labels, as TRL's patched forward does."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.is_gradient_checkpointing = inner, False
+
+        def forward(self, input_ids, attention_mask, labels, **_):
+            logits = self.inner(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1].log_softmax(-1)
+            labels = labels[:, 1:]
+            picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
+            zeros = torch.zeros_like(picked)
+            return SimpleNamespace(log_probs=picked, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), loss=None)
+
+    policy = Fused(theirs)
+    trainer = DPOTrainer.__new__(DPOTrainer)
+    trainer.__dict__.update(
+        model=policy, ref_model=Fused(their_reference), accelerator=SimpleNamespace(
+            device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x, unwrap_model=lambda m: m),
+        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
+        aux_loss_enabled=False, ld_alpha=None,
+        precompute_ref_logps=False, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.25,
+        label_smoothing=0.0, use_weighting=False, _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+        _total_train_tokens=0, _tp_size=1)
+    policy.train()
+    their_loss = trainer._compute_loss(policy, inputs, return_outputs=False)
+    their_loss.backward()
+    objective = DPO(PreferenceConfig(dpo_beta=0.25, **TRL_LOSSES[loss_type]), partial(frozen_logprobs, reference))
+    summed, pairs = objective.loss_sum(model, batch), objective.count(batch)
+    loss = summed.total / pairs
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), rel=1e-5)
+    for name in ("chosen", "rejected"):
+        (theirs_logged,) = trainer._metrics["train"][f"rewards/{name}"]
+        assert float(summed.metrics[f"reward_{name}"] / pairs) == pytest.approx(float(theirs_logged), rel=1e-4)
+    from checkpoint.huggingface import to_huggingface
+    from checkpoint.tensors import read_all
+
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    ours = read_all(to_huggingface(gradients, CONFIG, VOCAB))
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_orpo_equals_trl_on_each_pair():
+    trl_orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer")
+    batch = pair_rows(10)
+    model = model_that_knows(batch)
+    trainer = SimpleNamespace(beta=0.1, accelerator=SimpleNamespace(device=torch.device("cpu")))
+    expected = 0.0
+    for documents in naive_logprobs(model, batch):
+        for chosen, rejected in zip(documents[::2], documents[1::2]):
+            good, bad = (torch.tensor([value / length]) for value, length in (chosen, rejected))
+            losses = trl_orpo.ORPOTrainer.odds_ratio_loss(trainer, good, bad)[0]
+            expected += float(-good - losses)
+    found = ORPO(PreferenceConfig(orpo_lambda=0.1)).loss_sum(model, batch)
+    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("beta, gamma", [(2.0, 1.0), (2.5, 0.0), (10.0, 3.0)])
+def test_simpo_equals_trl_on_each_pair(beta, gamma):
+    trl_cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer")
+    batch, model = pair_rows(11), model_of(0)
+    trainer = SimpleNamespace(loss_type="simpo", simpo_gamma=gamma, beta=beta, label_smoothing=0.0, alpha=0.0,
+                              accelerator=SimpleNamespace(device=torch.device("cpu")))
+    expected, margins, wins = 0.0, 0.0, 0
+    for documents in naive_logprobs(model, batch):
+        for chosen, rejected in zip(documents[::2], documents[1::2]):
+            means = (torch.tensor([value / length]) for value, length in (chosen, rejected))
+            loss, chosen_reward, rejected_reward = trl_cpo.CPOTrainer.cpo_loss(trainer, *means)
+            expected, margins = expected + float(loss), margins + float(chosen_reward - rejected_reward)
+            wins += bool(chosen_reward > rejected_reward)
+    found = SimPO(PreferenceConfig(simpo_beta=beta, simpo_gamma=gamma)).loss_sum(model, batch)
+    assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
+    assert float(found.metrics["reward_margin"]) == pytest.approx(margins, rel=1e-4)
+    assert float(found.metrics["reward_accuracy"]) == wins
+
+
+def test_the_gradient_of_simpo_is_that_of_its_formula_on_plain_logits():
+    batch, model, twin = pair_rows(12), model_of(0), model_of(0)
+    SimPO(PreferenceConfig(simpo_beta=3.0, simpo_gamma=0.7)).loss_sum(model, batch).total.backward()
+    for row in range(len(batch.tokens_BT)):
+        means = []
+        for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
+            here = batch.document_ids_BT[row] == document
+            logits, targets = twin.logits(batch.tokens_BT[row, here][None])[0], batch.targets_BT[row, here]
+            if (targets != IGNORE_INDEX).any():
+                means.append(-F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX))
+        loss = sum(-F.logsigmoid(3.0 * (good - bad) - 0.7) for good, bad in zip(means[::2], means[1::2]))
+        loss.backward()
+    for ours, plain in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
+
+
+class MostLikely(PairwiseObjective):
+    """The smallest objective of the recipe: the chosen answer should be the more likely one."""
+
+    def pair_loss(self, logprob_BP2, length_BP2, reference_BP2):
+        assert reference_BP2 is None and (length_BP2 >= 1).all() and (logprob_BP2 < 0).all()
+        margin_BP = logprob_BP2[..., 0] - logprob_BP2[..., 1]
+        return -margin_BP, {"margin": margin_BP, "chosen": logprob_BP2[..., 0]}
+
+
+def test_a_pairwise_objective_needs_a_loss_for_each_pair_only():
+    batch, model = pair_rows(13), model_of(0)
+    pairs = [pair for documents in naive_logprobs(model, batch) for pair in zip(documents[::2], documents[1::2])]
+    expected = sum(chosen[0] - rejected[0] for chosen, rejected in pairs)
+    found = MostLikely(PreferenceConfig()).loss_sum(model, batch)
+    assert float(found.metrics["margin"]) == pytest.approx(expected, rel=1e-4) == -float(found.total.detach())
+    assert float(found.metrics["chosen"]) == pytest.approx(sum(chosen[0] for chosen, _ in pairs), rel=1e-4)
+    assert not found.metrics["margin"].requires_grad and int(MostLikely(PreferenceConfig()).count(batch)) == 4
+
+
+def test_log1mexp_is_exact_at_both_ends():
+    x = torch.tensor([-1e-6, -0.1, -0.69, -0.7, -5.0, -50.0])
+    torch.testing.assert_close(log1mexp(x), torch.log1p(-x.double().exp()).float(), rtol=1e-5, atol=1e-7)
+    assert torch.isfinite(log1mexp(torch.zeros(1)))

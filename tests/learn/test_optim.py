@@ -1,0 +1,290 @@
+import hashlib
+import math
+import re
+
+import pytest
+import torch
+from factories import run_ranks
+
+from common.errors import CheckpointError
+from config import Config, ModelConfig, OptimConfig
+from learn import optim
+from learn.optim import Muon, Optimizer, learning_rate
+from model import Transformer
+from model_utils import build_model
+from parallel.fsdp import gather_rows, own, put
+from parallel.ranks import start_ranks, stop_ranks
+
+VOCAB = 100
+
+
+def make_model() -> Transformer:
+    model = Transformer(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16), VOCAB)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def train_loop(model, optimizer, steps, rate=1e-2):
+    """Updates that follow from the step's number alone."""
+    for step in steps:
+        tokens = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (-model(tokens[:, :-1], tokens[:, 1:], reduction="sum") / 16).backward()
+        optimizer.step(rate)
+
+
+def schedule(**settings) -> list[float]:
+    config = OptimConfig(learning_rate=1.0, min_learning_rate=0.1, **settings)
+    return [learning_rate(step, config) for step in range(config.max_steps + 3)]
+
+
+# The schedule
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak():
+    assert schedule(max_steps=10, warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_without_warm_up_the_first_update_is_at_the_peak():
+    for kind in ("cosine", "wsd", "constant"):
+        assert schedule(max_steps=10, warmup_steps=0, lr_schedule=kind)[0] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [10, 11, 1000])
+def test_a_warm_up_as_long_as_the_run_never_decays_within_it(kind, warmup):
+    rates = schedule(max_steps=10, warmup_steps=warmup, lr_schedule=kind)[:10]
+    assert rates == [(step + 1) / warmup for step in range(10)]
+
+
+def test_cosine_is_half_way_in_the_middle_and_ends_at_the_minimum():
+    rates = schedule(max_steps=14, warmup_steps=4)
+    assert rates[9] == pytest.approx(0.55)
+    assert rates[6] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.2)))
+    assert rates[14] == pytest.approx(0.1)
+    assert rates[4:15] == sorted(rates[4:15], reverse=True)
+
+
+def test_wsd_is_flat_and_then_falls_in_a_line():
+    rates = schedule(max_steps=20, warmup_steps=2, lr_schedule="wsd", decay_fraction=0.25)
+    assert rates[2:16] == [1.0] * 14
+    assert rates[15:21] == pytest.approx([1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
+
+
+def test_wsd_that_decays_all_the_way_begins_after_the_warm_up():
+    rates = schedule(max_steps=10, warmup_steps=5, lr_schedule="wsd", decay_fraction=1.0)
+    assert rates[4:11] == pytest.approx([1.0, 1.0, 0.82, 0.64, 0.46, 0.28, 0.1])
+
+
+@pytest.mark.parametrize("kind, last", [("cosine", 0.1), ("wsd", 0.1), ("constant", 1.0)])
+def test_beyond_the_last_step_the_schedule_stays_where_it_ended(kind, last):
+    assert schedule(max_steps=10, warmup_steps=2, lr_schedule=kind)[10:] == pytest.approx([last] * 3)
+    config = OptimConfig(learning_rate=1.0, min_learning_rate=0.1, max_steps=0, warmup_steps=0, lr_schedule=kind)
+    assert 0.1 <= learning_rate(0, config) <= 1.0
+
+
+def test_the_minimum_is_a_tenth_of_the_peak_unless_it_is_set():
+    assert OptimConfig(learning_rate=1e-3).final_learning_rate == pytest.approx(1e-4)
+    assert OptimConfig(learning_rate=1e-3, min_learning_rate=0).final_learning_rate == 0
+
+
+# What is updated, and how
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_matrices_decay_and_norms_do_not(kind):
+    model = make_model()
+    optimizer = Optimizer(model, OptimConfig(optimizer=kind, weight_decay=0.5))
+    decays = {optimizer.names[parameter]: group["weight_decay"] for part in optimizer.parts
+              for group in part.param_groups for parameter in group["params"]}
+    assert decays == {name: 0.5 if parameter.ndim == 2 else 0.0 for name, parameter in model.named_parameters()}
+
+
+def test_decay_shrinks_a_matrix_by_rate_times_decay_where_there_is_no_gradient():
+    model = make_model()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = Optimizer(model, OptimConfig(weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.1)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] * (0.95 if parameter.ndim == 2 else 1))
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+    model = make_model()
+    optimizer = Optimizer(model, OptimConfig(optimizer="muon"))
+    adamw, muon = ({optimizer.names[p] for group in part.param_groups for p in group["params"]} for part in optimizer.parts)
+    assert isinstance(optimizer.parts[0], torch.optim.AdamW) and isinstance(optimizer.parts[1], Muon)
+    assert adamw == {"tok_embeddings.weight", "norm.weight"} | {
+        f"layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in ("attention_norm", "ffn_norm")}
+    assert adamw | muon == {name for name, _ in model.named_parameters()} and not adamw & muon
+    assert all(optimizer.names[p].startswith("layers.") and p.ndim == 2 for p in optimizer.parts[1].param_groups[0]["params"])
+
+
+def test_frozen_parameters_are_left_out():
+    model = make_model()
+    model.tok_embeddings.weight.requires_grad_(False)
+    before = model.tok_embeddings.weight.detach().clone()
+    optimizer = Optimizer(model, OptimConfig())
+    train_loop(model, optimizer, range(2))
+    assert torch.equal(model.tok_embeddings.weight, before)
+    assert not any(name.startswith("tok_embeddings") for name in optimizer.state_tensors())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_every_part_follows_the_rate_of_the_step(kind):
+    model = make_model()
+    optimizer = Optimizer(model, OptimConfig(optimizer=kind, learning_rate=1.0))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    train_loop(model, optimizer, [0], rate=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    train_loop(model, optimizer, [1], rate=1e-3)
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+def test_adamw_equals_its_formula():
+    model = make_model()
+    config = OptimConfig(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-6)
+    weight = model.layers[0].attention.wq.weight
+    expected, moment, square = weight.detach().double(), 0.0, 0.0
+    optimizer = Optimizer(model, config)
+    for step in range(1, 4):
+        train_loop(model, optimizer, [step], rate=1e-2)
+        gradient = weight.grad.double()
+        moment = 0.8 * moment + 0.2 * gradient
+        square = 0.9 * square + 0.1 * gradient**2
+        update = (moment / (1 - 0.8**step)) / ((square / (1 - 0.9**step)).sqrt() + 1e-6)
+        expected = expected * (1 - 1e-2 * 0.1) - 1e-2 * update
+        torch.testing.assert_close(weight.detach().double(), expected, rtol=0, atol=1e-5)
+
+
+# What a checkpoint holds
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_fresh_optimizer_goes_on_bit_for_bit_from_the_saved_state(kind):
+    config = OptimConfig(optimizer=kind)
+    model, resumed = make_model(), make_model()
+    optimizer = Optimizer(model, config)
+    train_loop(model, optimizer, range(3))
+    saved = {name: tensor.clone() for name, tensor in optimizer.state_tensors().items()}
+    resumed.load_state_dict(model.state_dict())
+    fresh = Optimizer(resumed, config)
+    fresh.load_state_tensors(saved)
+    train_loop(model, optimizer, range(3, 6))
+    train_loop(resumed, fresh, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
+    ours, theirs = optimizer.state_tensors(), fresh.state_tensors()
+    assert ours.keys() == theirs.keys() == saved.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == torch.float32 for name in ours)
+
+
+def test_state_is_named_after_its_parameter():
+    model = make_model()
+    optimizer = Optimizer(model, OptimConfig(optimizer="muon"))
+    train_loop(model, optimizer, range(1))
+    names = set(optimizer.state_tensors())
+    assert "layers.1.feed_forward.w2.weight.momentum_buffer" in names
+    assert {"norm.weight.exp_avg", "norm.weight.exp_avg_sq", "norm.weight.step"} <= names
+
+
+def test_the_state_of_other_parameters_is_not_taken():
+    optimizer = Optimizer(make_model(), OptimConfig())
+    train_loop(other := make_model(), source := Optimizer(other, OptimConfig()), range(1))
+    state = source.state_tensors()
+    bad = {"layers.9.wq.weight.exp_avg": torch.zeros(1), "norm.weight.exp_avg": torch.zeros(1), "norm.weight.exp_avg_sq": None,
+           "norm.weight.step": torch.tensor(1)}
+    for name, tensor in bad.items():
+        spoiled = {key: value for key, value in {**state, name: tensor}.items() if value is not None}
+        with pytest.raises(CheckpointError, match=f"does not belong to this model: {name} is "):
+            optimizer.load_state_tensors(spoiled)
+    assert not optimizer.state_tensors()
+
+
+def test_a_checkpoint_from_before_the_first_update_has_no_state():
+    model, resumed = make_model(), make_model()
+    optimizer, fresh = Optimizer(model, OptimConfig()), Optimizer(resumed, OptimConfig())
+    assert optimizer.state_tensors() == {}
+    fresh.load_state_tensors({})
+    train_loop(model, optimizer, range(2))
+    train_loop(resumed, fresh, range(2))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
+
+
+def test_after_zero_grad_no_gradient_takes_memory():
+    model = make_model()
+    optimizer = Optimizer(model, OptimConfig())
+    train_loop(model, optimizer, range(1))
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_muon_is_torchs_muon_in_float32():
+    torch.manual_seed(0)
+    shapes = [(8, 24), (24, 8), (8, 8), (8, 24)]
+    ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    mine = Muon(ours, lr=0.1, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for a, b in zip(ours, theirs):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        mine.step()
+        reference.step()
+    for a, b in zip(ours, theirs):
+        assert torch.allclose(a, b, atol=0.02), (a - b).abs().max()  # theirs iterates in bf16
+        assert not torch.allclose(b, torch.ones_like(b), atol=0.1)
+
+
+# ------------------------------------------------------------------------------------- Muon on several ranks
+
+WIDE = {"dim": 32, "n_layers": 5, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 77, "max_seq_len": 32, "total_batch_size": 128,
+        "optimizer": "muon", "learning_rate": 0.01, "compile": False}
+
+
+def hash_of_updates(settings: dict) -> None:
+    """Take three steps, of which one is left out, with the same gradients on every rank.
+
+    Prints how many matrices this rank orthogonalised, and on rank 0 a hash of all weights and optimizer state.
+    """
+    ranks, computed = start_ranks("cpu", 60), []
+    config = Config(**WIDE | settings)
+    model = build_model(config, 300, ranks, torch.float32)
+    optimizer, iterate = Optimizer(model, config, ranks), optim.newton_schulz
+    optim.newton_schulz = lambda matrices_PRC: computed.append(len(matrices_PRC)) or iterate(matrices_PRC)
+    dice = torch.Generator().manual_seed(5)
+    for left_out in (0.0, 1.0, 0.0):
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=dice)
+            parameter.grad = torch.zeros_like(parameter)
+            put(parameter.grad, gradient)
+        optimizer.step(0.01, torch.tensor(2.0), torch.tensor(left_out))
+        optimizer.zero_grad()
+    tensors = {name: (own(parameter), parameter) for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, value in optimizer.state_tensors().items():
+        tensors[name] = value, parameters[name.rpartition(".")[0]] if value.ndim else value
+    digest = hashlib.sha256()
+    for name, (rows, like) in sorted(tensors.items()):
+        digest.update(name.encode() + gather_rows(rows, like).detach().numpy().tobytes())
+    print(f"{digest.hexdigest()} after {sum(computed)} matrices", flush=True)
+    stop_ranks()
+
+
+FULL, HYBRID = {"sharding": "full"}, {"sharding": "hybrid", "shard_degree": 2}
+
+
+@pytest.mark.parametrize("world_size, settings, share", [
+    (2, {}, 2), (4, {}, 4), (2, FULL, 2), (4, FULL, 4), (4, HYBRID, 2), (3, FULL, 3), (2, HYBRID | {"shard_degree": 1}, 2)])
+def test_ranks_divide_the_matrices_of_muon_and_get_the_bits_of_one_process(world_size, settings, share, tmp_path):
+    def run(ranks: int, changes: dict) -> list[tuple[str, int]]:
+        text = run_ranks(hash_of_updates, changes | {"world_size": ranks}, world_size=ranks, folder=tmp_path / str(ranks))
+        return [(found[1], int(found[2])) for found in re.finditer(r"(\w{64}) after (\d+) matrices", text)]
+
+    [(whole, every)] = run(1, {})
+    assert every == 3 * 7 * WIDE["n_layers"]
+    found = run(world_size, settings)
+    assert {digest for digest, _ in found} == {whole} and len(found) == world_size
+    counts = [count for _, count in found]
+    assert sum(counts) == every * world_size // share and max(counts) <= 1.25 * every / share, counts

@@ -1,0 +1,272 @@
+"""Where the time of the steps goes, phase by phase, and which rank is named as slow."""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from factories import UNMEASURED
+
+from common.heartbeat import HEARTBEAT
+from dataloaders import StepLoader
+from learn.objectives import NextToken
+from observe import phases
+from observe.phases import COMPARED, Phases, SlowRanks, median_of_others
+from run import life
+
+
+class Log:
+    """Keeps what is logged."""
+
+    def __init__(self):
+        self.events, self.lines = [], []
+        self.info = self.warn = self.lines.append
+
+    def event(self, event, step, **facts):
+        self.events.append((event, step, facts))
+
+
+@contextmanager
+def marking(phases: Phases) -> Iterator[Phases]:
+    """A `with` block in which the heartbeat tells phases."""
+    before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, phases.mark
+    HEARTBEAT.begin("other")
+    yield phases
+    HEARTBEAT.on_mark = before
+
+
+def fake_run(world_size=1, device="cpu"):
+    ranks = SimpleNamespace(rank=0, world_size=world_size, device=SimpleNamespace(type=device),
+                            all_reduce_floats=lambda values: [float(value) for value in values])
+    return SimpleNamespace(ranks=ranks, log=Log())
+
+
+@pytest.fixture
+def clock(monkeypatch) -> SimpleNamespace:
+    """A clock that stands still until `clock.now` is changed; Unix time is 1000 more."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=lambda: 1000 + clock.now))
+    monkeypatch.setattr(phases.HostClock, "now", lambda self: clock.now)
+    return clock
+
+
+class Event:
+    """A CUDA event of a GPU that finishes its work when it is told to: torch.cuda.Event with the same calls."""
+
+    made, done = [], 0.0  # the events that were made, and the time that the GPU has reached
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        Event.made.append(self)
+
+    def record(self):
+        self.at = self.host.now
+
+    def query(self):
+        return self.at <= Event.done
+
+    def synchronize(self):
+        assert self.query(), "nothing waits for the GPU"
+
+    def elapsed_time(self, end):
+        assert self.query() and end.query()
+        return 1000 * (end.at - self.at)
+
+
+def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_and_used_again(clock, monkeypatch):
+    monkeypatch.setattr(Event, "host", clock, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    run = fake_run(world_size=2, device="cuda")
+    run.ranks.all_reduce_floats = lambda values: [2 * value for value in values]
+    with marking(Phases(run)) as measured:
+        for step in range(1, 9):
+            take_step(clock, step)
+            assert step == 1 or len(measured.steps) == step - 1, "as far as the GPU was when this step began"
+            Event.done = clock.now
+        assert measured.read_steps() == {"step_seconds": 51, **{f"{name}_seconds": value for name, value in SECONDS.items()}}
+    assert len(Event.made) < 2 * 13, "those of two steps"
+
+
+@pytest.fixture(autouse=True)
+def quiet_heartbeat():
+    """The heartbeat as at the start of a process."""
+    HEARTBEAT.step, HEARTBEAT.part = 0, "start-up"
+    yield
+    HEARTBEAT.enter("start-up", 0)
+
+
+def after(clock, seconds: float) -> None:
+    clock.now += seconds
+
+
+def take_step(clock, step: int, scale: float = 1.0) -> None:
+    """A step of two micro-batches: data 1 s, forward 2 and 3, backward 4 and 5, waits of 10 and 20, update 6."""
+    HEARTBEAT.enter("data", step)
+    after(clock, 1 * scale)
+    HEARTBEAT.enter("forward and backward")
+    with HEARTBEAT.waiting():
+        after(clock, 10 * scale)
+    for forward, backward in ((2, 4), (3, 5)):
+        HEARTBEAT.begin("forward")
+        after(clock, forward * scale)
+        HEARTBEAT.begin("backward")
+        after(clock, backward * scale)
+    HEARTBEAT.enter("update")
+    with HEARTBEAT.waiting():
+        after(clock, 20 * scale)
+    after(clock, 6 * scale)
+    HEARTBEAT.begin("other")
+    after(clock, 100)
+
+
+SECONDS = {"data": 1, "forward": 5, "backward": 9, "optimizer": 6, "communication": 30}
+
+
+def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
+    run = fake_run(world_size=2)
+    run.ranks.all_reduce_floats = lambda values: [2 * value for value in values]  # the other rank has zeros: the mean is its own
+    with marking(Phases(run)) as measured:
+        for step, scale in ((1, 1), (2, 3)):
+            take_step(clock, step, scale)
+        read = measured.read_steps()
+        assert read == {"step_seconds": 102, **{f"{name}_seconds": 2 * value for name, value in SECONDS.items()}}
+        assert [step.total() for step in measured.to_compare] == [153], "without the first step, which compiles"
+        take_step(clock, 3)
+        assert measured.read_steps()["step_seconds"] == 51, "only the steps since the last reading"
+        assert [step.total() for step in measured.to_compare] == [153, 51]
+    assert HEARTBEAT.on_mark.__name__ == "ignore"
+
+
+def test_a_single_rank_waits_for_nobody(clock):
+    with marking(Phases(fake_run())) as measured:
+        take_step(clock, 1)
+        assert measured.read_steps() == {"step_seconds": 51, "data_seconds": 1, "forward_seconds": 15, "backward_seconds": 9,
+                                         "optimizer_seconds": 26}
+
+
+def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock):
+    run = fake_run(world_size=2)
+    with marking(Phases(run)) as measured:
+        take_step(clock, 1)
+        HEARTBEAT.enter("validation", 1)
+        after(clock, 3)
+        with HEARTBEAT.waiting():
+            after(clock, 4)
+        HEARTBEAT.enter("a new task", 1)
+        after(clock, 1)
+        assert measured.read_pauses() == {"evaluation_seconds": 8}
+        HEARTBEAT.enter("save", 1)
+        after(clock, 7)
+        HEARTBEAT.enter("data", 2)
+        assert measured.read_pauses() == {"save_seconds": 7}
+        assert measured.read_pauses() == {}
+        assert measured.own_pauses == {"evaluation": 4, "save": 7}, "without the waits"
+    assert run.log.events == [("evaluation", 1, {"what": "validation", "seconds": 7}),
+                              ("evaluation", 1, {"what": "a new task", "seconds": 1})]
+
+
+def test_marks_are_told_in_order_with_their_unix_times(clock):
+    told = []
+    with marking(Phases(fake_run(world_size=2), lambda *mark: told.append(mark))) as measured:
+        take_step(clock, 7)
+        HEARTBEAT.enter("save", 7)
+        measured.read_steps()
+    assert told == [(1000, "other", 0), (1000, "data", 7), (1001, "forward", 7), (1001, "communication", 7),
+                    (1011, "forward", 7), (1013, "backward", 7), (1017, "forward", 7), (1020, "backward", 7),
+                    (1025, "optimizer", 7), (1025, "communication", 7), (1045, "optimizer", 7), (1051, "other", 7)]
+
+
+
+
+# -------------------------------------------------------------------------------- the slow rank
+
+
+def test_the_median_of_the_others_is_numpys():
+    for ranks in (2, 3, 4, 7):
+        values = np.random.default_rng(ranks).integers(0, 5, (ranks, 3)).astype(float)
+        expected = [np.median(np.delete(values, rank, 0), 0) for rank in range(ranks)]
+        assert np.array_equal(median_of_others(values), expected)
+
+
+def compare(slow: SlowRanks, forward=(1, 1, 1, 1), data=(0, 0, 0, 0), save=(0, 0, 0, 0), evaluation=(0, 0, 0, 0), error=0.01):
+    """A comparison of four ranks whose steps take 3 s."""
+    own = {name: np.array(value, float) for name, value in
+           (("data", data), ("forward", forward), ("evaluation", evaluation), ("save", save))}
+    variances = {name: np.full(4, error**2) for name in COMPARED["step"]}
+    return slow.compare(own, variances, {"step": 3, "evaluation": 30, "save": 30})
+
+
+def test_a_slow_rank_is_named_once_when_it_begins_and_once_when_it_is_over():
+    slow = SlowRanks()
+    assert compare(slow, (1, 1, 1.25, 1)) == []
+    assert compare(slow, (1, 1, 1.25, 1)) == [(2, "forward", 1.25)]
+    assert compare(slow, (1, 1, 1.25, 1)) == compare(slow) == compare(slow, (1, 1, 1.25, 1)) == compare(slow) == []
+    assert compare(slow) == [(2, "forward", 0)]
+    assert compare(slow) == []
+
+
+def test_of_several_phases_the_one_that_costs_most_is_named_and_another_when_it_changes():
+    slow = SlowRanks()
+    for expected in ([], [(1, "data", pytest.approx(1.9e6))], []):
+        assert compare(slow, (1, 1.3, 1, 1), data=(0, 1.9, 0, 0)) == expected
+    assert compare(slow, (1, 1.3, 1, 1)) == [(1, "forward", 1.3)]
+
+
+@pytest.mark.parametrize(("kind", "values"), [
+    ("less than 1.15 times", {"forward": (1, 1, 1.14, 1)}), ("less than 2 % of a step", {"data": (0.01, 0.01, 0.06, 0.01)}),
+    ("within the noise", {"forward": (1, 1, 1.25, 1), "error": 1.0}), ("an uneven evaluation", {"evaluation": (2, 2, 2.9, 2)}),
+    ("rank 0 writes", {"save": (20, 0.1, 0.1, 0.1)}), ("a quick save", {"save": (1, 0.01, 0.2, 0.01)})])
+def test_noise_and_what_ranks_do_not_share_alike_name_nobody(kind, values):
+    slow = SlowRanks()
+    assert [compare(slow, **values) for _ in range(5)] == [[]] * 5
+
+
+def test_a_slow_save_is_named_at_once_and_is_over_with_the_next():
+    slow = SlowRanks()
+    assert compare(slow, save=(9, 0.1, 0.1, 2)) == [(3, "save", 20)]
+    assert compare(slow) == [], "no save, so nothing is known"
+    assert compare(slow, save=(9, 0.1, 0.1, 0.1)) == [(3, "save", 0)]
+
+
+def test_a_single_rank_is_slower_than_nobody():
+    own = {phase: np.ones(1) for group in COMPARED.values() for phase in group}
+    assert SlowRanks().compare(own, {}, dict.fromkeys(COMPARED, 1.0)) == []
+
+
+FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.05, 0.12, 0.25, 0.6  # seconds that a rank sleeps
+
+
+def sleepy() -> None:
+    """All ranks sleep in the forward: rank 1 longer; 2 also sleeps in the loader, 3 in the save."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+
+    def plant(module, name, seconds) -> None:
+        original = getattr(module, name)
+
+        def delayed(*arguments):
+            time.sleep(seconds())
+            return original(*arguments)
+
+        setattr(module, name, delayed)
+
+    plant(NextToken, "loss_sum", lambda: SLOW_FORWARD if rank == 1 else FORWARD)
+    plant(StepLoader, "_read_step", lambda: SLOW_READ * (rank == 2))
+    plant(life, "write_checkpoint", lambda: SLOW_SAVE * (rank == 3))
+
+
+def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_others_are_not(tiny_run):
+    run = tiny_run(MAX_STEPS=20, SAVE_EVERY=10, LOG_EVERY=10, **UNMEASURED)
+    job = run.start(4, sleepy)
+    assert job.wait() == [0] * 4, job.text()
+    named = {(event["rank"], event["phase"]): event["ratio"] for event in run.lines("events") if event["event"] == "slow rank"}
+    assert named.keys() == {(1, "forward"), (2, "data"), (3, "save")}, job.text()
+    assert 1.3 < named[1, "forward"] < SLOW_FORWARD / FORWARD + 0.2
+    assert "[CPU0] warning: rank 1 is slow: its forward takes " in job.text()
+    metrics = run.metrics()[-1]
+    assert metrics["communication_seconds"] > SLOW_READ / 10, "three ranks wait for the loader of the fourth"
+    assert FORWARD < metrics["forward_seconds"] < metrics["step_seconds"]

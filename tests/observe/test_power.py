@@ -1,0 +1,318 @@
+"""Power is read, counted in the steps only, written beside the phases, and never stands in a run's way."""
+
+import csv
+import errno
+import inspect
+import math
+import sys
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from nvml_stub import GIB, Pynvml
+
+from common.heartbeat import HEARTBEAT
+from observe import power
+from observe.power import (
+    HEADER,
+    CpuMeter,
+    GpuMeter,
+    Moment,
+    PowerSampler,
+    Reading,
+    RotatedFile,
+    Sample,
+    UnreadableError,
+    packages,
+    summarize,
+)
+
+# ------------------------------------------------------------------------------------------------------------------- NVML
+
+
+def test_the_stub_has_the_signatures_and_types_of_nvidia_ml_py():
+    real, ours = pytest.importorskip("pynvml"), Pynvml()
+    for name, value in vars(Pynvml).items():
+        if name.startswith("nvml"):
+            theirs = inspect.signature(getattr(real, name)).parameters
+            assert [*inspect.signature(value).parameters][1:] == [*theirs], name
+        elif name.startswith("NVML_"):
+            assert getattr(real, name) == value, name
+        elif name.startswith("NVMLError"):
+            assert issubclass(getattr(real, name), real.NVMLError)
+    ours.nvmlInit()
+    field, theirs = ours.nvmlDeviceGetFieldValues(None, [186])[0], real.c_nvmlFieldValue_t()
+    theirs.nvmlReturn, theirs.value.uiVal = field.nvmlReturn, field.value.uiVal
+    assert (theirs.nvmlReturn, theirs.value.uiVal) == (real.NVML_SUCCESS, 300_000)
+    assert real.NVML_VALUE_TYPE_UNSIGNED_INT == 1
+    reasons = {name: value for name, value in vars(real).items() if name.startswith("nvmlClocksEventReason")}
+    assert power.IDLE == reasons["nvmlClocksEventReasonGpuIdle"]
+    assert {*power.SLOWDOWNS} == {reasons[f"nvmlClocksEventReason{name}"] for name in (
+        "SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")}
+
+
+def test_a_gpu_is_found_by_its_uuid_and_read(nvml):
+    module = nvml()
+    module.millijoules, module.reasons = 5_500, 0x4
+    meter = GpuMeter("40f3")
+    assert meter.read() == Sample(300, 5.5, 55, GIB, 61, 1980, 0x4)
+    module.asked.clear()
+    module.milliwatts = 310_000
+    assert meter.read() == Sample(310, 5.5, 55, GIB, 61, 1980, 0x4)
+    assert "nvmlDeviceGetTemperature" not in module.asked  # what changes slowly is not asked for at once again
+    meter.close()
+    assert not module.is_open
+
+
+def test_what_a_gpu_does_not_tell_is_missing_and_not_asked_for_again(nvml):
+    silent = "FieldValues TotalEnergyConsumption UtilizationRates CurrentClocksThrottleReasons"
+    module = nvml(" ".join(f"nvmlDeviceGet{name}" for name in silent.split()))
+    meter = GpuMeter("10f3")
+    assert meter.read() == meter.read() == Sample(299, None, None, GIB, 61, 1980, None)  # of nvmlDeviceGetPowerUsage
+    assert all(module.asked.count(f"nvmlDeviceGet{name}") == 1 for name in silent.split())
+
+
+@pytest.mark.parametrize(("fails", "uuid", "reason"), [
+    ("nvmlInit", "10f3", "NVML Shared Library Not Found"), ("", "99", "NVML does not give it for GPU-99: Not Found"),
+    ("nvmlDeviceGetFieldValues nvmlDeviceGetPowerUsage", "10f3", "NVML does not give it for GPU-10f3"),
+    (None, "10f3", "pip install nvidia-ml-py")])
+def test_without_driver_gpu_or_package_there_is_one_reason(fails, uuid, reason, nvml, monkeypatch):
+    nvml(fails or "")
+    if fails is None:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(UnreadableError, match=reason):
+        GpuMeter(uuid)
+
+
+# ------------------------------------------------------------------------------------------------------------------- RAPL
+
+
+@pytest.fixture
+def rapl(tmp_path, monkeypatch):
+    """A function that makes a domain of RAPL, or changes its energy."""
+    def domain(folder: str, energy: int, name: str = "") -> None:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        (path / "energy_uj").write_text(f"{energy}\n")
+        (path / "max_energy_range_uj").write_text("1000000\n")
+        if name:
+            (path / "name").write_text(f"{name}\n")
+
+    monkeypatch.setattr(power, "RAPL", tmp_path)
+    return domain
+
+
+def test_all_packages_are_counted_once_also_when_their_counters_wrap(rapl, tmp_path, monkeypatch):
+    seconds = count(step=0.25)
+    monkeypatch.setattr(power, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    rapl("intel-rapl:0", 900_000, "package-0")
+    rapl("intel-rapl:0:0", 500, "core")  # a part of the package
+    rapl("intel-rapl:1", 100_000, "package-1")
+    rapl("intel-rapl:2", 100_000, "psys")  # which has the packages in it
+    rapl("intel-rapl-mmio:0", 900_000, "package-0")  # the same counter again
+    assert [path.parent.name for path, _ in packages()] == ["intel-rapl:0", "intel-rapl:1"]
+    meter = CpuMeter()
+    assert meter.read() == Sample(None, 0)
+    rapl("intel-rapl:0", 200_000)
+    rapl("intel-rapl:1", 400_000)
+    sample = meter.read()
+    assert sample.joules == 0.3 + 0.3 and sample.watts == pytest.approx(0.6 / 0.25)
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("broken")
+    assert meter.read() == Sample()
+    rapl("intel-rapl:1", 400_001)
+    assert meter.read().joules == pytest.approx(0.600001)
+
+
+def test_without_a_counter_that_can_be_read_there_is_no_meter(rapl, tmp_path):
+    with pytest.raises(UnreadableError):
+        CpuMeter()
+    rapl("intel-rapl:0", 1, "package-0")
+    (tmp_path / "intel-rapl:0" / "energy_uj").unlink()
+    (tmp_path / "intel-rapl:0" / "energy_uj").mkdir()  # as unreadable as root's is to others
+    assert [*packages()] == []
+
+
+# --------------------------------------------------------------------------------------------------------------- the file
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return [*csv.DictReader(file)]
+
+
+def test_a_file_continues_after_a_kill_and_is_rotated(tmp_path, monkeypatch):
+    warnings: list[str] = []
+    folder = [tmp_path]
+    path = tmp_path / "power.csv"
+    path.write_text(f"{HEADER}\nfirst\ncut of")  # by kill -9
+    file = RotatedFile(lambda: folder[0], "power.csv", warnings.append)
+    file.append("second\n")
+    assert path.read_text() == f"{HEADER}\nfirst\nsecond\n"
+    monkeypatch.setattr(power, "MOST_BYTES", 150)
+    monkeypatch.setattr(power, "KEPT_FILES", 2)
+    folder[0] = tmp_path.rename(tmp_path.with_name("renamed"))  # as a run's folder may be
+    for number in range(12):
+        file.append(f"line {number:>20}\n")
+    file.close()
+    assert sorted(path.name for path in folder[0].glob("*.csv")) == ["power.1.csv", "power.2.csv", "power.csv"]
+    texts = [(folder[0] / name).read_text() for name in ("power.2.csv", "power.1.csv", "power.csv")]
+    assert all(text.startswith(f"{HEADER}\n") for text in texts)
+    numbers = [line.split()[1] for text in texts for line in text.splitlines()[1:]]
+    assert numbers == [str(number) for number in range(12 - len(numbers), 12)] and warnings == []
+
+
+def test_what_a_full_disk_refuses_is_dropped_with_one_warning_and_no_half_line(tmp_path):
+    warnings: list[str] = []
+    file = RotatedFile(lambda: tmp_path, "power.csv", warnings.append)
+    file.append("first\n")
+    room = SimpleNamespace(bytes=3)
+
+    class Full:
+        def __init__(self, file):
+            self.real = file
+
+        def __getattr__(self, name):
+            return getattr(self.real, name)
+
+        def write(self, content: bytes) -> int:
+            if not room.bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written = self.real.write(content[:room.bytes])
+            room.bytes -= written
+            return written
+
+    file.file = Full(file.file)
+    file.append("second\n")
+    file.append("third\n")
+    room.bytes = 100
+    file.append("fourth\n")
+    file.close()
+    assert (tmp_path / "power.csv").read_text() == f"{HEADER}\nfirst\nfourth\n"
+    assert len(warnings) == 1 and "power.csv cannot be written" in warnings[0] and "the run continues" in warnings[0]
+
+
+# -------------------------------------------------------------------------------------------------------------- the thread
+
+
+class Meter:
+    """Measures 200 W; its counter says so, or there is none. The first reading may hang."""
+
+    def __init__(self, has_counter: bool = True, hangs=None):
+        self.has_counter, self.hangs, self.started, self.closed = has_counter, hangs, time.monotonic(), False
+
+    def read(self) -> Sample:
+        if self.hangs:
+            self.hangs.wait(60)
+        return Sample(200.0, 200 * (time.monotonic() - self.started) if self.has_counter else None, 80, 2**30, 60, 1000, 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def sampler_of(meter, folder: Path, window=None, hz=1.0, notes=None) -> PowerSampler:
+    def open_meter():
+        if isinstance(meter, Exception):
+            raise meter
+        return meter
+
+    notes = [] if notes is None else notes
+    return PowerSampler(open_meter, "3", window, hz, RotatedFile(lambda: folder, "power.csv", notes.append), notes.append)
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("has_counter", [True, False])
+def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
+    meter, notes = Meter(has_counter), []
+    sampler = sampler_of(meter, tmp_path, range(2, 4), 500, notes)
+    before = time.time()
+    for step in range(1, 5):
+        HEARTBEAT.enter("data", step)
+        sampler.begin(step)
+        assert sampler.in_window == (step in (2, 3))
+        sampler.mark(time.time(), "data", step)
+        count = len(sampler.samples)
+        if step in (2, 3):
+            wait_until(lambda count=count: len(sampler.samples) >= count + 20)
+        sampler.mark(time.time(), "forward", step)
+        sampler.end()
+    reading = sampler.read()
+    assert sampler.read() == reading  # no news
+    sampler.stop()
+    assert not sampler.thread.is_alive() and meter.closed and notes == []
+    assert reading[1:] == (80, 0, 0, 2**30, 60, 1000)
+    assert reading.watts > 0 if has_counter else reading.watts == pytest.approx(200)
+    rows = rows_of(tmp_path / "power.csv")
+    assert [*rows[0]] == HEADER.split(",")
+    samples, marks = [row for row in rows if row["gpu"]], [row for row in rows if not row["gpu"]]
+    assert [(row["phase"], row["step"]) for row in marks] == [(phase, step) for step in "23" for phase in ("data", "forward")]
+    assert all(row["watts"] == "" for row in marks)
+    assert len(samples) >= 40 and {row["gpu"] for row in samples} == {"3"}
+    first = samples[len(samples) // 2]
+    expected = dict(watts="200.000", utilization="80", memory_bytes=str(2**30), temperature="60", sm_clock_mhz="1000", throttle_reasons="0x0")
+    assert {name: first[name] for name in expected} == expected and first["phase"] == "data" and first["step"] in "1234"
+    times = [float(row["time"]) for row in samples]
+    assert times == sorted(times) and before - 60 < times[0] <= float(marks[0]["time"]) < float(marks[-1]["time"]) <= times[-1] + 60
+
+
+def test_without_a_window_there_is_a_sample_a_second_and_no_mark(tmp_path):
+    sampler = sampler_of(Meter(), tmp_path)
+    sampler.begin(1)
+    sampler.mark(time.time(), "data", 1)
+    wait_until(lambda: sampler.lines)
+    sampler.stop()
+    assert {row["gpu"] for row in rows_of(tmp_path / "power.csv")} == {"3"}
+
+
+def test_energy_is_the_counters_and_pauses_are_left_out(tmp_path):
+    sampler = sampler_of(UnreadableError("no driver"), tmp_path)
+    count = lambda *moments: [sampler._count(*pair) for pair in zip(moments, moments[1:])]
+    assert sampler.read().watts is not None and math.isnan(sampler.read().watts)
+    # Between two samples the power is not what either of them says.
+    count(Moment(Sample(100, 0), 0, 0), Moment(Sample(100, 300), 1, 0), Moment(Sample(100, 600), 2, 0.05),
+          Moment(Sample(100, 50_000), 12, 9), Moment(Sample(100, 50_200), 13, 9))
+    assert sampler.read().watts == pytest.approx((300 + 300 + 200) / 3)
+    # Without a counter the power is integrated; a reading that failed is left out.
+    count(Moment(Sample(100), 0, 0), Moment(Sample(300), 1, 0), Moment(Sample(), 2, 0), Moment(Sample(500), 3, 0), Moment(Sample(500), 5, 0))
+    assert sampler.read().watts == pytest.approx((200 * 1 + 500 * 2) / 3)
+
+
+def test_a_reading_has_means_and_extremes():
+    samples = [Sample(1, 1, 50, 10, 60, 2000, 0x1), Sample(1, 1, 100, 30, 80, 1000, 0x4), Sample(1, 1, None, 20, 70, 1500, 0x24),
+               Sample(1, 1, 90, 20, 70, 1500, None)]
+    found = summarize(samples, 250)
+    assert found == Reading(250, 80, pytest.approx(2 / 3), 0x4, 30, 80, 1000)
+    nothing = summarize([Sample(1)], 1)
+    assert nothing.watts == 1 and all(map(math.isnan, nothing[1:]))
+
+
+def test_a_driver_that_is_missing_is_one_note(tmp_path):
+    notes: list[str] = []
+    sampler = sampler_of(UnreadableError("no driver"), tmp_path, notes=notes)
+    sampler.thread.join(60)
+    sampler.begin(1)
+    sampler.mark(time.time(), "data", 1)
+    sampler.end()
+    sampler.stop()
+    assert notes == ["Power is not measured: no driver"] and not (tmp_path / "power.csv").exists()
+
+
+def test_a_driver_that_hangs_does_not_hang_the_run(tmp_path, monkeypatch, no_hang):
+    monkeypatch.setattr(power, "STOP_SECONDS", 0.05)
+    answers = threading.Event()
+    sampler = sampler_of(Meter(hangs=answers), tmp_path)
+    sampler.begin(1)
+    sampler.end()
+    assert math.isnan(sampler.read().watts)
+    sampler.stop()
+    assert sampler.thread.is_alive() and sampler.thread.daemon
+    answers.set()
+    sampler.thread.join(60)

@@ -1,0 +1,354 @@
+import json
+import os
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from factories import (
+    MODES,
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    assert_same_run,
+    contents,
+    flip_bit,
+    prepare,
+    prepare_stages,
+)
+from safetensors.torch import load_file
+
+import model
+import train
+from learn.cost import estimate_memory
+from observe import check
+from run.life import read_inputs
+from settings.load import load_config
+from tokenizer import load_tokenizer
+
+NAMES = ["settings", "hardware", "batch", "tokenizer", "model", "length", "data", "first row", "evaluation", "start", "memory",
+         "disk", "speed"]
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory) -> TinyRun:
+    """A run that has taken four of six steps, with its checkpoints."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("trained"), HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
+    assert run.train(MAX_STEPS=4) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+class Checked:
+    """The output and the exit code of --check."""
+
+    def __init__(self, run: TinyRun, capsys, **changes):
+        capsys.readouterr()
+        self.code = run.train(CHECK="true", **changes)
+        shown = capsys.readouterr()
+        self.out, self.err = shown.out, shown.err
+        lines = [line for line in self.out.splitlines() if line.startswith("  ")]
+        self.lines = [(line[:6].strip(), *line[8:].split(": ", 1)) for line in lines]
+
+    def marks(self) -> dict[str, str]:
+        return {name: mark for mark, name, _ in self.lines}
+
+    def text(self, mark: str) -> str:
+        return "\n".join(text for own, _, text in self.lines if own == mark)
+
+
+def test_a_good_run_gets_the_whole_list_and_leaves_no_trace(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checked = Checked(TinyRun(prepared, tmp_path / "runs"), capsys)
+    assert (checked.code, checked.err) == (0, "") and checked.out.endswith("Ready to train.\n")
+    assert checked.marks() == dict.fromkeys(NAMES, "ok")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_says_what_the_run_will_do(prepared, tmp_path, capsys, monkeypatch):
+    run = TinyRun(prepared, tmp_path)
+    monkeypatch.setenv("SYSTEM_PROMPT", "Hi")
+    told = dict((name, text) for _, name, text in Checked(run, capsys, WORLD_SIZE=2).lines)
+    manifest = json.loads((prepared.shards / "manifest.json").read_text())
+    tokens = manifest["splits"]["train"]["tokens"]
+    assert told["settings"] == "From the environment: SYSTEM_PROMPT=Hi"
+    assert told["batch"] == "256 tokens a step = 2 rows x 32 tokens x 2 micro-batches x 2 ranks; 6 steps"
+    assert told["data"].startswith(f"{tokens:,} tokens, ") and f"reads them {6 * 256 / tokens:.2f} times" in told["data"]
+    assert told["first row"].startswith("'<|begin_of_text|>") and any(noun in told["first row"] for noun in ("cat", "dog", "hen"))
+    assert told["evaluation"].startswith("10 questions (HellaSwag) from ")
+    assert told["start"] == f"from initial weights, into {run.folder}"
+    assert "parameters: 2 layers, dim 32, heads 4/2, feed-forward 96" in told["model"]
+    assert all(part in told["memory"] for part in ("parameters", "gradients", "optimizer", "activations", "working"))
+    assert "for each of 2 ranks" in told["memory"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"DEVICE_MEMORY": 80}])
+def test_a_model_that_could_not_be_saved_fails(changes, prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(model.Attention, "__init__", lambda self, config, before=model.Attention.__init__: (
+        before(self, config), self.register_module("q_norm", model.RMSNorm(config.head_dim, config.norm_eps)))[0])
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    assert checked.code == 5 and "layers.0.attention.q_norm.weight" in checked.text("FAIL")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("changes", [{"DEVICE": "cuda"}, {"ATTENTION_BACKEND": "flash"}, {"DEVICE": "auto", "PRECISION": "fp16"}])
+def test_settings_that_this_machine_cannot_obey_end_with_2(changes, prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    assert checked.code == 2 and checked.marks()["hardware"] == "FAIL"
+    assert any(f"{name}={value}" in checked.text("FAIL") for name, value in changes.items())
+
+
+def test_on_a_cpu_deterministic_is_told_and_changes_no_bit(prepared, tmp_path, capsys):
+    runs = [TinyRun(prepared, tmp_path / name, MAX_STEPS=2, DETERMINISTIC=name, **UNMEASURED) for name in ("false", "true")]
+    assert [run.train() for run in runs] == [0, 0]
+    assert capsys.readouterr().out.count("; deterministic") == 1
+    assert_same_run(*runs, 2)
+    assert Checked(runs[1], capsys).text("ok").count("; deterministic") == 1
+
+
+def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_path, capsys):
+    shards = shutil.copytree(prepared.shards, tmp_path / "shards")
+    flip_bit(next(shards.glob("train-*.bin")))
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, PRETRAIN_DATA_PATH=shards, HELLASWAG_PATH=tmp_path / "none.jsonl",
+                      PRETRAIN_CHECKPOINT="step-00000009")
+    assert checked.code == 3 and checked.err == "3 problems found.\n"
+    assert {name for name, mark in checked.marks().items() if mark == "FAIL"} == {"data", "evaluation", "start"}
+    assert "train-00000.bin" in checked.text("FAIL") and "HELLASWAG_PATH" in checked.text("FAIL")
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), ({"TOKENIZER_PATH": "nowhere.model"}, "nowhere.model"),
+    ({"TOTAL_BATCH_SIZE": 2**20, "MICRO_BATCH_SIZE": 1}, "tokens")])
+def test_each_kind_of_bad_data_is_named(changes, words, prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
+    assert checked.code == 3 and words in checked.text("FAIL")
+
+
+def test_a_set_made_with_another_tokenizer_is_refused(prepared, tmp_path, capsys):
+    other = prepare(tmp_path / "other", seed=1, vocab_size=280)
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, TOKENIZER_PATH=other.tokenizer)
+    assert checked.code == 3 and "another tokenizer" in checked.text("FAIL")
+
+
+# How long it takes
+
+
+def test_the_length_of_the_run_is_told_in_tokens_tokens_per_parameter_and_flops(prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path)
+    told = dict((name, text) for _, name, text in Checked(run, capsys).lines)
+    parameters = int(told["model"].split()[0].replace(",", ""))
+    matrices, tokens = parameters - 5 * 32, 6 * 256  # without five norms of 32; the head is the embedding's matrix
+    flops = tokens * (6 * matrices + 12 * 2 * 32 * 32)
+    assert told["length"] == (f"1,536 tokens in all, {tokens / parameters:,.2f} per parameter (about 20 is compute-optimal by "
+                              f"Chinchilla); {flops:.2e} FLOPs")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_forecast_is_what_a_run_computes_and_saves(mode, stages, tmp_path, capsys, monkeypatch):
+    optimizer = "muon" if mode in ("distilled", "lora-sft") else "adamw"
+    run = stages.run(mode, tmp_path, MAX_STEPS=1, PEAK_TFLOPS=1, OPTIMIZER=optimizer, **UNMEASURED)
+    plans, plan_steps = [], check.plan_steps
+    monkeypatch.setattr(check, "plan_steps", lambda *facts: plans.append(plan_steps(*facts)) or plans[-1])
+    told = dict((name, text) for _, name, text in Checked(run, capsys).lines)
+    plan, _ = plans[0]
+    assert run.train() == 0
+    saved = sum(tensor.nbytes for file in run.checkpoint(1).glob("*.safetensors") for tensor in load_file(file).values())
+    assert plan.checkpoint_bytes == pytest.approx(saved, rel=0.02)
+    step = run.metrics()[-1]
+    assert plan.needed == pytest.approx(768 * step["mfu"] * 1e12 / step["tokens_per_second"], rel=1e-6)
+    assert told["length"].startswith("768 tokens in all") and told["length"].endswith(f"; {plan.needed:.2e} FLOPs")
+    assert ("Chinchilla" in told["length"]) == (mode in ("distilled", "distilled-stored")), "it is about random weights and all of them"
+
+
+def test_few_tokens_and_many_passes_are_warned_of_with_the_steps_that_are_sensible(prepared, tmp_path, capsys):
+    """Of 183 rows a step reads four, so 183 steps are four passes."""
+    run = TinyRun(prepared, tmp_path, TOTAL_BATCH_SIZE=128, DIM=8, **UNMEASURED)
+
+    def warnings(**changes) -> str:
+        checked = Checked(run, capsys, **changes)
+        assert checked.code == 0 and checked.out.endswith("Ready to train.\n")
+        return checked.text("warn")
+
+    assert warnings(MAX_STEPS=180) == ""
+    told = warnings(MAX_STEPS=8000)
+    assert told.startswith("the run reads the data 175 times, and more than about 4 passes add little")
+    assert warnings(MAX_STEPS=re.search(r"MAX_STEPS=(\d+)", told)[1]) == ""
+    assert warnings(MAX_STEPS=150, DIM=32) == "few tokens for a model of this size: take more data, or a smaller model (DEPTH)"
+    assert warnings(MAX_STEPS=99, DIM=32) == "", "a trial of the machinery"
+
+
+def test_a_plan_for_other_machines_needs_neither_data_nor_a_tokenizer(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--preset", "llama3-8b", "--check", "--device-memory", "80", "--world-size", "8"]
+
+    def planned(*more: str) -> str:
+        assert train.main([*flags, *more]) == 0
+        return capsys.readouterr().out
+
+    out = planned()
+    assert "PRETRAIN_DATA_PATH is not set" in out and "TOKENIZER_PATH is not set" in out and "FAIL" not in out
+    assert "8,030,261,248 parameters" in out and "a GPU of 80 GB has 74.5" in out and out.endswith("is missing here.\n")
+    assert len(steps := re.findall(r"20 per parameter take MAX_STEPS=(\d+)\n", out)) == 1
+    assert " 20.00 per parameter" in (out := planned("--max-steps", *steps)) and "few tokens" not in out
+    out = planned("--tokenizer-path", "nowhere.model", "--pretrain-data-path", "nowhere")
+    assert "warn  tokenizer: TOKENIZER_PATH=nowhere.model: there is no file" in out and "8,030,261,248" in out
+    assert [*tmp_path.iterdir()] == []
+    with pytest.raises(SystemExit):
+        train.main(flags[:3])
+    assert "PRETRAIN_DATA_PATH is not set" in capsys.readouterr().err, "without a plan for others they are needed"
+
+
+def test_a_plan_with_ranks_that_are_not_here_still_refuses_damaged_data(prepared, tmp_path, capsys):
+    checked = Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=2, PRETRAIN_DATA_PATH=tmp_path / "gone")
+    assert checked.code == 0 and "gone" in checked.text("warn") and "Ready" not in checked.out
+    shards = shutil.copytree(prepared.shards, tmp_path / "shards")
+    flip_bit(next(shards.glob("train-*.bin")))
+    assert Checked(TinyRun(prepared, tmp_path), capsys, WORLD_SIZE=2, PRETRAIN_DATA_PATH=shards).code == 3
+
+
+def test_the_hours_follow_from_the_seconds_of_a_step(prepared, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(check, "seconds_per_step", lambda *_: 3000.0)
+    run = TinyRun(prepared, tmp_path)
+    assert "speed: 0 tokens/s: about 5.0 hours for 6 steps, without evaluating and saving\n" in Checked(run, capsys).out
+    monkeypatch.setattr(check, "seconds_per_step", lambda *_: 0.5)
+    assert "speed: 512 tokens/s, if 4 ranks scale linearly: about 0.1 minutes for 6 steps" in Checked(run, capsys, WORLD_SIZE=4).out
+
+
+def test_nothing_is_measured_where_it_would_not_fit_or_take_minutes(prepared, tmp_path, capsys, monkeypatch):
+    run = TinyRun(prepared, tmp_path)
+    monkeypatch.setattr(check, "seconds_per_step", pytest.fail)
+    monkeypatch.setattr(check, "matmul_flops", lambda *_: 1e4)
+    checked = Checked(run, capsys)
+    assert checked.code == 0 and "not measured: a micro-batch takes about " in checked.text("warn") and "at least about" in checked.text("warn")
+    monkeypatch.setattr(check, "free_memory", lambda _: 1000)
+    assert "not measured: 0.0 GiB are free here, and the model needs about" in Checked(run, capsys).text("warn")
+
+
+def test_the_speed_is_that_of_real_micro_batches_and_an_update(prepared, tmp_path, monkeypatch):
+    config = load_config(TinyRun(prepared, tmp_path).argv(), {}).config
+    inputs, work = read_inputs(config, verify=False), []
+    for seconds, expected in ((0.25, ["micro_batch", "update", *["micro_batch"] * 8, "update"]), (5.0, ["micro_batch", "update"])):
+        work.clear()
+        monkeypatch.setattr(check, "timed", lambda device, do: [do(), work.append(do.__name__)] and seconds)  # noqa: B023
+        found = check.seconds_per_step(config, inputs, torch.device("cpu"), torch.float32)
+        assert found == (config.accumulation_steps + 1) * seconds and work == expected
+
+
+# Where the run would start
+
+
+def test_a_run_that_goes_on_says_how_much_is_left(trained, capsys):
+    before = contents(trained.output_dir)
+    checked = Checked(trained, capsys)
+    assert checked.code == 0
+    assert f"from {trained.checkpoint(4)}, 2 of 6 steps are left" in checked.text("ok")
+    assert "0 of 3 steps are left" in Checked(trained, capsys, MAX_STEPS=3).text("ok")
+    assert contents(trained.output_dir) == before
+
+
+def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):
+    checked = Checked(trained, capsys, SEED=5)
+    assert checked.code == 5 and "SEED was 1337, is 5" in checked.text("FAIL")
+    allowed = Checked(trained, capsys, SEED=5, ALLOW_RESUME_MISMATCH="SEED")
+    assert allowed.code == 0 and "permits: SEED was" in allowed.text("warn")
+
+
+def test_another_number_of_ranks_is_warned_of(trained, capsys):
+    checked = Checked(trained, capsys, WORLD_SIZE=2)
+    assert checked.code == 0 and "number of ranks was 1, is 2" in checked.text("warn")
+
+
+def test_a_checkpoint_of_another_shape_ends_with_5(trained, tmp_path, capsys):
+    checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true",
+                      N_LAYERS=3, DIM=64)
+    assert checked.code == 5
+    assert "DIM is 32 there and 64 here (command line); N_LAYERS is 2 there and 3 here (command line); FFN_DIM is 96 " in checked.text("FAIL")
+
+
+def test_weights_of_another_run_begin_anew(trained, tmp_path, capsys):
+    checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
+    assert checked.code == 0 and "start anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):
+    assert Checked(trained, capsys, PRETRAIN_CHECKPOINT="step-00000099").code == 5
+    copy = TinyRun(prepared, tmp_path, HELLASWAG_EVERY=0)
+    shutil.copytree(trained.folder, copy.folder)
+    for step in copy.steps_saved():
+        with open(copy.checkpoint(step) / "model.safetensors", "r+b") as file:
+            file.truncate(100)
+    checked = Checked(copy, capsys)
+    assert checked.code == 5 and "model.safetensors" in checked.out
+
+
+# Memory and disk
+
+
+def test_memory_that_is_not_there_is_warned_of_with_a_way_out(prepared, tmp_path, capsys, monkeypatch):
+    run = TinyRun(prepared, tmp_path)
+    fits = load_config(run.argv(MICRO_BATCH_SIZE=4), {}).config
+    room = estimate_memory(fits, load_tokenizer(str(prepared.tokenizer)).vocab_size, 4, "cpu").total
+    monkeypatch.setattr(check.os, "sysconf", lambda name: room if name == "SC_PHYS_PAGES" else 1)
+    assert Checked(run, capsys, MICRO_BATCH_SIZE=4).marks()["memory"] == "ok"
+    checked = Checked(run, capsys, MICRO_BATCH_SIZE=8)
+    assert checked.code == 0 and checked.marks()["memory"] == "warn"
+    assert "It would fit with MICRO_BATCH_SIZE=4 " in checked.text("warn")
+
+
+def test_a_plan_for_other_gpus_needs_none_and_says_what_it_assumes(prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path)
+    checked = Checked(run, capsys, DEVICE_MEMORY=80, WORLD_SIZE=2, COMPILE="true", SHARDING="full", DEVICE="cuda",
+                      PRECISION="auto")
+    assert checked.code == 0 and checked.marks()["memory"] == "ok" and "disk" not in checked.marks()
+    told = dict((name, text) for _, name, text in checked.lines)
+    assert told["hardware"].startswith("planned for 2 GPUs of 80 GB (DEVICE_MEMORY), whatever is here: bfloat16 ")
+    assert told["hardware"].endswith("compiled") and told["memory"].endswith("; a GPU of 80 GB has 74.5")
+    assert told["speed"].startswith("not measured")
+    small = Checked(run, capsys, DEVICE_MEMORY=0.0003, WORLD_SIZE=2)
+    assert small.code == 0 and "It would" in small.text("warn") and small.text("ok").count("eager")
+
+
+def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):
+    config = load_config(trained.argv(DISTILLATION_ENABLED="true", TEACHER_MODEL=trained.checkpoint(4)), {}).config
+    weights = (trained.checkpoint(4) / "model.safetensors").stat().st_size
+    assert check.teacher_bytes(config, trained.checkpoint(4)) == pytest.approx(weights, rel=0.05)
+    in_bf16 = config.model_copy(update={"teacher_precision": "bf16"})
+    assert check.teacher_bytes(in_bf16, trained.checkpoint(4)) * 2 == check.teacher_bytes(config, trained.checkpoint(4))
+    stored = config.model_copy(update={"distillation_top_k": 8})
+    assert check.teacher_bytes(stored, trained.checkpoint(4)) == check.teacher_bytes(config, None) == 0
+
+
+def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, capsys, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    checked = Checked(TinyRun(prepared, tmp_path / "a" / "b"), capsys)
+    assert checked.code == 5 and "OUTPUT_DIR" in checked.text("FAIL") and list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_is_a_file_ends_with_5(prepared, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
+    (tmp_path / "runs").symlink_to(tmp_path / "gone")
+    assert Checked(TinyRun(prepared, tmp_path / "runs"), capsys).code == 5, "or a link to nothing"
+
+
+def test_a_list_that_nobody_reads_on_ends_without_a_word(prepared, tmp_path, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        assert TinyRun(prepared, tmp_path / "runs").train(CHECK="true") == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_under_torchrun_one_process_speaks(prepared, tmp_path, capsys, monkeypatch):
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    checked = Checked(TinyRun(prepared, tmp_path), capsys)
+    assert (checked.code, checked.out, checked.err) == (0, "", "")
+    assert os.environ["RANK"] == "1"

@@ -1,0 +1,173 @@
+"""Steps that are profiled and whose power is sampled are the same steps; what is written says what was in them."""
+
+import csv
+import gzip
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from factories import UNMEASURED, TinyRun, assert_same_run, stop_at
+
+from common.errors import SettingsError
+from config import Config, rules, step_window
+from observe import power, profile
+from observe import power as utilization
+from observe.power import Reading, Sample
+from observe.profile import Profiling
+from run.life import prepare_device
+
+# What the run of `whole` measures besides; POWER_HZ is that of the window.
+MEASURED = {"PROFILE_STEPS": "3:4", "POWER_STEPS": "2:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}
+
+
+class Meter:
+    """A CPU of 50 W."""
+
+    def __init__(self):
+        self.joules = 0.0
+
+    def read(self) -> Sample:
+        return Sample(50.0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def measured(prepared, tmp_path_factory):
+    """A run of which everything is measured, and what it printed."""
+    run, patch = TinyRun(prepared, tmp_path_factory.mktemp("measured"), **MEASURED), pytest.MonkeyPatch()
+    patch.setattr(utilization, "packages", lambda: ["a counter"])
+    patch.setattr(utilization, "CpuMeter", Meter)
+    try:
+        assert run.train() == 0
+    finally:
+        patch.undo()
+    return run
+
+
+def test_a_measured_run_is_the_same_run(measured, whole):
+    assert_same_run(measured, whole, 6)
+
+
+def test_the_trace_and_the_tables_are_of_these_steps(measured):
+    files = sorted(path.name for path in (measured.folder / "profile").iterdir())
+    assert files == ["rank-0-steps-3-4.trace.json.gz", "rank-0-steps-3-4.txt"]
+    events = json.loads(gzip.decompress((measured.folder / "profile" / files[0]).read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert sorted(name for name in names if name.startswith("ProfilerStep")) == ["ProfilerStep#3", "ProfilerStep#4"]
+    # Four micro-batches a step.
+    assert [names.count(name) for name in ("forward", "backward", "optimizer")] == [8, 8, 2]
+    text = (measured.folder / "profile" / files[1]).read_text()
+    assert text.count("Self CPU %") == 2 and "The first 25 by time" in text and "The first 25 by memory" in text
+    assert re.search(r"FLOPs of one micro-batch: 64 tokens, 0 of them padding, 64 targets", text)
+    assert "Of the computed matmuls 100.00% are counted." in text
+    log = (measured.folder / "log" / "rank-0.txt").read_text()
+    assert all(f"Wrote {measured.folder / 'profile' / name}" in log for name in files)
+
+
+def test_the_metrics_have_power_and_both_utilizations(measured):
+    lines = {line["step"]: line for line in measured.metrics() if "mfu" in line}
+    for line in lines.values():
+        assert line["mfu"] == pytest.approx(line["hfu"]) and line["mfu"] > 0  # padded ids are few
+    last = lines[6]
+    assert last["power_watts"] == 50 and last["joules_per_token"] == 50 / last["tokens_per_second"]
+    assert "gpu_utilization" not in last
+    with open(measured.folder / "power.csv", newline="") as file:
+        rows = [*csv.DictReader(file)]
+    marks = [row for row in rows if not row["gpu"]]
+    assert {row["gpu"] for row in rows} == {"cpu", ""} and {"2", "3", "4"} & {row["step"] for row in rows}
+    assert {row["phase"] for row in marks} > {"data", "forward", "backward", "optimizer"}
+    times = [float(row["time"]) for row in rows if row["gpu"]]
+    assert all(times[0] - 60 < float(row["time"]) < times[-1] + 1 for row in marks), "they are on one clock"
+
+
+def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9", POWER_STEPS="7:8")
+    assert run.train() == 0 and "POWER_STEPS names no step that is left (1 to 3)" in capsys.readouterr().out
+    assert run.train(MAX_STEPS=4, PROFILE_STEPS="2:4") == 0
+    assert sorted(path.name for path in (run.folder / "profile").glob("*.txt")) == ["rank-0-steps-2-3.txt", "rank-0-steps-4-4.txt"]
+    capsys.readouterr()
+    assert run.train(MAX_STEPS=5, PROFILE_STEPS="2:4") == 0
+    assert "PROFILE_STEPS names no step that is left (5 to 5)" in capsys.readouterr().out
+
+
+def test_at_a_stop_signal_the_run_is_saved_before_the_profile_is_written(tiny_run, capsys):
+    with stop_at(3):
+        assert tiny_run(**UNMEASURED, PROFILE_STEPS="2:5").train() == 143
+    said = capsys.readouterr().out
+    assert said.index("Saved ") < said.index("rank-0-steps-2-3.txt")
+
+
+def fake_run(tmp_path, **settings):
+    said: list[str] = []
+    ranks = SimpleNamespace(rank=0, local_rank=0, world_size=1, is_rank0=True, device=torch.device("cuda", 0))
+    return SimpleNamespace(config=Config(**settings), ranks=ranks, folder=tmp_path, progress=SimpleNamespace(step=0), said=said,
+                           log=SimpleNamespace(info=said.append, warn=said.append, event=lambda *facts, **others: None))
+
+
+def test_a_memory_snapshot_is_of_one_step_and_a_full_disk_ends_nothing(tmp_path, monkeypatch):
+    calls: list = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: calls.append(("record", options)))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path)))
+    run = fake_run(tmp_path, memory_snapshot=2)
+    looked = Profiling(run)
+    for step in range(1, 4):
+        looked.begin(step)
+        looked.end(step, [])
+    path = tmp_path / "profile" / "memory-step-2.pickle"
+    assert calls == [("record", {"max_entries": profile.SNAPSHOT_EVENTS}), ("dump", str(path)), ("record", {"enabled": None})]
+    assert run.said == [f"Wrote {path}; open it at pytorch.org/memory_viz, which reads it in the browser"]
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    looked.end(2, [])
+    assert "cannot be written" in run.said[-1] and "the run continues" in run.said[-1]
+
+
+def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
+    module = nvml()
+    module.millijoules, module.reasons = 1000, 0x20
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="30f3"))
+    run = fake_run(tmp_path, power_hz=1000)
+    sampler = utilization.start_sampler(run)
+    sampler.begin(1)
+    while not sampler.samples:
+        sampler.thread.join(0.001)
+    assert sampler.read().memory_bytes == 70 * 2**30
+    sampler.stop()
+    assert (tmp_path / "power.csv").exists() and run.said == []
+    assert utilization.start_sampler(fake_run(tmp_path, power_hz=0)) is None
+
+
+def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path):
+    nothing = Reading()
+    one, other = Reading(300, 50, 0.5, 0x0, 10, 60, 1900), Reading(500, 100, 1, 0x24, 30, 80, 1200)
+    assert utilization.power_metrics([one, nothing, other], 1600) == {
+        "power_watts": 800, "joules_per_token": 0.5, "gpu_utilization": 75, "gpu_memory_bytes": 30,
+        "gpu_temperature_celsius": 80, "gpu_clock_mhz": 1200, "gpu_throttled": 0.75}
+    assert utilization.power_metrics([nothing], 1600) == {}
+    run = fake_run(tmp_path)
+    told = SimpleNamespace(run=run, told=0)
+    for _ in range(2):
+        utilization.Utilization._warn_of_slowdowns(told, [one, other])
+    assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; this is said once"
+                        for cause in ("its power limit", "heat")]
+
+
+def test_windows_are_checked():
+    assert step_window("3:7") == range(3, 8) and step_window(" 5:5 ") == range(5, 6) and step_window(None) is None
+    common = dict(pretrain_data_path="x", tokenizer_path="y", total_batch_size=8192)
+    assert [*rules(Config(**common, profile_steps="3:7", power_steps="1:2", memory_snapshot=3))] == []
+    for wrong in ("7:3", "0:3", "3", "3-7", "a:b", "3:7:9", "-1:3"):
+        assert [*rules(Config(**common, profile_steps=wrong))] == [
+            f"PROFILE_STEPS={wrong} must be the first and the last step, counted from 1, such as 3:7"]
+    assert "set POWER_HZ above 0, such as 50" in [*rules(Config(**common, power_steps="3:7", power_hz=0))][0]
+    assert "MEMORY_SNAPSHOT=3 records CUDA allocations, but DEVICE=cpu" in [*rules(Config(**common, memory_snapshot=3, device="cpu"))][0]
+    with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, and torch sees no GPU here; remove it"):
+        prepare_device(Config(memory_snapshot=3, device="cpu"))
+    assert power.SLOWDOWNS

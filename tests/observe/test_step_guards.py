@@ -1,0 +1,246 @@
+"""Ledger, loss spikes and replica drift: silent faults are reported, with the facts that help to find the cause."""
+
+import json
+import math
+import os
+import statistics
+import zlib
+
+import pytest
+import torch
+from factories import UNMEASURED, assert_same_run, stop_at
+from hypothesis import given
+from hypothesis import strategies as st
+
+import train
+from checkpoint import store
+from data_pipeline.row_order import rows_of_step
+from data_pipeline.shards import open_token_set
+from learn import objectives
+from report.data import RunReader
+from run import diagnostics
+from run.log import Divergence
+from tokenizer import load_tokenizer
+
+FEW_SAVES = {**UNMEASURED, "SAVE_EVERY": 10}
+
+
+# ----------------------------------------------------------------------------------------- ledger
+
+
+def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
+    tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
+    tokens = open_token_set(str(prepared.shards), "train", tokenizer).tokens
+    entries = whole.lines("ledger")
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    for entry in entries:
+        rows = rows_of_step(entry["step"] - 1, 8, (tokens - 1) // 32, seed=1337)
+        assert entry["rows_crc32"] == f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
+        assert entry["loss"] == whole.column("train_loss")[entry["step"]] and entry["updated"]
+        assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]
+
+
+# ------------------------------------------------------------------------------------ loss spikes
+
+
+@given(st.lists(st.floats(1, 10), min_size=8, max_size=64), st.floats(0, 100))
+def test_the_height_of_a_spike_is_in_robust_standard_deviations(recent, loss):
+    middle = statistics.median(recent)
+    deviation = max(1.4826 * statistics.median([abs(value - middle) for value in recent]), 0.01 * middle)
+    assert diagnostics.robust_z_score(loss, recent, 16) == pytest.approx((loss - middle) / deviation)
+    assert diagnostics.robust_z_score(loss, recent, 2 * len(recent) + 1) == 0, "too few to judge by"
+
+
+def test_what_came_before_does_not_hide_a_spike():
+    """The first of two spikes would stretch a mean and a plain standard deviation."""
+    recent = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 50.0]
+    assert diagnostics.robust_z_score(9.0, recent, 16) > 12 > 3 > abs(diagnostics.robust_z_score(3.1, recent, 16))
+
+
+def poison(monkeypatch, *steps: int) -> None:
+    """Add a constant to the loss of some steps; the gradient stays the same."""
+    step_now, loss_sum, seed_step = [0], objectives.NextToken.loss_sum, train.seed_step
+
+    def seeded(seed, finished, rank):
+        step_now[:] = [finished + 1]
+        seed_step(seed, finished, rank)
+
+    def poisoned(self, model, batch):
+        summed = loss_sum(self, model, batch)
+        return summed._replace(total=summed.total + 20.0 * self.count(batch)) if step_now[0] in steps else summed
+
+    monkeypatch.setattr(train, "seed_step", seeded)
+    monkeypatch.setattr(objectives.NextToken, "loss_sum", poisoned)
+
+
+@pytest.fixture
+def long_run(tiny_run):
+    """Make a run that is long enough to fill the window of recent losses."""
+    return lambda **settings: tiny_run(**{**FEW_SAVES, "MAX_STEPS": 20, "LOSS_SPIKE_WINDOW": 16, **settings})
+
+
+def test_an_ordinary_run_raises_no_alarm(long_run, capsys):
+    run = long_run(MAX_STEPS=60)
+    assert run.train() == 0
+    assert "spike" not in capsys.readouterr().err and not [entry for entry in run.lines("ledger") if "spike" in entry]
+
+
+def test_a_spike_is_told_with_its_rows_and_changes_nothing(long_run, monkeypatch, capsys):
+    calm, run = long_run(RUN_NAME="calm"), long_run()
+    assert calm.train() == 0
+    poison(monkeypatch, 15)
+    assert run.train() == 0
+    error = capsys.readouterr().err
+    entry = run.lines("ledger")[14]
+    assert error.count("warning: loss spike in step 15") == 1 and f"rows {entry['rows']}" in error
+    assert f"replay_step.py {run.folder} --step 15" in error
+    assert len(entry["rows"]) == 8 and entry["spike"] > 12 and entry["updated"]
+    assert [one["step"] for one in run.lines("ledger") if "spike" in one] == [15]
+    assert_same_run(run, calm, 20, logs=())
+
+
+def test_the_update_of_a_spike_can_be_left_out(long_run, monkeypatch, capsys):
+    run = long_run(LOSS_SPIKE_POLICY="skip", SAVE_EVERY=1)
+    poison(monkeypatch, 15)
+    assert run.train() == 0
+    assert "its update is skipped" in capsys.readouterr().err and not run.lines("ledger")[14]["updated"]
+    assert run.hashes(15) == run.hashes(14) != run.hashes(16)
+    assert store.read_state(run.checkpoint(20))["progress"]["skipped_steps"] == 1
+
+
+def test_a_spike_can_stop_the_run_before_its_update(long_run, monkeypatch, capsys):
+    run, calm = long_run(LOSS_SPIKE_POLICY="stop", SAVE_EVERY=0), long_run(RUN_NAME="calm", SAVE_EVERY=1)
+    assert calm.train() == 0
+    poison(monkeypatch, 15)
+    assert run.train() == 4
+    error = capsys.readouterr().err
+    assert "error: loss spike in step 15" in error and "LOSS_SPIKE_POLICY=skip" in error and error.count("spike in step") == 1
+    assert run.steps_saved() == [14]
+    assert_same_run(run, calm, 14, logs=())
+    report = json.loads((run.folder / "debug" / "step-00000015" / "rank-0.json").read_text())
+    assert [row for rows in report["rows"] for row in rows] == run.lines("ledger")[14]["rows"]
+    # Resumed, the run stops at the same step again; another policy lets it continue.
+    assert run.train() == 4
+    assert run.train(LOSS_SPIKE_POLICY="skip") == 0
+
+
+@pytest.mark.parametrize("step", [12, 15, 18])
+def test_a_stopped_and_resumed_run_sees_the_same_spikes(step, long_run, monkeypatch):
+    run, other = long_run(LOSS_SPIKE_POLICY="skip"), long_run(LOSS_SPIKE_POLICY="skip", RUN_NAME="other")
+    poison(monkeypatch, 15)
+    assert run.train() == 0
+    with stop_at(step):
+        assert other.train() == train.EXIT_PREEMPTED
+    assert other.train() == 0
+    assert_same_run(other, run, 20)
+
+
+# ------------------------------------------------------------------------------------------ drift
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.data())
+def test_a_checksum_changes_with_any_bit(values, data):
+    tensor = torch.tensor(values)
+    bits = tensor.clone().view(torch.int32)
+    place = data.draw(st.integers(0, len(values) - 1))
+    bits[place] ^= 1 << data.draw(st.integers(0, 30))
+    before, same, after = diagnostics.checksums([tensor, tensor.clone(), bits.view(torch.float32)]).tolist()
+    assert before == same != after
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
+def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
+    monkeypatch.setattr(diagnostics, "CHUNK_WORDS", 4)  # several chunks
+    tensor = torch.arange(37).to(dtype)
+    size = 4 if tensor.nbytes % 4 == 0 else 1  # bytes of a word
+    near, far = (tensor.view(torch.uint8).clone().view(-1, size) for _ in range(2))
+    for swapped, places in ((near, [9, 10]), (far, [3, 30])):  # within a chunk, and between two
+        swapped[places] = swapped[places[::-1]]
+    one, *others = diagnostics.checksums([tensor, near, far]).tolist()
+    assert one not in others
+    assert diagnostics.checksums([tensor.reshape(37, 1).T]).tolist() == [one]
+
+
+def nudge(tensor_of, sign: int = 1) -> None:
+    """On rank 1, change one number to the next float, after step 3."""
+    if os.environ["RANK"] != "1":
+        return
+    original = train.append_ledger
+
+    def enter(run, result):
+        if run.progress.step == 2:
+            tensor = tensor_of(run).detach()
+            tensor.view(-1)[5] = torch.nextafter(tensor.view(-1)[5], torch.tensor(math.inf * sign))
+        original(run, result)
+
+    train.append_ledger = enter
+
+
+def nudge_a_weight() -> None:
+    nudge(lambda run: run.model.layers[1].attention.wq.weight)
+
+
+def nudge_a_moment() -> None:
+    nudge(lambda run: run.optimizer.state_tensors()["layers.0.feed_forward.w1.weight.exp_avg_sq"])
+
+
+@pytest.mark.parametrize(("plant", "name"), [(nudge_a_weight, "layers.1.attention.wq.weight"),
+                                             (nudge_a_moment, "layers.0.feed_forward.w1.weight.exp_avg_sq")])
+def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(plant, name, tiny_run):
+    run = tiny_run(**UNMEASURED, SAVE_EVERY=1, DRIFT_CHECK_EVERY=3)
+    job = run.start(2, plant)
+    assert job.wait() == [1, 1], job.text()
+    text = job.text()
+    assert text.count("error: after step 3 the ranks no longer have the same model") == 1 and "Traceback" not in text
+    assert f": {name} differs between rank 0 and rank 1." in text
+    assert run.steps_saved() == [1, 2], "the drifted state is not saved"
+
+
+def test_without_the_alarm_drift_would_go_on_unseen(tiny_run):
+    run = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=0)
+    assert run.start(2, nudge_a_weight).wait() == [0, 0]
+
+
+def test_healthy_replicas_are_equal_after_every_step(tiny_run):
+    job = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=1).start(2)
+    assert job.wait() == [0, 0], job.text()
+
+
+# ------------------------------------------------------------------------------------- divergence
+
+
+def alarms_of(*steps: tuple[float, float]) -> dict[int, list[str]]:
+    """The kinds of alarms by the step at which they are raised."""
+    divergence = Divergence()
+    found = {number: [*divergence.add(*step)] for number, step in enumerate(steps, 1)}
+    return {number: kinds for number, kinds in found.items() if kinds}
+
+
+def test_a_loss_far_above_the_initial_one_and_a_gradient_of_zero_are_reported_once():
+    learns = [(6.0 - number / 10, 1.0) for number in range(20)]
+    assert alarms_of(*learns) == {}
+    assert alarms_of((6.0, 1.0), *[(1e5, 2.0)] * 20) == {6: ["divergence"]}, "from the first update on"
+    assert alarms_of(*learns, *[(9.1, 1.0)] * 4, (8.0, 1.0), *[(9.1, 1.0)] * 9) == {30: ["divergence"]}
+    assert alarms_of(*learns, *[(4.0, 0.0)] * 4, (4.0, 1e-9), *[(4.0, 0.0)] * 9) == {30: ["no gradient"]}
+    # Noise in small batches: a first loss that is low by chance is not the initial loss.
+    assert alarms_of((1.0, 1.0), *[(1.8, 1.0), (2.2, 1.0), (1.9, 1.0)] * 9) == {}
+    assert alarms_of(*[(0.693, 1.0)] * 5, *[(math.nan, math.nan)] * 9, *[(1.05, 1.0)] * 5) == {19: ["divergence"]}
+
+
+@pytest.mark.parametrize("stops", [(), (3, 7)])
+def test_a_run_that_diverges_is_reported_in_log_events_and_report_and_has_no_best_loss(stops, long_run, monkeypatch, capsys):
+    """Also where it is stopped and resumed in between: the ledger has all that decides."""
+    run = long_run(MAX_STEPS=12, VALIDATE_EVERY=4)
+    poison(monkeypatch, *range(2, 13))
+    for step in stops:
+        with stop_at(step):
+            assert run.train() == train.EXIT_PREEMPTED
+    assert run.train() == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("warning: step 6: the loss has been above 1.5 times the initial") == 1
+    assert "RESUME=never and a LEARNING_RATE well below" in printed.err
+    assert [(line["step"], line["event"]) for line in run.lines("events") if "text" in line] == [(6, "divergence")]
+    assert printed.out.count("Validation [") == 4 and "best so far" not in printed.out
+    data = RunReader(run.folder, "run")
+    data.read()
+    assert [(alarm["step"], alarm["kind"]) for alarm in data.alarms()] == [(6, "divergence")]

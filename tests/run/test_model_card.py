@@ -1,0 +1,171 @@
+"""The card of a checkpoint tells the truth about its run, and cannot harm a save."""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from factories import prepare_stages
+
+from checkpoint import store
+from checkpoint.schema import CARD
+from config import Config
+from run import card as model_card
+from run.adapters import merge
+from run.card import NOT_TOLD, env_value, facts_of, origin, read_card, run_and_step, sections_of
+from run.log import RunHistory
+from settings.load import load_config
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory):
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+def ledger_sha256(run, step: int) -> str:
+    lines = (run.folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    return hashlib.sha256(b"".join(lines[:step])).hexdigest()
+
+
+def recipe_of(card: str) -> str:
+    return re.search(r"```\n(.*?)\n```", sections_of(card)["Make it again"], re.DOTALL)[1]
+
+
+def test_the_metadata_are_what_the_hub_reads(whole):
+    hub = pytest.importorskip("huggingface_hub")
+    card = hub.ModelCard.load(whole.checkpoint(6) / CARD)
+    data, newest = card.data, whole.metrics()[-1]
+    assert (data.license, data.library_name, data.pipeline_tag) == ("unknown", "transformers", "text-generation")
+    assert data.paddock == {"version": "0.9.0", "step": 6, "tokens": 6 * 256, "ledger_sha256": ledger_sha256(whole, 6)}
+    found = {(result.dataset_name, result.metric_type): result.metric_value for result in data.eval_results}
+    assert found == {("validation split", "loss"): pytest.approx(newest["val_loss"], abs=1e-6),
+                     ("validation split", "bits_per_byte"): pytest.approx(newest["val_bits_per_byte"], abs=1e-6),
+                     ("HellaSwag", "acc"): newest["hellaswag_acc"], ("HellaSwag", "acc_norm"): newest["hellaswag_acc_norm"]}
+    assert hub.ModelCard(str(card)).data.to_dict() == data.to_dict()
+
+
+def test_each_checkpoint_has_the_scores_that_were_known_then(whole):
+    for step in (2, 4, 6):
+        scores = sections_of(read_card(whole.checkpoint(step)))["Scores"]
+        measured = {name: max(at for at in whole.column(name) if at <= step) for name in ("val_loss", "hellaswag_acc")}
+        loss, error = (whole.column(name)[measured["val_loss"]] for name in ("val_loss", "val_loss_stderr"))
+        assert f"| loss | {loss:.4f} +- {error:.4f} |  |  | {measured['val_loss']} |" in scores
+        acc, error = (whole.column(f"hellaswag_{name}")[measured["hellaswag_acc"]] for name in ("acc", "stderr"))
+        assert f"| acc | {acc:.4f} +- {error:.4f} | 10 | 0.2500 | {measured['hellaswag_acc']} |" in scores
+
+
+def test_the_data_is_named_by_its_hashes(whole, prepared):
+    (source,) = [line for line in sections_of(read_card(whole.checkpoint(4)))["Training data"].splitlines() if "text.jsonl" in line]
+    manifest = json.loads((Path(prepared.shards) / "manifest.json").read_text())
+    state = store.read_state(whole.checkpoint(4))
+    train = manifest["splits"]["train"]
+    text = (Path(prepared.shards).parents[1] / "text.jsonl").read_bytes()
+    for fact in (state["identity"]["PRETRAIN_DATA_PATH"], f"{train['documents']:,}", f"{train['tokens']:,}", hashlib.sha256(text).hexdigest()):
+        assert fact in source, fact
+
+
+def test_the_recipe_gives_the_same_settings(whole, tmp_path):
+    file = tmp_path / "card.env"
+    file.write_text(recipe_of(read_card(whole.checkpoint(6))))
+    made = load_config(["--env-file", str(file)], {}, complete=False).config.public()
+    told = Config(**{name.lower(): value for name, value in store.read_state(whole.checkpoint(6))["settings"].items()}).public()
+    places = {"PRETRAIN_DATA_PATH", "TOKENIZER_PATH", "HELLASWAG_PATH"}
+    assert {name for name in told if told[name] != made[name]} - NOT_TOLD <= places | {"SAMPLE_EVERY", "SAMPLE_TOKENS"}
+    assert {name: made[name] for name in places} == {name: Path(told[name]).name for name in places}
+
+
+@pytest.mark.parametrize("value", ["plain", "a b", "it's", 'say "x"', "a\\b", "#1", "x=y", " lead", "é"])
+def test_any_value_goes_through_env(value, tmp_path):
+    dotenv = pytest.importorskip("dotenv")
+    (tmp_path / ".env").write_text(f"NAME={env_value(value)}\n")
+    assert dotenv.dotenv_values(tmp_path / ".env") == {"NAME": value}
+
+
+def test_nothing_tells_of_the_machine(whole):
+    card = read_card(whole.checkpoint(6))
+    assert str(whole.output_dir) not in card and not re.search(r"(^|[\s`'\"=(])/\w", card)
+    assert run_and_step("/users/me/runs/first/checkpoints/step-00000002") == "first/checkpoints/step-00000002"
+    assert run_and_step("/users/me/corpus") == "corpus" and run_and_step("runs/first") == "runs/first"
+
+
+def test_a_resumed_run_tells_its_parts_and_has_the_digest_of_a_straight_one(whole, tiny_run):
+    run = tiny_run()
+    assert run.train(MAX_STEPS=3) == 0
+    assert run.train(MODEL_LICENSE="My own", MODEL_LANGUAGE="en, no") == 0
+    card, straight = read_card(run.checkpoint(6)), read_card(whole.checkpoint(6))
+    assert "- from step 4 on with MAX_STEPS=`6`" in card
+    facts = facts_of(card)
+    assert (facts["license"], facts["license_name"]) == ("other", "my-own") and "- 'no'" in card
+    # The learning rate of the first three steps does not depend on MAX_STEPS here.
+    assert facts["ledger_sha256"] == ledger_sha256(run, 6) == facts_of(straight)["ledger_sha256"]
+
+
+@pytest.mark.parametrize("mode", ["dpo-stored", "distilled-stored", "lora-sft"])
+def test_every_stage_has_a_card(mode, stages, tmp_path, capsys):
+    run = stages.run(mode, tmp_path / "runs", MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0, SAMPLE_EVERY=0,
+                     LORA_TRAIN_TOKENS="none")
+    assert run.train() == 0 and "no model card" not in capsys.readouterr().err
+    card, state = read_card(run.checkpoint(2)), store.read_state(run.checkpoint(2))
+    (identity,) = [value for name, value in state["identity"].items() if name.endswith("_DATA_PATH")]
+    assert identity in card and "Nothing was measured." in card
+    if base := state["progress"]["base_sha256"]:
+        assert f"`base/checkpoints/step-00000002`, whose weights have SHA-256 `{base}`" in card
+    if mode == "lora-sft":
+        assert "LoRA adapters (4,864 parameters)" in card and facts_of(card)["library_name"] == "peft"
+        merge(run.checkpoint(2), tmp_path / "merged")
+        merged = read_card(tmp_path / "merged")
+        assert sections_of(merged)["Training"] == sections_of(card)["Training"]
+        assert facts_of(merged)["library_name"] == "transformers" and "PeftModel" not in merged
+
+
+def test_the_license_and_the_name_come_from_the_base(tmp_path):
+    base = tmp_path / "models--meta--llama" / "snapshots" / ("a" * 40)
+    base.mkdir(parents=True)
+    assert origin(base) == {"base_model": "meta/llama", "license": "unknown"}
+    (base / CARD).write_text("---\nlicense: llama3.2\nlanguage:\n- en\n---\n")
+    assert origin(base) == {"base_model": "meta/llama", "license": "llama3.2"}
+    assert origin(base, "mit") == {"base_model": "meta/llama", "license": "mit"}
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / CARD).write_text("---\nlicense: llama3.2\nbase_model: meta/llama\n---\n")
+    assert origin(own) == {"base_model": "meta/llama", "license": "llama3.2"}
+    assert origin(None) == {"base_model": "", "license": "unknown"}
+
+
+def test_a_card_that_fails_is_a_warning(tiny_run, monkeypatch, capsys):
+    def fail(facts):
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr("run.life.run_card", fail)
+    run = tiny_run(MAX_STEPS=2, VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
+    assert run.train() == 0
+    assert "the checkpoint has no model card: ZeroDivisionError: planted" in capsys.readouterr().err
+    store.verify(run.checkpoint(2))
+    assert not (run.checkpoint(2) / CARD).exists()
+
+
+def test_an_edited_card_is_no_damage(whole, tmp_path):
+    copy = whole.copy(tmp_path / "copy")
+    (copy.checkpoint(6) / CARD).write_text("my own")
+    assert CARD not in store.verify(copy.checkpoint(6))["files"]
+
+
+def test_the_digest_of_the_step_before_is_known_after_a_bad_step():
+    history, lines = RunHistory(256), [b'{"step": 1}\n', b'{"step": 2}\n']
+    for step, line in enumerate(lines, 1):
+        history.add_ledger(step, line)
+    assert history.ledger_sha256(2) == hashlib.sha256(b"".join(lines)).hexdigest()
+    assert history.ledger_sha256(1) == hashlib.sha256(lines[0]).hexdigest()
+    assert history.ledger_sha256(0) == ""
+
+
+def test_the_energy_is_that_of_all_parts():
+    history = RunHistory(1000)
+    assert model_card.energy(history) == "Not measured."
+    history.add_ledger(11, b"")  # the run begins with the step after the 10 of what it starts from
+    for step, joules in ((20, 2.0), (30, 4.0), (40, None)):
+        history.add_metrics(step, {"train_loss": 1.0, **({"joules_per_token": joules} if joules else {})})
+    history.add_metrics(40, {"val_loss": 1.0})
+    assert model_card.energy(history).startswith(f"{60_000 / 3.6e6:.4g} kWh, 3 joules a token")
+    assert "measured over 66.7% of the tokens" in model_card.energy(history)

@@ -1,0 +1,160 @@
+"""REPORT=true: a process of the lowest priority writes the page during the run, and an ordinary one at its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import BARE
+from factories import PATIENCE, UNMEASURED, stop_at
+
+from run import card
+from run.card import LOWEST_PRIORITY, BackgroundReport
+from run.life import write_report
+from run.log import RunLog
+
+SLOW = "import sys, time; open(sys.argv[1] + '/begun', 'a').write('x'); time.sleep(600)"
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """A function that puts other code in place of scripts/report.py; it gets the run's folder as its first argument."""
+    def replace(code: str) -> None:
+        (tmp_path / "script.py").write_text(code)
+        monkeypatch.setattr(card, "SCRIPT", tmp_path / "script.py")
+
+    return replace
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_writes_its_report_at_its_end_and_at_each_save(tiny_run, monkeypatch):
+    starts = []
+    start = BackgroundReport.start
+    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, *rest, **named: (
+        starts.append(folder), start(self, folder, *rest, **named)))
+    run = tiny_run(REPORT="true", **UNMEASURED)
+    assert run.train() == 0
+    assert starts == [run.folder] * (len(run.steps_saved()) + 1)
+    page = (run.folder / "report.html").read_text()
+    assert "train_loss" in page and not [*run.folder.glob("*.tmp*")]
+
+
+def test_the_path_is_printed_when_the_page_is_there(tiny_run, monkeypatch):
+    run, info, there = tiny_run(REPORT="true", MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), RunLog.info, []
+
+    def record(self, text: str) -> None:
+        if text.startswith("Look at the run: "):
+            page = Path(text.removeprefix("Look at the run: ").removesuffix(", in a browser"))
+            there.append(page.is_file() and "2 of 2 steps" in page.read_text())
+        info(self, text)
+
+    monkeypatch.setattr(RunLog, "info", record)
+    assert run.train() == 0 and there == [True]
+
+
+def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkeypatch, capsys):
+    run = tiny_run(REPORT="true", MAX_STEPS=2, **UNMEASURED)
+    with monkeypatch.context() as patch:
+        patch.setattr(card, "SCRIPT", "/nowhere/report.py")
+        assert run.train() == 0
+    told = capsys.readouterr()
+    assert "Look at the run" not in told.out and not (run.folder / "report.html").exists()
+    subprocess.run(["bash", "-c", told.err.splitlines()[-1].partition("To write it later: ")[2]], check=True, env=BARE)
+    assert (run.folder / "report.html").exists()
+
+
+def test_an_interrupted_run_has_its_report(tiny_run):
+    run = tiny_run(REPORT="true", MAX_STEPS=50, SAVE_EVERY=0, **UNMEASURED)
+    with stop_at(3):
+        assert run.train() == 143
+    assert "3 of 50 steps" in (run.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"REPORT": "false"}, {"REPORT": "true", "MAX_SEQ_LEN": 64}])
+def test_a_run_that_is_not_to_write_one_and_a_start_that_is_refused_write_none(tiny_run, changes):
+    run = tiny_run(MAX_STEPS=2, **UNMEASURED)
+    assert run.train() == 0
+    run.train(MAX_STEPS=3, **changes)
+    assert not (run.folder / "report.html").exists()
+
+
+def test_no_rank_writes_before_its_folder_may_be_written_and_none_but_rank_0(tmp_path):
+    """Rank 0 alone opens the logs of JSON lines, when nothing can refuse the start any more."""
+    run = SimpleNamespace(config=SimpleNamespace(report=True), log=SimpleNamespace(lines={}), folder=tmp_path, report=BackgroundReport())
+    write_report(run)
+    write_report(run, wait_seconds=10)
+    assert run.report.process is None and not [*tmp_path.iterdir()]
+
+
+def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, warnings):
+    report = BackgroundReport()
+    script(SLOW)
+    report.start(tmp_path, warnings.append)
+    first = report.process
+    wait_for(tmp_path / "begun")
+    assert os.getpriority(os.PRIO_PROCESS, first.pid) == LOWEST_PRIORITY and os.getsid(first.pid) == first.pid
+    if (group := Path(f"/proc/{first.pid}/autogroup")).exists():
+        assert group.read_text().endswith(f"nice {LOWEST_PRIORITY}\n")
+    unfinished = tmp_path / f"report.html.tmp-{first.pid}"
+    unfinished.write_text("half")
+    report.start(tmp_path, warnings.append)
+    assert report.process is first
+    script("import os, sys; open(sys.argv[1] + '/report.html', 'w').write(f'final {os.getpriority(os.PRIO_PROCESS, 0)}')")
+    report.finish(tmp_path, PATIENCE, warnings.append)
+    assert first.poll() == -signal.SIGKILL and not unfinished.exists()
+    assert (tmp_path / "report.html").read_text() == f"final {os.getpriority(os.PRIO_PROCESS, 0)}" and warnings == []
+
+
+def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
+    report = BackgroundReport()
+    script("import sys; sys.exit('the disk is full')")
+    for _ in range(3):
+        report.start(tmp_path, warnings.append)
+        report.process.wait()
+    assert len(warnings) == 1 and warnings[0].startswith("the report was not written: the disk is full. The run does not")
+    report.finish(tmp_path, PATIENCE, warnings.append)
+    assert warnings == 2 * warnings[:1], "again at the end of the run"
+    warnings.clear()
+    report = BackgroundReport()
+    script("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    report.start(tmp_path, warnings.append)
+    report.process.wait()
+    report.start(tmp_path, warnings.append)
+    assert warnings == [], "a stop signal to all processes of a job"
+    script(SLOW)
+    report.finish(tmp_path, 0.2, warnings.append)
+    assert len(warnings) == 1 and "it takes longer than 0 s" in warnings[0] and report.process is None
+
+
+def test_a_machine_that_starts_no_process_is_one_warning(monkeypatch, tmp_path, warnings):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    BackgroundReport().finish(tmp_path, 1, warnings.append)
+    assert len(warnings) == 1 and "No such file" in warnings[0]
+
+
+def test_a_stop_signal_to_it_is_ignored(whole, tmp_path):
+    """Ctrl-C and a scheduler's SIGTERM go to all processes of a job, again and again."""
+    program = card.SCRIPT
+    process = subprocess.Popen([sys.executable, "-c", f"import os, runpy, signal, sys; sys.argv = [{str(program)!r}, {str(whole.folder)!r}, "
+                                f"'--in-background', '--output', {str(tmp_path / 'x.html')!r}]\nimport report.page\n"
+                                "original = report.page.Report.read\n"
+                                "def read(self):\n    [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]\n"
+                                "    original(self)\n"
+                                "report.page.Report.read = read\n"
+                                f"runpy.run_path({str(program)!r}, run_name='__main__')"], cwd=program.parents[1])
+    assert process.wait(PATIENCE) == 0 and (tmp_path / "x.html").exists()

@@ -1,0 +1,351 @@
+"""The run folder: a refused start changes no file, and the files of a run stay together."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from factories import UNMEASURED, TinyRun, assert_same_run, at_step, contents, prepare, stop_at
+
+import train
+from checkpoint import store
+from common.errors import CheckpointError, DataError
+from config import Config
+from run import folder as run_folder
+from run import life
+from run import log as run_log
+
+
+@pytest.fixture(scope="module")
+def whole(prepared, tmp_path_factory) -> TinyRun:
+    """A finished run that nothing interrupted."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("whole"), **UNMEASURED)
+    assert run.train() == 0
+    return run
+
+
+@pytest.fixture
+def finished(whole, tmp_path) -> TinyRun:
+    """A copy of it, which tests may change."""
+    return whole.copy(tmp_path / "finished")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing in the code catches it."""
+
+
+# ------------------------------------------------------------------------ look, check, then write
+
+
+@pytest.fixture(scope="module")
+def others(prepared, tmp_path_factory) -> dict[str, Path]:
+    """Paths that do not fit the run: other data, another tokenizer, a model of another shape, and no file at all."""
+    folder = tmp_path_factory.mktemp("others")
+    other = prepare(folder / "data", vocab_size=260)
+    small = TinyRun(prepared, folder, **UNMEASURED, MAX_STEPS=0, DIM=16, RUN_NAME="small")
+    assert small.train() == 0
+    return {"DATA": other.shards, "TOKENIZER": other.tokenizer, "SMALL": small.checkpoint(0), "NOWHERE": folder / "nowhere"}
+
+
+REFUSED = [
+    ({"SEED": 7}, 5), ({"OPTIMIZER": "muon"}, 5), ({"DIM": 48}, 5), ({"RESUME": "NOWHERE"}, 5),
+    ({"ATTENTION_BACKEND": "flash"}, 2), ({"HELLASWAG_PATH": "NOWHERE", "HELLASWAG_EVERY": 1}, 3),
+    ({"PRETRAIN_DATA_PATH": "NOWHERE"}, 3), ({"PRETRAIN_DATA_PATH": "DATA"}, 3), ({"TOKENIZER_PATH": "TOKENIZER"}, 3),
+    ({"PRETRAIN_CHECKPOINT": "NOWHERE"}, 5), ({"PRETRAIN_CHECKPOINT": "SMALL"}, 5),
+    ({"PRETRAIN_CHECKPOINT": "SMALL", "LORA_ENABLED": "true"}, 5), ({"TRAINING_STAGE": "sft", "SFT_DATA_PATH": "NOWHERE"}, 3),
+    ({"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": "NOWHERE"}, 5), ({"MAX_STEPS": 9, "no room": ""}, 5),
+    ({"MAX_STEPS": 9, "stale reference": ""}, 3), ({"in use": ""}, 5),
+    ({"no disk": ""}, 5),
+]
+
+
+def stale(*arguments):
+    raise DataError("what is found last of all")
+
+
+@pytest.mark.parametrize(("changes", "code", "resume"),
+                         [(*case, "auto") for case in REFUSED]
+                         + [({**changes, "RESUME": "never"}, code, "never") for changes, code in REFUSED
+                            if not {"SEED", "OPTIMIZER", "DIM", "RESUME"} & set(changes)]
+                         + [({"PRETRAIN_CHECKPOINT": "step-00000004", "RESUME": "never"}, 5, "never")])
+def test_a_refused_start_changes_nothing(changes, code, resume, finished, others, monkeypatch):
+    """Only a start that is accepted deletes the remains of a crash, and log lines after the checkpoint."""
+    if "no disk" in changes:
+        shutil.move(finished.folder / "checkpoints", finished.output_dir / "elsewhere")
+        (finished.folder / "checkpoints").symlink_to(finished.output_dir / "gone")
+    for left_over in () if "no disk" in changes else ("tmp-00000008-1", "trash-1-step-00000001", "replaced-step-00000006"):
+        shutil.copytree(finished.checkpoint(6), finished.folder / "checkpoints" / left_over)
+    with open(finished.folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7}\n')
+    before, other = contents(finished.output_dir), None
+    if "no room" in changes:
+        monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 1000, 0))
+    if "stale reference" in changes:
+        monkeypatch.setattr(life, "choose_objective", stale)
+    if "in use" in changes:
+        other = open(finished.folder / run_folder.LOCK, "w")
+        run_folder.fcntl.flock(other, run_folder.fcntl.LOCK_EX)
+    given = {name: others.get(value, value) for name, value in changes.items() if name.isupper()}
+    assert finished.train(**given) == code
+    assert contents(finished.output_dir) == before
+    if other:
+        other.close()
+
+
+@pytest.mark.parametrize("unnamed", [False, True])
+def test_a_refused_start_leaves_no_folder_behind(unnamed, prepared, others, tmp_path):
+    run = TinyRun(prepared, tmp_path / "all" / "runs", **UNMEASURED, PRETRAIN_CHECKPOINT=others["SMALL"])
+    if unnamed:
+        del run.settings["RUN_NAME"]
+    assert run.train() == 5
+    assert not (tmp_path / "all").exists()
+    run.output_dir.mkdir(parents=True)
+    assert run.train() == 5
+    assert list(run.output_dir.iterdir()) == [], "what was there stays"
+
+
+@pytest.mark.parametrize("resume", ["auto", "step-00000006"])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_checkpoint_that_was_being_saved_anew_is_gone_on_from(damaged, resume, finished, capsys):
+    """The old one is called `replaced-...` until the new one is published, and longer if the new one is damaged."""
+    checkpoint, replaced = finished.checkpoint(6), finished.checkpoint(6).with_name("replaced-step-00000006")
+    shutil.copytree(checkpoint, replaced) if damaged else checkpoint.rename(replaced)
+    if damaged:
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    code = finished.train(RESUME=resume, MAX_STEPS=7, KEEP_LAST=1, KEEP_BEST=0)
+    if damaged and resume != "auto":
+        assert code == 5 and replaced.exists()
+        return
+    assert code == 0 and "resuming after step 6" in capsys.readouterr().out
+    assert {path.name for path in checkpoint.parent.iterdir()} == {"step-00000007", (replaced if damaged else checkpoint).name}
+
+
+# ----------------------------------------------------------------------------------- RESUME=never
+
+
+@pytest.mark.parametrize("fatal", range(len(run_folder.OWN) + 1))
+def test_a_kill_in_the_move_leaves_the_run_as_it_was_or_wholly_aside(fatal, tmp_path, monkeypatch):
+    """At each rename. The next start completes the move, even without RESUME=never."""
+    for entry in run_folder.OWN:
+        (tmp_path / entry / "inside").mkdir(parents=True)
+    rename, calls = Path.rename, iter(range(99))
+
+    def dying(path, target):
+        if next(calls) == fatal:
+            raise Killed
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", dying)
+    monkeypatch.setattr(Path, "replace", dying)
+    with pytest.raises(Killed):
+        run_folder.move_aside(tmp_path, asked=True)
+    monkeypatch.undo()
+    assert len(run_folder.earlier_runs(tmp_path)) == (fatal > 0), "and the look before that knows"
+    aside = run_folder.move_aside(tmp_path, asked=False)
+    assert sorted(os.listdir(aside or tmp_path)) == sorted(run_folder.OWN)
+    assert os.listdir(tmp_path) == [aside.name] if fatal else aside is None
+    assert run_folder.move_aside(tmp_path, asked=False) is None
+
+
+def test_everything_that_a_run_writes_is_moved_aside_and_nothing_else(tmp_path):
+    own = {"report.html", "power.csv", "power.12.csv", "power-rank-3.csv", "profile", "metrics.jsonl", "metrics.jsonl.bad", "configs"}
+    for name in own | {"notes.txt", "my-report.html", "checkpoints"}:
+        (tmp_path / name / "inside").mkdir(parents=True)
+    aside = run_folder.move_aside(tmp_path, asked=True)
+    assert {*os.listdir(aside)} == own | {"checkpoints"}
+    assert {*os.listdir(tmp_path)} == {aside.name, "notes.txt", "my-report.html"}
+
+
+def test_a_signal_before_the_first_step_leaves_the_run_as_it_was(finished, monkeypatch, capsys):
+    original, before = store.check_room, contents(finished.output_dir)
+    monkeypatch.setattr(store, "check_room",
+                        lambda *given: (original(*given), os.kill(os.getpid(), signal.SIGTERM)))
+    assert finished.train(RESUME="never") == 143
+    assert "nothing is changed. The same command starts again" in capsys.readouterr().out
+    assert contents(finished.output_dir) == before
+
+
+def test_what_cannot_be_moved_is_not_half_moved(finished, monkeypatch, capsys):
+    before, rename = contents(finished.folder), Path.rename
+
+    def refused(path, target):
+        if path.name == "ledger.jsonl" and "tmp-before-" in str(target):
+            raise OSError(16, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert finished.train(RESUME="never") == 5
+    assert "ledger.jsonl cannot be written: Device or resource busy" in capsys.readouterr().err
+    assert contents(finished.folder) == before
+
+
+def test_check_tells_of_the_move_and_makes_none(finished, capsys):
+    before = contents(finished.output_dir)
+    assert train.main([*finished.argv(RESUME="never"), "--check"]) == 0
+    assert f"RESUME=never moves the run in {finished.folder} aside" in capsys.readouterr().out
+    assert contents(finished.output_dir) == before
+
+
+def test_a_run_that_dies_after_the_move_is_begun_anew_by_the_next_command_which_says_so(finished, whole, capsys):
+    def die():
+        raise Killed
+
+    (finished.folder / "ledger.jsonl.bad").write_text("{}")
+    with at_step(1, die), pytest.raises(Killed):
+        finished.train(RESUME="never", SEED=7)
+    (aside,) = finished.folder.glob("before-*")
+    assert (aside / "ledger.jsonl.bad").exists() and not (finished.folder / "ledger.jsonl.bad").exists()
+    assert f"was moved into {aside.name}" in capsys.readouterr().err
+    assert finished.train(MAX_STEPS=2) == 0
+    told = capsys.readouterr().err
+    assert "this run starts from the beginning" in told and f"RESUME={aside}" in told
+    assert finished.steps_saved() == [2]
+    # The advice works: the earlier run continues, although another one used the folder since.
+    shutil.rmtree(finished.folder / "checkpoints")
+    assert finished.train(RESUME=aside, MAX_STEPS=8) == 0
+    assert list(finished.column("train_loss")) == [7, 8]
+    capsys.readouterr()
+    assert finished.train() == 0 and "starts from the beginning" not in capsys.readouterr().err
+
+
+def test_settings_that_another_has_put_beside_are_left_alone(finished):
+    foreign = finished.folder / "configs" / "step-of-mine.json"
+    foreign.write_text("{}")
+    assert finished.train(MAX_STEPS=7) == 0 and foreign.exists()
+
+
+def test_two_runs_are_moved_aside_in_one_second(finished, whole, monkeypatch):
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
+    for _ in range(2):
+        assert finished.train(RESUME="never", MAX_STEPS=2) == 0
+    assert {path.name for path in finished.folder.glob("before-*")} == {"before-now", "before-now-2"}
+    assert (finished.folder / "before-now" / "metrics.jsonl").read_text() == (whole.folder / "metrics.jsonl").read_text()
+
+
+def test_a_preempted_run_does_not_advise_to_move_itself_aside(tiny_run, capsys):
+    run = tiny_run(**UNMEASURED)
+    with stop_at(3):
+        assert run.train(RESUME="never") == 143
+    assert "To resume: the same command with --resume auto." in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tiny_run, monkeypatch):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=1)
+    del run.settings["RUN_NAME"]
+    monkeypatch.setattr(run_folder.time, "strftime", lambda _: "now")
+    for _ in range(3):
+        assert run.train() == 0
+    assert sorted(os.listdir(run.output_dir)) == ["pretrain-now", "pretrain-now-2", "pretrain-now-3"]
+
+
+def test_a_lock_that_somebody_has_deleted_still_keeps_others_out(tiny_run, capsys):
+    run = tiny_run(**UNMEASURED, MAX_STEPS=2)
+
+    def delete_and_begin():
+        (run.folder / run_folder.LOCK).unlink()
+        assert run.train(MAX_STEPS=1) == 5
+
+    with at_step(2, delete_and_begin):
+        assert run.train() == 0
+    assert "in use by another job, although its run.lock was deleted" in capsys.readouterr().err
+    assert run.steps_saved() == [2]
+
+
+def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / run_folder.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(CheckpointError, match=f"{run_folder.LOCK} is no plain file .* or a link"), run_folder.lock_run(tmp_path):
+        pass
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_lock_that_is_taken_away_with_its_folder_is_taken_again(tmp_path, monkeypatch):
+    """A job whose start is refused deletes the folder after this job opened the lock file, and before it locked it."""
+    flock, run_dir = run_folder.fcntl.flock, tmp_path / "run"
+    told = iter([lambda: shutil.rmtree(run_dir)])
+
+    def too_late(file, how):
+        flock(file, how)
+        next(told, lambda: None)()
+
+    monkeypatch.setattr(run_folder.fcntl, "flock", too_late)
+    with run_folder.lock_run(run_dir):
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} "), run_folder.lock_run(run_dir):
+            pass
+
+
+# ----------------------------------------------------------- a folder that changes during the run
+
+
+@pytest.mark.parametrize("where", ["new", "elsewhere/runs/new"])
+def test_a_run_whose_folder_is_renamed_goes_on_there_wholly(where, tiny_run, whole, prepared, tmp_path, capsys):
+    """Even if a second job has started under the old name in the meantime."""
+    run, new = tiny_run(**UNMEASURED), tmp_path / "runs" / where
+
+    def rename():
+        new.parent.mkdir(parents=True, exist_ok=True)
+        run.folder.rename(new)
+        if where == "new":
+            assert run.train(MAX_STEPS=1) == 0
+
+    with at_step(3, rename):
+        assert run.train() == 0
+    told = capsys.readouterr().err
+    assert f"was renamed to {new} during the run" in told and "--run-name new" in told
+    assert ("--output-dir" in told) == (where != "new")
+    moved = TinyRun(prepared, new.parent, **UNMEASURED, RUN_NAME="new")
+    assert moved.steps_saved() == [2, 4, 6]
+    assert_same_run(moved, whole, 6)
+    assert run.steps_saved() == ([1] if where == "new" else [])
+    assert [event["event"] for event in moved.lines("events")] == ["start", "save", "save", "save", "end"]
+    assert run.folder.exists() == (where == "new")
+    assert moved.train(MAX_STEPS=7) == 0
+
+
+def test_tensorboard_goes_on_in_the_renamed_folder(tmp_path, monkeypatch):
+    """TensorBoard reopens its file for each write; under the old name that could be the file of a second job."""
+    written = []
+
+    class TensorBoard:
+        def __init__(self, run_dir, step):
+            self.run_dir = run_dir
+
+        def log(self, values, step):
+            written.append((self.run_dir.name, step))
+
+        def finish(self):
+            pass
+
+    monkeypatch.setattr(run_log, "TensorBoard", TensorBoard)
+    log = run_log.RunLog(Config(tensorboard_enabled=True), 0, "cpu")
+    log.open(tmp_path / "old")
+    log.follow(tmp_path / "new", 3)
+    log.step({"step": 4, "train_loss": 1.0})
+    log.close()
+    assert written == [("new", 4)]
+
+
+def test_a_run_whose_folder_was_deleted_saves_its_state_and_ends(tiny_run, whole, capsys):
+    run = tiny_run(**UNMEASURED)
+    with at_step(3, lambda: shutil.rmtree(run.folder)):
+        assert run.train() == 5
+    assert "was deleted during the run" in capsys.readouterr().err
+    assert run.steps_saved() == [4] and run.train() == 0
+    assert_same_run(run, whole, 6, logs=())
+
+
+def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, capsys):
+    run = tiny_run(**UNMEASURED)
+
+    def replace():
+        shutil.rmtree(run.folder)
+        assert run.train(MAX_STEPS=1) == 0
+
+    with at_step(3, replace):
+        assert run.train() == 5
+    assert "is another folder than the one that this run began in" in capsys.readouterr().err
+    assert run.steps_saved() == [1]

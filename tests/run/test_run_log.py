@@ -1,0 +1,568 @@
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import pytest
+from factories import UNMEASURED
+
+from checkpoint.schema import read_lines
+from common.errors import DataError
+from common.text import print_traceback, show
+from config import Config
+from run import log as run_log
+from run.log import LineFile, RunLog, console_line, keep_lines_up_to
+
+ROOT = Path(__file__).resolve().parents[2]
+METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
+           "tokens_per_second": 12345.4, "mfu": 0.4123, "peak_memory_bytes": 2**30}
+
+
+def make_log(run_dir, rank=0, device="cpu", step=0, **settings) -> RunLog:
+    log = RunLog(Config(**settings), rank, device)
+    if run_dir:
+        log.open(run_dir, step)
+    return log
+
+
+def written(path: Path) -> list:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# The console
+
+
+def test_the_line_of_a_step_is_the_one_that_users_grep_for(capsys, tmp_path):
+    log = make_log(tmp_path)
+    log.info(console_line(200, 1000, METRICS, 330.9))
+    log.close()
+    line = "[CPU0] Step [200/1000] | Loss: 2.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,345 | MFU: 41.2% | ETA: 5:30\n"
+    assert capsys.readouterr().out == line
+    assert (tmp_path / "log" / "rank-0.txt").read_text() == line
+
+
+def test_without_a_known_peak_the_line_has_no_mfu():
+    unknown = {name: value for name, value in METRICS.items() if name != "mfu"}
+    assert console_line(1, 2, unknown, 0) == (
+        "Step [1/2] | Loss: 2.2340 | LR: 1.00e-05 | Grad Norm: 2.7565 | Tok/s: 12,345 | ETA: 0:00")
+
+
+def test_lines_begin_with_the_number_of_the_gpu_in_nvidia_smi(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    for rank in (0, 1):
+        make_log(None, rank, "cuda", log_all_ranks=True).info("hello")
+    make_log(None).info("hello")
+    assert capsys.readouterr().out == "[GPU3] hello\n[GPU5] hello\n[CPU0] hello\n"
+
+
+def test_only_rank_0_is_on_the_console_and_every_rank_in_its_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for rank in (0, 1):
+        log = make_log(tmp_path, rank, "cuda")
+        log.info("hello")
+        log.warn("careful")
+        log.step(METRICS)
+        log.sample(3, "Once", " upon")
+        log.close()
+    shown = capsys.readouterr()
+    assert shown.out == "[GPU0] hello\n[GPU0] Sample: Once upon\n" and shown.err == "[GPU0] warning: careful\n"
+    assert (tmp_path / "log" / "rank-1.txt").read_text() == "[GPU1] hello\n[GPU1] warning: careful\n[GPU1] Sample: Once upon\n"
+    assert len(written(tmp_path / "metrics.jsonl")) == len(written(tmp_path / "samples.jsonl")) == 1
+
+
+def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tmp_path):
+    prompt = "\x1b]0;owned\x07a"
+    text = "\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c\td \U0001f469\u200d\U0001f466\u3000"
+    log = make_log(tmp_path, 0)
+    log.sample(3, prompt, text)
+    log.warn(f"{prompt}{text}")
+    log.close()
+    one_line = (r"\x1b]0;owned\x07a\n[CPU0] Saved /forged in 0.0 s\r\x9b2J\u202eb\u2028c" "\td \U0001f469\u200d\U0001f466\u3000")
+    shown = capsys.readouterr()
+    assert shown.out == f"[CPU0] Sample: {one_line}\n" and shown.err == f"[CPU0] warning: {one_line}\n"
+    assert (tmp_path / "log" / "rank-0.txt").read_text() == shown.out + shown.err
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 3, "prompt": prompt, "text": text}
+    assert str(DataError(f"{prompt}{text}", "two")) == f"{one_line}\ntwo"
+    print_traceback(ValueError, ValueError(prompt), None)
+    show(prompt)
+    assert capsys.readouterr() == ("\\x1b]0;owned\\x07a\n", "ValueError: \\x1b]0;owned\\x07a\n")
+
+
+@pytest.mark.parametrize(("stage", "text", "shown"), [
+    ("pretrain", "\nO me!", r"ROMEO:\nO me!"), ("pretrain", "", "ROMEO: (end of text at once)"), ("sft", "O me!", "ROMEO: -> O me!")])
+def test_a_sample_is_one_line_that_says_what_follows_the_prompt(stage, text, shown, tmp_path, capsys):
+    log = make_log(tmp_path, training_stage=stage)
+    log.sample(3, "ROMEO:", text)
+    log.close()
+    assert capsys.readouterr().out == f"[CPU0] Sample: {shown}\n"
+
+
+def test_all_ranks_speak_when_asked(capsys, tmp_path):
+    log = make_log(tmp_path, 1, log_all_ranks=True)
+    log.info("hello")
+    log.close()
+    assert capsys.readouterr().out == "[CPU1] hello\n"
+
+
+def test_without_a_folder_there_is_only_the_console(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = make_log(None, wandb_enabled=True)
+    log.info("hello")
+    log.step(METRICS)
+    log.close()
+    assert capsys.readouterr().out == "[CPU0] hello\n" and list(tmp_path.iterdir()) == []
+
+
+# metrics.jsonl
+
+
+def test_a_logged_step_is_one_object_on_one_line(tmp_path):
+    log = make_log(tmp_path)
+    log.step(METRICS)
+    (line,) = written(tmp_path / "metrics.jsonl")  # before the run ends
+    assert line == {**METRICS, "time": line["time"]} and 0 <= time.time() - line["time"] < 60
+    log.step({"step": 210, "val_loss": float("nan"), "grad_norm": float("inf"), "hellaswag_n": 3})
+    log.close()
+    assert written(tmp_path / "metrics.jsonl")[1].items() >= {"step": 210, "val_loss": None, "grad_norm": None, "hellaswag_n": 3}.items()
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
+    log = make_log(tmp_path)
+    for step in range(1, 6):
+        log.step({"step": step, "run": 1})
+        log.sample(step, "line\u2028separator\n", "é")
+    log.close()
+    log = make_log(tmp_path, step=3)
+    for step in range(4, 7):
+        log.step({"step": step, "run": 2})
+    log.close()
+    assert [(entry["step"], entry["run"]) for entry in written(tmp_path / "metrics.jsonl")] == [
+        (1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
+    samples = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line)["prompt"] for line in samples if line] == ["line\u2028separator\n"] * 3
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "te', b'{"step": 2, "text": "\xc3', b"\0\0\0"])
+def test_a_line_that_a_crash_has_torn_is_dropped(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n{"step": 1, "text": "\xc3\xa9"}\n' + torn)
+    keep_lines_up_to(path, 5, pytest.fail)
+    assert path.read_bytes() == b'{"step": 0}\n{"step": 1, "text": "\xc3\xa9"}\n'
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_begins_has_nothing_to_drop(tmp_path):
+    keep_lines_up_to(tmp_path / "metrics.jsonl", 0, pytest.fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
+def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
+    warnings = []
+    lines = LineFile(tmp_path / "lines.txt", warnings.append)
+    lines.file.close()
+    lines.file = open("/dev/full", "ab", buffering=0)
+    lines.write("one")
+    lines.write("zwei \u00e9")
+    (warning,) = warnings
+    assert "lines.txt cannot be written: No space left on device" in warning
+    lines.file.close()
+    lines.file = open(tmp_path / "other.txt", "ab", buffering=0)  # as if there were room again
+    lines.write("three")
+    lines.close()
+    lines.write("after the end")
+    assert (tmp_path / "other.txt").read_text(encoding="utf-8") == "one\nzwei \u00e9\nthree\n" and len(warnings) == 1
+
+
+# events.jsonl
+
+
+def test_the_events_of_a_run_are_a_chronicle_that_no_resume_shortens(tmp_path):
+    log = make_log(tmp_path)
+    assert log.previous == {"previous_step": None, "previous_time": None}
+    for step in (1, 2, 3):
+        log.step({"step": step})
+        log.event("save", step, seconds=0.5, checkpoint=f"step-{step}")
+    log.close()
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"time": 1.5, "st')  # a kill -9
+    third = written(tmp_path / "metrics.jsonl")[2]
+    log = make_log(tmp_path, step=1)
+    assert log.previous == {"previous_step": 3, "previous_time": third["time"]}
+    log.event("end", 1, reason="\x1b\u2028\udcff", ratio=float("inf"))
+    log.close()
+    first, *_, last = events = written(tmp_path / "events.jsonl")
+    assert [event["step"] for event in events] == [1, 2, 3, 1] and first.keys() == {"time", "step", "event", "seconds", "checkpoint"}
+    assert last == {"time": last["time"], "step": 1, "event": "end", "reason": "\x1b\u2028?", "ratio": None}
+    assert all(entry for _, entry in read_lines(tmp_path / "events.jsonl"))
+
+
+def test_metrics_of_an_earlier_version_have_no_time(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7}\n')
+    log = make_log(tmp_path)
+    log.close()
+    assert log.previous == {"previous_step": 7, "previous_time": None}
+
+
+# Trackers
+
+
+class FakeWandb(types.ModuleType):
+    """A wandb module that records its calls, and misbehaves in one of them."""
+
+    id = "abc"
+
+    def __init__(self, bad=None, misbehave=None):
+        super().__init__("wandb")
+        self.bad, self.misbehave, self.calls, self.logged, self.artifacts = bad, misbehave, [], [], []
+
+    def Table(self, columns, data):
+        return columns, data
+
+    def Artifact(self, name, type):
+        return types.SimpleNamespace(add_file=lambda path: self.artifacts.append((name, type, Path(path).read_text())))
+
+    def log_artifact(self, artifact):
+        self._call("log_artifact")
+
+    def Settings(self, **settings):
+        return settings
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name == self.bad:
+            self.misbehave()
+
+    def init(self, **arguments):
+        self.arguments = arguments
+        self._call("init")
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+        self._call("log")
+
+    def finish(self):
+        self._call("finish")
+
+
+def run_with(fake, tmp_path, monkeypatch, steps=3, finish_seconds=5.0) -> list:
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(run_log, "FINISH_SECONDS", finish_seconds)
+    log = make_log(tmp_path, wandb_enabled=True)
+    for step in range(1, steps + 1):
+        log.step({**METRICS, "step": step})
+    log.close()
+    return written(tmp_path / "metrics.jsonl")
+
+
+def test_wandb_gets_the_settings_and_every_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    fake = FakeWandb()
+    run_with(fake, tmp_path, monkeypatch)
+    assert fake.calls == ["init", "log", "log", "log", "finish"]
+    assert [step for step, _ in fake.logged] == [1, 2, 3] and fake.logged[0][1]["train_loss"] == 2.234
+    assert fake.arguments["mode"] == "offline" and fake.arguments["dir"] == tmp_path
+    assert fake.arguments["config"] == Config(wandb_enabled=True).public()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("environ, mode", [
+    ({"WANDB_API_KEY": "k"}, "online"), ({}, "offline"), ({"WANDB_MODE": "disabled"}, "disabled"),
+    ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline")])
+def test_wandb_is_offline_unless_there_is_a_key(tmp_path, monkeypatch, environ, mode):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    fake = FakeWandb()
+    run_with(fake, tmp_path, monkeypatch)
+    assert fake.arguments["mode"] == mode
+
+
+class FakeTrackio(types.ModuleType):
+    """A trackio module with the signatures of trackio 0.43, as far as they are used."""
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.logged, self.artifacts, self.finished = [], [], 0
+
+    def init(self, project, name=None, config=None, resume="never", embed=True, auto_log_gpu=None, auto_log_cpu=None):
+        self.named = (project, name, resume)
+        assert not any(key.startswith("_") for key in config), "reserved for trackio"
+        return self
+
+    def Table(self, columns=None, data=None):
+        return [dict(zip(columns, row)) for row in data]
+
+    def log(self, metrics, step=None):
+        assert not {"project", "run", "timestamp", "step", "time", "metrics"} & metrics.keys(), "reserved for trackio"
+        self.logged.append((step, metrics))
+
+    def log_artifact(self, artifact_or_path, name=None, type=None):
+        self.artifacts.append((Path(artifact_or_path).read_text(), name, type))
+
+    def finish(self):
+        self.finished += 1
+
+
+def log_a_run(log) -> None:
+    """A step with an evaluation, a sample, and the report of a run."""
+    (log.run_dir / "report.html").write_text("<html>")
+    log.sample(2, "a|b", "c\nd")
+    log.step({"step": 2, "train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4, "none": float("nan")})
+    log.close()
+
+
+VALUES = {"train_loss": 0.5, "val_loss": 1.5, "hellaswag_n": 4}
+SAMPLE, EVALUATION = (2, "a|b", "c\nd"), [(2, "val_loss", 1.5), (2, "hellaswag_n", 4)]
+
+
+def test_wandb_gets_tables_and_the_report_and_tells_how_to_upload_an_offline_run(tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = make_log(tmp_path / "my runs" / "run", wandb_enabled=True)
+    log_a_run(log)
+    assert fake.logged == [(2, {"samples": (["step", "prompt", "text"], [SAMPLE])}), (2, VALUES),
+                           (2, {"evaluation": (["step", "metric", "value"], EVALUATION)})]
+    assert fake.artifacts == [("report-abc", "report", "<html>")]
+    assert f"/bin/wandb sync '{tmp_path}/my runs/run'/wandb/offline-run-*" in capsys.readouterr().out
+
+
+def test_an_online_run_is_not_uploaded_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "online")
+    run_with(FakeWandb(), tmp_path, monkeypatch)
+    assert "wandb sync" not in capsys.readouterr().out
+
+
+def test_trackio_gets_the_same_and_no_step_twice(tmp_path, monkeypatch):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    log = RunLog(Config(trackio_enabled=True), 0, "cpu")
+    log.open(tmp_path / "run", wandb_run_id="12ab")
+    log_a_run(log)
+    table = [{"step": 2, "metric": "val_loss", "value": 1.5}, {"step": 2, "metric": "hellaswag_n", "value": 4}]
+    expected = [(2, {"samples": [dict(zip(("step", "prompt", "text"), SAMPLE))]}), (2, VALUES), (2, {"evaluation": table})]
+    assert fake.logged == expected and fake.artifacts == [("<html>", "report-12ab", "report")] and fake.finished == 1
+    assert fake.named == ("paddock", "run-12ab", "allow")
+    log = RunLog(Config(trackio_enabled=True), 0, "cpu")
+    log.open(tmp_path / "run", step=1, wandb_run_id="12ab")
+    log.sample(2, "a", "b")
+    for step in (2, 3):
+        log.step({"step": step, "train_loss": 0.5})
+    log.close()
+    assert fake.logged[len(expected):] == [(3, {"train_loss": 0.5})], "step 2 is taken again"
+
+
+def test_another_run_in_the_folder_of_a_killed_one_is_a_run_of_its_own_at_trackio(tmp_path, monkeypatch):
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+    log = make_log(tmp_path, step=-1, trackio_enabled=True)
+    log.step({"step": 1, "train_loss": 0.5})
+    log.close()
+    assert fake.logged == [(1, {"train_loss": 0.5})]
+
+
+def leave():
+    raise SystemExit(1)
+
+
+def fail():
+    raise RuntimeError("the service process is dead")
+
+
+@pytest.mark.parametrize("bad", ["init", "log", "finish"])
+@pytest.mark.parametrize("misbehave", [leave, fail])
+def test_a_tracker_that_raises_costs_one_warning(bad, misbehave, tmp_path, monkeypatch, capsys):
+    fake = FakeWandb(bad, misbehave)
+    assert [entry["step"] for entry in run_with(fake, tmp_path, monkeypatch)] == [1, 2, 3]
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 1 and "wandb is off for the rest of this run" in warnings[0]
+    assert fake.calls.count(bad) == 1 and fake.calls[-1] == bad
+    assert warnings[0] in (tmp_path / "log" / "rank-0.txt").read_text()
+
+
+@pytest.mark.parametrize("bad", ["init", "log", "finish"])
+def test_a_tracker_that_hangs_stalls_neither_the_steps_nor_the_end(bad, tmp_path, monkeypatch, capsys):
+    release = threading.Event()
+    fake = FakeWandb(bad, release.wait)
+    try:
+        started = time.monotonic()
+        assert len(run_with(fake, tmp_path, monkeypatch, finish_seconds=0.2)) == 3
+        assert time.monotonic() - started < 60  # a hang would never end
+        assert "wandb did not finish" in capsys.readouterr().err
+    finally:
+        release.set()
+
+
+def test_a_tracker_that_is_not_installed_costs_one_warning(tmp_path, monkeypatch, capsys):
+    run_with(None, tmp_path, monkeypatch)
+    assert "wandb is off" in capsys.readouterr().err
+
+
+def test_the_trackers_never_see_a_secret(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    log = make_log(tmp_path, wandb_enabled=True, hf_token="canary-1", wandb_api_key="canary-2")
+    log.close()
+    assert "canary" not in repr(fake.arguments)
+
+
+def test_tensorboard_files_hold_the_metrics(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = make_log(tmp_path, tensorboard_enabled=True)
+    log.sample(200, "a|b", "c\nd")
+    log.step(METRICS)
+    log.step({"step": 210, "val_loss": float("nan")})
+    log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (sample,) = events.Tensors("samples/text_summary")
+    assert sample.step == 200 and sample.tensor_proto.string_val == [
+        b"| step | prompt | text |\n| --- | --- | --- |\n| 200 | a\\|b | c<br>d |"]
+    assert set(events.Tags()["scalars"]) == set(METRICS) - {"step"}
+    assert [(event.step, round(event.value, 3)) for event in events.Scalars("train_loss")] == [(200, 2.234)]
+
+
+def test_tensorboard_shows_a_step_that_is_taken_again_once_and_keeps_the_last_saved_one(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for loss, saved, last in ((1.0, 0, 4), (2.0, 2, 5)):  # killed after step 4, resumed from step 2
+        log = make_log(tmp_path, step=saved, tensorboard_enabled=True)
+        for step in range(saved + 1, last + 1):
+            log.step({**METRICS, "step": step, "train_loss": loss})
+        log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train_loss")] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+
+
+def test_real_wandb_writes_offline_and_keeps_no_secret(tmp_path):
+    """In a separate process, because wandb leaves threads and a service behind."""
+    pytest.importorskip("wandb")
+    code = f"""if True:
+        import sys
+        sys.path.insert(0, {str(ROOT)!r})
+        from pathlib import Path
+        from config import Config
+        from run.log import RunLog
+        log = RunLog(Config(wandb_enabled=True, wandb_api_key="canary-wandb"), 0, "cpu")
+        log.open(Path("run"), wandb_run_id="canaries")
+        for step in (1, 2, 3):
+            log.sample(step, "Once", " upon")
+            log.step({{"step": step, "train_loss": 1.0 / step, "val_loss": 1.0}})
+        Path("run/report.html").write_text("<html>")
+        log.close()
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+                          env={**environ, "HF_TOKEN": "canary-hf", "WANDB_API_KEY": "canary-wandb", "WANDB_MODE": "offline",
+                               "HOME": "/proc/none"})
+    assert done.returncode == 0 and "off for the rest" not in done.stderr, done.stderr
+    (command,) = re.findall("Upload to wandb: (.*)", done.stdout)
+    shown = subprocess.run(f"{command} --dry-run", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environ)
+    assert "Would sync 1 run(s)" in shown.stderr and "/offline-run-" in shown.stderr, shown.stderr
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" and path.stat().st_size > 0 for path in files)
+    assert not any(b"canary" in path.read_bytes() for path in files)
+
+
+SERVERS = {"refuses": None, "hangs": "", "knows no such key": "HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n"}
+
+
+@pytest.fixture
+def wandb_server(request):
+    """The URL of a server that sends one fixed answer, or never answers; or of a port without a server."""
+    answer, connections = SERVERS[request.param], []
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        if answer is not None:
+            listening.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(listening.accept()[0])
+                    if answer:
+                        connections[-1].recv(1 << 20)
+                        connections[-1].sendall(answer.encode())
+                        connections.pop().close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        if answer is not None:
+            thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            listening.shutdown(socket.SHUT_RDWR)
+    for connection in connections:
+        connection.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wandb_server", SERVERS, indirect=True)
+def test_real_wandb_without_its_server_costs_one_warning_and_the_process_ends(wandb_server, tiny_run):
+    pytest.importorskip("wandb")
+    run = tiny_run(WANDB_ENABLED="true", MAX_STEPS=300, LOG_EVERY=20, SAVE_EVERY=0)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, ROOT / "train.py", *run.argv()], capture_output=True, text=True, timeout=300,
+                          env={**environ, "WANDB_API_KEY": f"canary{34 * '0'}", "WANDB_MODE": "online",
+                               "WANDB_BASE_URL": wandb_server})
+    assert done.returncode == 0 and time.monotonic() - started < 150, done.stderr
+    assert done.stderr.count("warning: wandb") == 1 and "Traceback" not in done.stderr, done.stderr
+    assert run.metrics()[-1]["step"] == 300 and run.steps_saved() == [300]
+    assert "canary" not in done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_crash_does_not_wait_for_wandb(tiny_run, tmp_path):
+    """A fake wandb that hangs in finish, and in its atexit handler."""
+    (tmp_path / "wandb.py").write_text("import atexit, time\natexit.register(time.sleep, 600)\n"
+                                       "def Settings(**_): pass\ndef Table(**_): pass\nclass Run:\n    def log(self, values, step): pass\n"
+                                       "    def finish(self): time.sleep(600)\ndef init(**_): return Run()\n")
+    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('PLANT'):\n    import factories\n    from learn import optim\n"
+                                               "    factories.do_in_step(3, lambda: 1 / 0, optim)\n")
+    run = tiny_run(WANDB_ENABLED="true")
+    done = subprocess.run([sys.executable, ROOT / "train.py", *run.argv()], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PLANT": "1", "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"})
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    assert "wandb did not finish within 10 s" in done.stderr
+
+
+@pytest.mark.slow
+def test_real_wandb_whose_service_dies_costs_one_warning(tiny_run):
+    pytest.importorskip("wandb")
+    run = tiny_run(WANDB_ENABLED="true", MAX_STEPS=1_000_000, LOG_EVERY=20, SAVE_EVERY=0, **UNMEASURED)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    with subprocess.Popen([sys.executable, ROOT / "train.py", *run.argv()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True, env={**environ, "WANDB_MODE": "offline"}) as process:
+        services = []
+        while not services:
+            assert process.poll() is None
+            services = [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if is_wandb_of(stat, process.pid)]
+            time.sleep(0.1)
+        time.sleep(3)  # meanwhile it logs
+        for service in services:
+            os.kill(service, signal.SIGKILL)
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        text = process.communicate(timeout=120)[0]
+    assert process.returncode == 143 and text.count("warning: wandb") == 1 and "Traceback" not in text, text[-3000:]
+
+
+def is_wandb_of(stat: Path, parent: int) -> bool:
+    try:
+        name, fields = stat.read_text().rpartition(")")[::2]
+    except OSError:
+        return False
+    return "wandb-core" in name and int(fields.split()[1]) == parent

@@ -1,0 +1,417 @@
+"""Where a run starts: spellings of its start, a base that was moved, and what is counted from there."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from factories import (
+    UNMEASURED,
+    Stages,
+    TinyRun,
+    cached_on_the_hub,
+    contents,
+    prepare,
+    prepare_stages,
+    settings_of,
+    ways_out,
+    without_clocks,
+)
+from safetensors.torch import load_file, save_file
+
+import train
+from checkpoint import store
+from checkpoint.huggingface import read_json
+from debug.replay import replay
+from learn.optim import learning_rate
+from run.adapters import base_of_adapters
+from run.diagnostics import write_dump
+from settings.load import Layer, load_config
+from tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def stages(prepared, tmp_path_factory) -> Stages:
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+def forget(checkpoint: Path, *names: str) -> None:
+    """Remove fields of `progress`, as in a checkpoint of an older version that did not save them."""
+    state = store.read_state(checkpoint)
+    for name in names:
+        del state["progress"][name]
+    (checkpoint / store.STATE).write_text(json.dumps(state))
+    content = (checkpoint / store.STATE).read_bytes()
+    manifest = {name: value for name, value in store.read_manifest(checkpoint).items() if name != "sha256"}
+    manifest["files"][store.STATE] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / store.MANIFEST).write_bytes(store.sealed(manifest))
+
+
+# -------------------------------------------------------------------------------- what is counted
+
+
+@pytest.fixture(scope="module")
+def skipping(prepared, tmp_path_factory) -> TinyRun:
+    """A run that skipped some of its updates."""
+    settings = {**UNMEASURED, "VALIDATE_EVERY": 8, "MAX_STEPS": 30, "SAVE_EVERY": 0, "LEARNING_RATE": 1e-5,
+                "LOSS_SPIKE_POLICY": "skip", "LOSS_SPIKE_THRESHOLD": 0.01, "LOSS_SPIKE_WINDOW": 16}
+    run = TinyRun(prepared, tmp_path_factory.mktemp("skipping"), **settings)
+    assert run.train() == 0
+    return run
+
+
+@pytest.mark.parametrize("exported_first", [False, True])
+def test_a_run_goes_on_with_its_tokenizer_in_another_file(exported_first, prepared, tmp_path):
+    load_tokenizer(str(prepared.tokenizer)).save_huggingface(exported := tmp_path)
+    files = [prepared.tokenizer, exported][::-1 if exported_first else 1]
+    run = TinyRun(prepared, tmp_path / "runs", **UNMEASURED)
+    assert run.train(MAX_STEPS=2, TOKENIZER_PATH=files[0]) == 0
+    saved = store.read_state(run.checkpoint(2))["identity"]["TOKENIZER_PATH"]
+    assert run.train(MAX_STEPS=4, TOKENIZER_PATH=files[1]) == 0
+    assert store.read_state(run.checkpoint(4))["identity"]["TOKENIZER_PATH"] != saved
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_what_is_counted_along_with_the_steps_is_counted_anew_from_start_step(first, skipping, prepared, tmp_path):
+    """The schedule counts updates: with skipped steps from before START_STEP, it would begin at a negative update."""
+    before = store.read_state(skipping.checkpoint(30))["progress"]
+    assert before["skipped_steps"] > 3 and before["best_step"] > 0
+    run = TinyRun(prepared, tmp_path, **{**UNMEASURED, "MAX_STEPS": first + 4, "WARMUP_STEPS": 20, "START_STEP": first,
+                                         "VALIDATE_EVERY": 100, "PRETRAIN_CHECKPOINT": skipping.checkpoint(30)})
+    config = load_config(run.argv(), {}).config
+    assert run.train(MAX_STEPS=first + 2) == 0
+    assert run.train() == 0, "it goes on by its own count"
+    assert run.column("learning_rate") == {step: learning_rate(step - 1, config) for step in range(first + 1, first + 5)}
+    assert run.column("tokens_seen") == {step: 256 * step for step in range(first + 1, first + 5)}
+    after = store.read_state(run.checkpoint(first + 4))["progress"]
+    assert (after["step"], after["skipped_steps"], after["best_step"]) == (first + 4, 0, first + 4)
+    assert len(after["recent_losses"]) == 20, "its losses go on from those of the weights that it began with"
+
+
+def test_a_schedule_has_no_rate_before_its_beginning(prepared):
+    for step in (-1, -5):
+        with pytest.raises(AssertionError):
+            learning_rate(step, load_config(["--warmup-steps=20"], {}, complete=False).config)
+
+
+# ----------------------------------------------------------------------- however a start is spelt
+
+
+def test_a_start_that_is_spelt_otherwise_goes_on(stages, tmp_path, monkeypatch, capsys):
+    """One more step for each spelling: first names are compared, then real paths, then the hash of the weights."""
+    shutil.copytree(stages.base.parent.parent, tmp_path / "base")
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = stages.run("sft", tmp_path / "runs", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="base")
+    assert run.train() == 0
+    spellings = ["base/", "./base", tmp_path / "base", "base/checkpoints", "link", "base/checkpoints/step-00000002",
+                 "../base", "copy"]
+    for step, spelt in enumerate(spellings, 2):
+        if spelt == "../base":
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            forget(run.checkpoint(step - 1), "base_sha256", "base_beside")  # as an older version saved it
+        elif spelt == "copy":
+            shutil.copytree(stages.base, "copy")
+            forget(run.checkpoint(step - 1), "base_sha256")
+            assert run.train(PRETRAIN_CHECKPOINT=spelt, MAX_STEPS=step) == 5, "without the hash it is not known"
+            break
+        capsys.readouterr()
+        assert run.train(PRETRAIN_CHECKPOINT=spelt, MAX_STEPS=step) == 0
+        told = capsys.readouterr()
+        assert f"resuming after step {step - 1}" in told.out and "is not used" not in told.err, spelt
+        assert list(run.column("train_loss")) == list(range(1, step + 1))
+    fresh = stages.run("sft", tmp_path / "fresh", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="../base")
+    assert fresh.train() == 0 and fresh.train(PRETRAIN_CHECKPOINT="copy", MAX_STEPS=2) == 0
+    assert list(fresh.column("train_loss")) == [1, 2]
+    assert store.read_state(fresh.checkpoint(2))["progress"]["begun_from"] == "copy", "and it is not hashed again"
+
+
+def test_a_run_that_its_own_checkpoint_was_named_for_is_not_taken_back_twice(prepared, tmp_path, monkeypatch, capsys):
+    run = TinyRun(prepared, tmp_path, **UNMEASURED)
+    assert run.train() == 0
+    whole = run.metrics()
+    monkeypatch.chdir(tmp_path)
+    spellings = ("step-00000004", "checkpoints/step-00000004", run.checkpoint(4), "run/checkpoints/step-00000004/")
+    for number, spelt in enumerate(spellings):
+        assert run.train(RESUME=spelt) == 0
+        assert ("is not used" in capsys.readouterr().err) == (number == 0), spelt
+    assert without_clocks(run.metrics()) == without_clocks(whole)
+
+
+@pytest.mark.parametrize(("mode", "named"), [("sft", "PRETRAIN_CHECKPOINT"), ("lora-sft", "PRETRAIN_CHECKPOINT"),
+                                             ("sft", "RESUME")])
+def test_a_run_with_steps_is_not_begun_anew_from_something_else_and_every_way_out_works(mode, named, stages, tmp_path, capsys):
+    run = stages.run(mode, tmp_path / "runs", **UNMEASURED, MAX_STEPS=1)
+    assert run.train() == 0
+    before = contents(run.folder)
+    assert run.train(**{named: stages.teacher}, MAX_STEPS=2) == 5
+    error = capsys.readouterr().err
+    assert "began from" in error and contents(run.folder) == before
+    assert train.main([*run.argv(**{named: stages.teacher}), "--check"]) == 5
+    offered = ways_out(error)
+    assert len(offered) == (3 if named == "PRETRAIN_CHECKPOINT" else 2)
+    for number, way in enumerate(offered):
+        copy = stages.run(mode, shutil.copytree(run.output_dir, tmp_path / f"way-{number}"), **UNMEASURED, MAX_STEPS=2)
+        changes = {} if f"remove {named}" in way else {named: stages.teacher}
+        assert copy.train(**changes | settings_of(way)) == 0, way
+        assert list(copy.column("train_loss")) == [1, 2] or "another" in settings_of(way).values()
+
+
+@pytest.mark.parametrize("change", [{"RESET_OPTIMIZER": "true"}, {"START_STEP": 0}])
+def test_a_run_is_not_begun_anew_over_itself(change, prepared, tmp_path, capsys):
+    run = TinyRun(prepared, tmp_path, **UNMEASURED, MAX_STEPS=2)
+    assert run.train() == 0
+    assert run.train(PRETRAIN_CHECKPOINT="step-00000002", **change) == 5
+    go_on, other = ways_out(capsys.readouterr().err)
+    assert "remove PRETRAIN_CHECKPOINT" in go_on and run.train(MAX_STEPS=3, **change) == 0
+    assert run.train(**settings_of(other), **change) == 0
+
+
+@pytest.mark.parametrize(("mode", "before", "changes", "ways"), [
+    ("lora-sft", {}, {"LORA_RANK": 8}, 2), ("lora-sft", None, {"N_LAYERS": 3, "FFN_DIM": 64}, 1),
+    ("sft", {"RUN_NAME": "base"}, {}, 2), ("sft", {"RUN_NAME": "base", "PRETRAIN_CHECKPOINT": "step-00000002"}, {}, 1),
+    ("pretrain", None, {"SEED": 7}, 3)])
+def test_every_way_out_of_a_start_that_does_not_fit_works(mode, before, changes, ways, stages, tmp_path, capsys):
+    """Adapters of another rank, a base of another shape, the folder of the base itself, a checkpoint of another seed."""
+    shutil.copytree(stages.base.parent.parent, tmp_path / "base")
+    run = stages.run("sft" if mode == "pretrain" else mode, tmp_path, **UNMEASURED, MAX_STEPS=3)
+    if mode == "pretrain":
+        run.settings |= TinyRun(stages.prepared, tmp_path, **UNMEASURED).settings | {"MAX_STEPS": 3, "TRAINING_STAGE": mode}
+    if before == {}:
+        assert run.train(MAX_STEPS=1) == 0
+    assert run.train(**before or {}, **changes) == 5
+    offered = ways_out(capsys.readouterr().err)
+    assert len(offered) == ways
+    for number, way in enumerate(offered):
+        fresh = {"RUN_NAME": f"way-{number}"} if before is None else {}
+        assert run.train(**{**(before or {}), **changes, **fresh, **settings_of(way)}) == 0, way
+
+
+# --------------------------------------------------------------------- wherever the base has gone
+
+
+class Tree:
+    """A folder with a base and runs that start from it; the folder, or the base alone, is moved."""
+
+    def __init__(self, stages: Stages, folder: Path):
+        self.stages, self.folder = stages, folder
+        shutil.copytree(stages.base.parent.parent, folder / "base")
+
+    def run(self, mode: str, **changes) -> TinyRun:
+        settings = {**UNMEASURED, "PRETRAIN_CHECKPOINT": self.folder / "base", "MAX_STEPS": 2, "RUN_NAME": mode, **changes}
+        return self.stages.run(mode, self.folder / "runs", **settings)
+
+    def moved(self, folder: Path) -> "Tree":
+        tree = Tree.__new__(Tree)
+        tree.stages, tree.folder = self.stages, Path(shutil.move(self.folder, folder))
+        return tree
+
+
+NEED_THEIR_BASE = ("lora-sft", "lora-dpo", "dpo-live")
+
+
+def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys):
+    """After the whole folder was moved, named by the new or the old path; and from a copy of a base that is gone."""
+    here = Tree(stages, tmp_path / "here")
+    for mode in (*NEED_THEIR_BASE, "dpo-stored"):
+        assert here.run(mode).train() == 0
+    there = here.moved(tmp_path / "there")
+    for mode in NEED_THEIR_BASE:
+        assert there.run(mode).train(MAX_STEPS=3) == 0, mode
+        assert there.run(mode).train(MAX_STEPS=4, PRETRAIN_CHECKPOINT=tmp_path / "here" / "base") == 0, mode
+        assert train.main([*there.run(mode).argv(MAX_STEPS=5), "--check"]) == 0
+    adapted = there.run("lora-sft")
+    described = read_json(adapted.checkpoint(4) / "adapter_config.json")
+    assert described["base_model_name_or_path"].startswith(str(tmp_path / "there"))
+    told = []
+    for step in (1, 4):
+        replay(adapted.folder, step, Layer({}, []), info=told.append)
+    assert " ".join(told).count("the same") == 4
+    monkeypatch.syspath_prepend(str(Path(train.__file__).parent / "scripts"))
+    import merge_lora
+
+    merge_lora.merge(adapted.checkpoint(2), tmp_path / "merged")  # its config names the old path of the base
+
+    shutil.move(there.folder / "base", tmp_path / "copy")
+    for mode in NEED_THEIR_BASE:
+        capsys.readouterr()
+        assert there.run(mode).train(MAX_STEPS=5) == 5, mode
+        error = capsys.readouterr().err
+        assert "was not found" in error and "set PRETRAIN_CHECKPOINT to the folder where it is now" in error
+        assert there.run(mode).train(MAX_STEPS=5, PRETRAIN_CHECKPOINT=tmp_path / "copy") == 0, mode
+    # The log-probabilities of the reference are stored, so it is not needed again.
+    assert there.run("dpo-stored").train(MAX_STEPS=5) == 0
+    for mode in (*NEED_THEIR_BASE, "dpo-stored"):
+        assert list(there.run(mode).column("train_loss")) == [1, 2, 3, 4, 5][:5] if mode != "dpo-stored" else [1, 2, 5]
+
+
+def test_a_base_that_has_gone_on_is_found_by_its_hash_among_its_checkpoints(stages, tmp_path):
+    tree = Tree(stages, tmp_path / "tree")
+    run = tree.run("lora-sft")
+    assert run.train() == 0
+    shutil.copytree(stages.teacher, tree.folder / "base" / "checkpoints" / "step-00000009")
+    assert run.train(MAX_STEPS=3) == 0
+    assert store.read_state(run.checkpoint(3))["progress"]["base"].endswith("step-00000002")
+
+
+def test_a_dpo_run_of_a_version_that_kept_no_hash_goes_on(stages, tmp_path, capsys):
+    tree = Tree(stages, tmp_path / "tree")
+    run = tree.run("dpo-live")
+    assert run.train() == 0
+    forget(run.checkpoint(2), "base_sha256", "base_beside")
+    assert run.train(MAX_STEPS=3) == 0 and "on trust" not in capsys.readouterr().err
+    moved = tree.moved(tmp_path / "moved").run("dpo-live", PRETRAIN_CHECKPOINT=tmp_path / "tree" / "base")
+    forget(moved.checkpoint(3), "base_sha256", "base_beside")
+    assert moved.train(MAX_STEPS=4) == 5
+    assert "does not exist" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------- the shape comes with the start
+
+SHAPE = ("DIM", "N_LAYERS", "N_HEADS", "N_KV_HEADS", "MULTIPLE_OF")
+
+
+def without_shape(run: TinyRun) -> TinyRun:
+    for name in SHAPE:
+        del run.settings[name]
+    return run
+
+
+def test_a_start_brings_its_shape_and_so_does_a_run_of_its_own(stages, tmp_path, capsys):
+    """The same bits as with the shape in the settings; resuming needs the start no more, and adapters' own state says it."""
+    base = shutil.copytree(stages.base.parent.parent, tmp_path / "named" / "base")
+    given = stages.run("sft", tmp_path / "given", **UNMEASURED, MAX_STEPS=2)
+    taken = without_shape(stages.run("sft", tmp_path / "named", **UNMEASURED, MAX_STEPS=1, PRETRAIN_CHECKPOINT="base"))
+    adapted = without_shape(stages.run("lora-sft", tmp_path / "named", **UNMEASURED, MAX_STEPS=1, RUN_NAME="adapted"))
+    assert given.train() == 0
+    capsys.readouterr()
+    assert train.main([*taken.argv(), "--check"]) == taken.train() == adapted.train() == 0
+    told = capsys.readouterr().out
+    said = "base/checkpoints/step-00000002: DIM=32 N_LAYERS=2 N_HEADS=4 N_KV_HEADS=2 FFN_DIM=96"
+    assert told.count(said) == 3 and "2 layers, dim 32, heads 4/2, feed-forward 96" in told
+    written = read_json(taken.folder / "config.json")
+    assert [written[name] for name in (*SHAPE[:4], "FFN_DIM")] == [32, 2, 4, 2, 96]
+    shutil.rmtree(base)
+    assert train.main([*taken.argv(MAX_STEPS=2), "--check"]) == taken.train(MAX_STEPS=2) == adapted.train(MAX_STEPS=2) == 0
+    assert taken.hashes(2) == given.hashes(2)
+    assert capsys.readouterr().out.count("step-00000001: DIM=32 N_LAYERS=2") == 3
+    again = []
+    replay(taken.folder, 2, Layer({}, []), info=again.append)
+    assert " ".join(again).count("the same") == 2
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"N_HEADS": 8}, "N_HEADS is 4 there and 8 here (command line). To start from it, remove what differs, or set N_HEADS=4"),
+    ({"MULTIPLE_OF": 64}, "FFN_DIM is 96 there and 128 here (command line)")])
+def test_what_contradicts_the_start_is_named_with_its_place(changes, told, stages, tmp_path, capsys):
+    run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1))
+    assert run.train(**changes) == 5 and told in capsys.readouterr().err and not run.folder.exists()
+    assert run.train() == 0
+    assert run.train(MAX_STEPS=2, **changes) == 5
+    (name, value), = changes.items()
+    assert f" is {value} (command line)" in capsys.readouterr().err or name == "MULTIPLE_OF"
+
+
+def model_from_elsewhere(stages: Stages, folder: Path, layers: int = 2, unused_rows: int = 0) -> Path:
+    """A Hugging Face folder, with the first layers of the base, and rows of the vocabulary that no token has."""
+    tensors = load_file(stages.base / "model.safetensors")
+    tensors = {name: tensor for name, tensor in tensors.items() if f"layers.{layers}" not in name}
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = torch.cat([embedding, torch.ones(unused_rows, embedding.shape[1])])
+    folder.mkdir(parents=True)
+    for file in stages.base.glob("*token*"):
+        shutil.copy(file, folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    described = read_json(stages.base / "config.json")
+    changes = {"num_hidden_layers": layers, "vocab_size": described["vocab_size"] + unused_rows}
+    (folder / "config.json").write_text(json.dumps(described | changes))
+    return folder
+
+
+def test_the_first_layers_of_a_start_are_a_model_of_so_many_layers(stages, tmp_path, capsys):
+    cut = model_from_elsewhere(stages, tmp_path / "cut", layers=1)
+    whole, pruned = (without_shape(stages.run("sft", tmp_path / name, **UNMEASURED, MAX_STEPS=1, **changes)) for name, changes in (
+        ("whole", {"PRETRAIN_CHECKPOINT": cut}), ("pruned", {"KEEP_LAYERS": 1})))
+    assert whole.train() == train.main([*pruned.argv(), "--check"]) == pruned.train() == 0
+    assert "weights from the first 1 layers of" in capsys.readouterr().out
+    assert pruned.hashes(1) == whole.hashes(1)
+    assert pruned.train(MAX_STEPS=2) == pruned.train(MAX_STEPS=3, KEEP_LAYERS="none", PRETRAIN_CHECKPOINT="none") == 0
+    assert pruned.train(KEEP_LAYERS=2) == 5
+    assert "Set KEEP_LAYERS=" in (error := capsys.readouterr().err), error
+    assert pruned.train(MAX_STEPS=4, **settings_of(ways_out(error)[0])) == 0
+    assert pruned.train(KEEP_LAYERS=3, RUN_NAME="more") == 5
+    assert "KEEP_LAYERS=3, but the model in" in capsys.readouterr().err
+
+
+def test_a_model_of_the_hub_is_a_start_and_a_base(stages, tmp_path, monkeypatch, capsys):
+    """With more rows than tokens, which are left out. Its adapters name it as PEFT does, and are merged into it."""
+    source = model_from_elsewhere(stages, tmp_path / "source", unused_rows=9)
+    place = cached_on_the_hub(source, "acme/tiny", tmp_path / "cache", monkeypatch)
+    usual, run, adapted = (without_shape(stages.run(mode, tmp_path / "runs", **UNMEASURED, MAX_STEPS=1, RUN_NAME=name,
+                                                    **({"PRETRAIN_CHECKPOINT": "acme/tiny"} if name != "usual" else {})))
+                           for mode, name in (("sft", "usual"), ("sft", "run"), ("lora-sft", "adapted")))
+    assert usual.train() == run.train() == adapted.train() == adapted.train(MAX_STEPS=2) == 0
+    assert "the last 9 rows of the model's vocabulary have no token" in capsys.readouterr().out
+    assert usual.hashes(1) == run.hashes(1)
+    described = read_json(adapted.checkpoint(2) / "adapter_config.json")
+    assert (described["base_model_name_or_path"], described["revision"]) == ("acme/tiny", place.name)
+    assert base_of_adapters(adapted.checkpoint(2)) == place
+    for name in (store.STATE, store.MANIFEST):  # which PEFT's own folders lack
+        (adapted.checkpoint(2) / name).unlink()
+    assert base_of_adapters(adapted.checkpoint(2)) == place
+
+
+@pytest.mark.parametrize("changes, told", [
+    ({"model_type": "mistral"}, "describes a 'mistral' model; only Llamas are read"),
+    ({"attention_bias": True, "sliding_window": 64}, "attention_bias=True, sliding_window=64, which this model lacks"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"vocab_size": 9}, "the model in"), (None, "has pytorch_model.bin, but no model.safetensors; pickled weights")])
+def test_a_model_that_cannot_be_a_start_is_refused_by_what_it_has(changes, told, stages, tmp_path, capsys):
+    folder = model_from_elsewhere(stages, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | (changes or {})))
+    if changes is None:
+        (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    run = without_shape(stages.run("sft", tmp_path, **UNMEASURED, PRETRAIN_CHECKPOINT=folder))
+    assert run.train() == train.main([*run.argv(), "--check"]) == 5
+    shown = capsys.readouterr()
+    assert told in shown.err and told in shown.out and not run.folder.exists()
+
+
+# --------------------------------------------------------------------------------- random weights
+
+
+def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp_path, capsys):
+    run = stages.run("sft", tmp_path, **UNMEASURED, MAX_STEPS=1)
+    del run.settings["PRETRAIN_CHECKPOINT"]
+    assert run.train() == train.main([*run.argv(), "--check"]) == 2
+    told = capsys.readouterr()
+    assert "RANDOM_INIT=true" in told.err and "RANDOM_INIT=true" in told.out and not run.folder.exists()
+    assert run.train(RANDOM_INIT="true", PRETRAIN_CHECKPOINT=stages.base) == 2
+    assert "remove one of them" in capsys.readouterr().err
+    assert run.train(RANDOM_INIT="true") == 0
+    assert run.train(MAX_STEPS=2) == 0, "it goes on from its own"
+    assert train.main([*run.argv(RUN_NAME="student", DISTILLATION_ENABLED="true", TEACHER_MODEL=stages.teacher), "--check"]) == 0
+
+
+# ------------------------------------------------------------------------------------ permissions
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o022])
+def test_every_file_has_the_permissions_that_the_user_asks_for(mask, tmp_path):
+    """Data, checkpoints, adapters, stored teacher outputs and references, and the dump of a non-finite step."""
+    before = os.umask(mask)
+    try:
+        made = prepare_stages(prepare(tmp_path / "data"), tmp_path)
+        for mode, changes in (("lora-dpo", {"DPO_REFERENCE": "stored"}), ("distilled-stored", {})):
+            assert made.run(mode, tmp_path, **UNMEASURED, MAX_STEPS=1, RUN_NAME=mode, **changes).train() == 0
+        write_dump(tmp_path, {"rank": 0}, {"tokens_BT": torch.zeros(1)})
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"optimizer.safetensors", "adapter_model.safetensors", "rows.bin", "rank-0.safetensors"} <= {
+        path.name for path in files}
+    assert [str(path) for path in files if path.stat().st_mode & 0o777 != 0o666 & ~mask] == []

@@ -1,1 +1,0 @@
-"""A run: its set-up, its state, what happens beside the steps."""
