@@ -58,9 +58,6 @@ def read_mix(path: str | Path) -> Mix:
 
     With phases, such as {"until": 0.8, "weights": {label: 0.9, ...}}, the sources themselves have no weights.
     A source's label is by default its path or name.
-
-    Raises:
-        SettingsError: the file cannot be read, or a field is unknown, missing or out of range.
     """
     try:
         content = read_json(Path(path))
@@ -125,9 +122,6 @@ def prepare_pretrain(source: str | Source, output_dir: str | Path, options: Prep
     Args:
         source: a path, URL, glob, shortcut or hub name; or a Source.
         output_dir: the folder for prepared sets.
-    Raises:
-        DataError: a source, record or tokenizer cannot be used, or the disk cannot be written.
-        SettingsError: the output would become part of a source.
     """
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
     return prepare(DOCUMENTS, source, tokenizer, output_dir, options)
@@ -140,8 +134,6 @@ def prepare_examples(kind: str, source: str | Source, output_dir: str | Path,
     Args:
         kind: "chats" or "pairs".
         Others: as `prepare_pretrain`; `options.validation_fraction` is of the requests (`split_key`).
-    Raises:
-        DataError, SettingsError: as `prepare_pretrain`, or the tokenizer has no chat format.
     """
     if isinstance(source, str):
         source = source_of(source, EXAMPLE_SHORTCUTS[kind])
@@ -161,11 +153,7 @@ def prepare_set(kind: str, source: str | Source, output_dir: Path, options: Prep
 
 
 def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationOptions) -> Path:
-    """Prepare each source of a mix as a set of its own, or find it; return the folder of their mixture.
-
-    Raises:
-        DataError, SettingsError: as `prepare_pretrain` and `prepare_examples`.
-    """
+    """Prepare each source of a mix as a set of its own, or find it; return the folder of their mixture."""
     sets = []
     for number, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
         show(f"Source {number} of {len(mix.sources)}: {label}")
@@ -198,11 +186,7 @@ class FlagParser(CommandParser):
         raise SettingsError(f"command line: {message}; --help lists every flag")
 
     def split(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """Return the script's own flags, and the others. An underscore in a flag counts as a hyphen.
-
-        Raises:
-            SettingsError: the value of a flag is missing or invalid.
-        """
+        """Return the script's own flags, and the others. An underscore in a flag counts as a hyphen."""
         def normalized(argument: str) -> str:
             flag, equals, value = argument.partition("=")
             return flag.lower().replace("_", "-") + equals + value if flag.startswith("--") else argument
@@ -215,9 +199,6 @@ class FlagParser(CommandParser):
         """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
 
         The keys of libraries in `.env` are exported.
-
-        Raises:
-            SettingsError: a flag or setting is unknown or invalid.
         """
         own, others = self.split(argv)
         loaded = load_config(others, extra_flags=tuple(vars(own)), complete=False)
@@ -297,9 +278,6 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
 
     Args:
         kind: "documents", "chats" or "pairs".
-    Raises:
-        SettingsError: a flag or setting is unknown, missing or invalid.
-        DataError: a source, record, tokenizer or chat template cannot be used, or the disk cannot be written.
     """
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:

@@ -260,8 +260,6 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
 
     Args:
         kind: "chats" or "pairs", what the data must hold.
-    Raises:
-        DataError: the data is missing, damaged, of another kind or made with another tokenizer.
     """
     assert kind in ("chats", "pairs")
     tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
@@ -279,9 +277,6 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
 def _examples(segments: TokenSet, kind: str, name: str) -> Iterator[tuple[np.ndarray, ...]]:
     """Yield int32 arrays over all examples in order, a block of the file at a time: the numbers of tokens, of
     segments, and of tokens before the first target.
-
-    Raises:
-        DataError: the segments do not form examples of this kind.
     """
     examples, unfinished = 0, np.empty(0, np.uint32)  # the segments of an example that crosses a block's end
     for block in segments.blocks():
@@ -324,8 +319,6 @@ class ExampleRows:
         row_tokens: a longer chat is truncated, and left out if no target remains; a longer pair is left out.
         document_mask: without it, chats have no document ids and attend to the chats before them in the row;
             pairs are always separate.
-    Raises:
-        DataError: no example is left.
     """
 
     def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
@@ -485,11 +478,7 @@ class HeldOut(NamedTuple):
 
 
 def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
-    """Return so many examples at most, from the first row on; without chats that are longer than a row.
-
-    Raises:
-        DataError: no example fits into a row.
-    """
+    """Return so many examples at most, from the first row on; without chats that are longer than a row."""
     found: list[HeldOut] = []
     for row in range(len(rows)):
         part, within = rows, row
@@ -571,8 +560,6 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
 
     Args:
         verify: "auto", "always" or "never" (`Verification.mode`).
-    Raises:
-        DataError: the data cannot be used, or is too small for a step.
     """
     path = {"pretrain": config.pretrain_data_path, "sft": config.sft_data_path,
             "dpo": config.dpo_data_path}[config.training_stage]
@@ -615,9 +602,6 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
 
     Of the validation split it has the first rows by the weights of the last phase, so that validation is the
     same through the whole run; a source that held out less than a row is left out there.
-
-    Raises:
-        DataError: a set cannot be used, or is too small.
     """
     mixture, parts = read_mixture(folder), []
     phases = mixture.phases_of_run(config.max_steps, config.rows_per_step)

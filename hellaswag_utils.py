@@ -102,8 +102,6 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
 
     Args:
         setting: what names the file.
-    Raises:
-        DataError: the file cannot be read, has no items, or a line that is not an item; names file:line.
     """
     items, left, advice = [], FILE_BYTES, NAME_ANOTHER
     if setting == HELLASWAG:
@@ -130,8 +128,6 @@ def parse_item(line: bytes, where: str, of_hellaswag: bool = True) -> Item:
 
     Args:
         of_hellaswag: it must have four endings and an activity; other sets have 2 to 16, and may have none.
-    Raises:
-        DataError: it is not in HellaSwag's schema.
     """
     def invalid(what: str) -> DataError:
         return DataError(f"{where}: {what}; correct the line, or remove it")
@@ -175,11 +171,7 @@ def clean(text: str) -> str:
 
 
 def prepare_tasks(items: Sequence[Item], tokenizer, max_seq_len: int) -> list[Task]:
-    """Return the items in tokens. A context that is too long loses its beginning.
-
-    Raises:
-        DataError: an ending alone is longer than MAX_SEQ_LEN, or has no tokens.
-    """
+    """Return the items in tokens. A context that is too long loses its beginning."""
     return [prepare_task(item, tokenizer, max_seq_len) for item in items]
 
 

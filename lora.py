@@ -183,8 +183,6 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
         special_ids: of the tokenizer's control tokens.
         weight_VD: the base's head. It moves every row in each step; an untied embedding leaves the rows of
             tokens that do not occur as they were drawn, and those of rare ones near them.
-    Raises:
-        SettingsError: a name is not one of the tokenizer's control tokens.
     """
     if setting == "none":
         return []
@@ -216,8 +214,6 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
     Args:
         generator: on any device; the same seed gives the same adapters.
         token_ids: whose rows to train, of "tok_embeddings" and "output", unless these are trained whole.
-    Raises:
-        SettingsError: a layer is unknown, or LORA_BASE_QUANTIZATION cannot be used here.
     """
     layers = [(name, module) for name, module in model.named_modules() if type(module) is Linear]
     known = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in layers))
@@ -294,11 +290,7 @@ def adapter_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_adapter_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy saved adapters into a model that has the same ones.
-
-    Raises:
-        CheckpointError: they are not the ones that the settings describe.
-    """
+    """Copy saved adapters into a model that has the same ones."""
     ours = adapter_state_dict(model)
     here, saved = ({name: tuple(tensor.shape) for name, tensor in each.items()} for each in (ours, state))
     names = sorted(here.keys() ^ saved.keys()) or [name for name in here if here[name] != saved[name]]

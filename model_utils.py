@@ -40,11 +40,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def choose_device(config: RunConfig) -> str:
-    """Return "cuda" or "cpu".
-
-    Raises:
-        SettingsError: DEVICE=cuda without a GPU.
-    """
+    """Return "cuda" or "cpu"."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise SettingsError("DEVICE=cuda, but torch sees no GPU here; set DEVICE=cpu or auto, or install the "
                             "CUDA build of torch")
@@ -56,9 +52,6 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
 
     Call it before anything is computed on CUDA. An operation without such a kernel then raises an error that
     `classify_exception` explains. warn_only would leave torch's attention nondeterministic.
-
-    Raises:
-        SettingsError: CUBLAS_WORKSPACE_CONFIG is set to a workspace with which cuBLAS is not deterministic.
     """
     if not config.deterministic or device_type != "cuda":
         return
@@ -80,11 +73,7 @@ def bf16_is_fast(device_type: str) -> bool:
 
 
 def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
-    """Return the compute dtype of PRECISION on this device.
-
-    Raises:
-        SettingsError: PRECISION=fp16 on a CPU.
-    """
+    """Return the compute dtype of PRECISION on this device."""
     if config.precision == "fp16" and device_type == "cpu":
         raise SettingsError("PRECISION=fp16 has no fast kernels on a CPU; use fp32, or bf16")
     if config.precision != "auto":
@@ -283,8 +272,6 @@ def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
 
     Args:
         finite: refuse weights that are not finite.
-    Raises:
-        CheckpointError: they do not have the shapes of the settings, or the folder holds only adapters.
     """
     refuse_adapters(folder)
     tensors, rows = huggingface.load_model_weights(folder), padded(model.vocab_size)
@@ -324,11 +311,7 @@ def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> di
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Return the model settings of the Llama in a folder.
-
-    Raises:
-        CheckpointError: its config.json is missing, or does not describe a Llama.
-    """
+    """Return the model settings of the Llama in a folder."""
     content = huggingface.read_json(folder / "config.json")
     try:
         return ModelConfig(**huggingface.model_settings_from_huggingface(content))
@@ -352,9 +335,6 @@ def load_model(folder: Path, device: Optional[torch.device] = None,
     Args:
         device, dtype: None: as `device_and_dtype` chooses them.
         tokenizer: used instead of the folder's.
-    Raises:
-        CheckpointError: the folder holds no readable Llama, only adapters, or a damaged checkpoint.
-        DataError: its tokenizer cannot be used.
     """
     refuse_adapters(folder)
     if os.path.exists(folder / store.MANIFEST):
@@ -374,8 +354,6 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
 
     Args:
         sources: where settings were found.
-    Raises:
-        CheckpointError: the model has another shape, or the folder holds only adapters or none.
     """
     refuse_adapters(folder)
     saved = read_model_config(folder)
@@ -411,11 +389,7 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
 
 
 def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
-    """Compare the tokenizer with a model from elsewhere, and return what to say.
-
-    Raises:
-        CheckpointError: the tokenizer has more ids than the model.
-    """
+    """Compare the tokenizer with a model from elsewhere, and return what to say."""
     rows = huggingface.read_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows < vocab_size:
         raise CheckpointError(f"the tokenizer has {vocab_size:,} ids and the model in {folder} {rows}; set "
@@ -425,12 +399,7 @@ def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
 
 
 def find_model(name: str) -> Path:
-    """Return the folder that a script's argument names, as in a setting, and print which one it is.
-
-    Raises:
-        CheckpointError: there is none.
-        SettingsError: the name is no path, and the settings, which have OUTPUT_DIR, cannot be read.
-    """
+    """Return the folder that a script's argument names, as in a setting, and print which one it is."""
     run_dir = Path("-")
     if not os.path.exists(Path(name).expanduser()):
         loaded = load_config(complete=False)

@@ -377,8 +377,6 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
 
     Args:
         backend: "tiktoken", "huggingface", or "auto", which decides by the look of the path.
-    Raises:
-        DataError: there is no such tokenizer, or it cannot be used.
     """
     file = Path(path).expanduser()
     # A local file or folder comes first; what cannot be one may be a name on the hub.
@@ -417,9 +415,6 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
     """Return the ranks in a file of tiktoken's format: each line is a token's bytes in base64 and its rank.
 
     tiktoken's own reader caches by the file's name: a new file under an old name would give the old ranks.
-
-    Raises:
-        DataError: with file and line.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):

@@ -111,11 +111,7 @@ def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggin
 
 
 def checked(name: str, tensor: LazyTensor) -> LazyTensor:
-    """Return a tensor of floats that raises CheckpointError when it reads one that is not finite.
-
-    Raises:
-        CheckpointError: it does not hold floats.
-    """
+    """Return a tensor of floats that raises CheckpointError when it reads one that is not finite."""
     if not tensor.dtype.is_floating_point:
         raise CheckpointError(f"{name} has dtype {tensor.dtype}, expected floats; use another checkpoint")
 
@@ -183,8 +179,6 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
 
     Args:
         finite: refuse NaN and infinity, in each row that is read.
-    Raises:
-        CheckpointError: a tensor is missing, unknown, or not of the shape that the settings give.
     """
     shapes = parameter_shapes(model_config, padded_vocab)
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
@@ -222,8 +216,6 @@ def from_meta(tensors: Mapping[str, Tensor],
 
     Meta's file holds the tied head of the 1B and 3B models as a second matrix and does not name their factor
     of the rotary scaling, which is 32; Llama 3.1's is 8. Source: the models' published configurations.
-    Raises:
-        CheckpointError: the file or the parameters are not a Llama 3's.
     """
     state = {name: checked(name, lazy(tensor)) for name, tensor in tensors.items() if name != "rope.freqs"}
     required = ("dim", "n_layers", "n_heads", "norm_eps")
@@ -349,11 +341,7 @@ def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
 
 
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of ModelConfig that a config.json gives.
-
-    Raises:
-        CheckpointError: the model is no Llama, or has a part that ours does not have.
-    """
+    """Return the fields of ModelConfig that a config.json gives."""
     if config.get("model_type") != "llama":
         kind = config.get("model_type")
         raise CheckpointError(f"config.json describes a {kind!r} model; only Llamas are read")
@@ -429,11 +417,7 @@ def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a model folder under Hugging Face's names; reads safetensors only.
-
-    Raises:
-        CheckpointError: there are none, or a file is missing or damaged.
-    """
+    """Return the tensors of a model folder under Hugging Face's names; reads safetensors only."""
     folder, index = Path(folder), Path(folder) / INDEX_FILE
     if os.path.exists(folder / WEIGHTS_FILE):
         return open_tensors(folder / WEIGHTS_FILE)
@@ -485,11 +469,7 @@ def is_model_name(name: str) -> bool:
 
 
 def hub_model(name: str) -> Path:
-    """Return the folder of a model of the hub, which is downloaded unless the cache has it.
-
-    Raises:
-        CheckpointError: the hub does not give it.
-    """
+    """Return the folder of a model of the hub, which is downloaded unless the cache has it."""
     repository, _, revision = name.partition("@")
     try:
         return hub_folder(repository, "config.json", is_complete, revision or None, **FILES)

@@ -91,8 +91,6 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
 
     Args:
         token_ids: whose rows are trained.
-    Raises:
-        CheckpointError: a tensor is of no parameter of this model, or not of its shape.
     """
     remaining, state, shapes = dict(tensors), {}, {}
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():

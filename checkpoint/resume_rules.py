@@ -41,8 +41,6 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         state: the trainer's state in the checkpoint, with its `settings`, `identity` and `world_size`.
         own: the checkpoint belongs to this very run.
         sources: where settings were found.
-    Raises:
-        CheckpointError: a fixed one has changed, and is not or cannot be in ALLOW_RESUME_MISMATCH.
     """
     now = config.public() | now_identity
     before = {"KEEP_LAYERS": None} | state["settings"] | state["identity"]

@@ -278,11 +278,7 @@ def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:
 
 
 def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's JSON file, with defaults for missing fields.
-
-    Raises:
-        CheckpointError: it does not match the schema; names the field.
-    """
+    """Return the content of a checkpoint's JSON file, with defaults for missing fields."""
     try:
         return schema.model_validate_json(content).model_dump(by_alias=True)
     except ValidationError as error:
@@ -306,8 +302,6 @@ def verify(folder: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
 
     Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
-    Raises:
-        CheckpointError: names the file that is missing, damaged, no regular file, or outside the folder.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

@@ -64,9 +64,6 @@ def save(checkpoints_dir: Path, contents: Contents, ranks: Ranks, warn: Warn = w
     """Write the checkpoint of a step, replacing one of the same step, and return its folder.
 
     Rank 0 writes. Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: it could not be written; the earlier checkpoints are unchanged.
     """
     optimizer_bytes = sum(tensor.nbytes for tensor in contents.optimizer.values())
 
@@ -91,9 +88,6 @@ def publish(folder: Path, write_files: Callable[[Path], None], facts: Mapping[st
 
     If a network disk fails for a moment, everything is written again after RETRY_SECONDS: data written before
     a failed fsync may be lost even if a second fsync succeeds.
-
-    Raises:
-        CheckpointError: it could not be written; nothing of it is left.
     """
     folder = Path(folder).absolute()
     for seconds in (*RETRY_SECONDS, None):
@@ -151,11 +145,7 @@ def _error_number(error: Optional[BaseException]) -> Optional[int]:
 
 
 def check_writable(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
-    """Create the folder and check that so many bytes can be written into it.
-
-    Raises:
-        CheckpointError: they cannot; names the folder, the bytes needed and the bytes free.
-    """
+    """Create the folder and check that so many bytes can be written into it."""
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,8 +195,6 @@ def newest_verified(checkpoints_dir: Path,
     """Return the last written checkpoint that verifies, and a warning for each bad one that was skipped.
 
     It is None only if there is no checkpoint at all, or none up to `last_step`.
-    Raises:
-        CheckpointError: there are checkpoints, and none of them verifies.
     """
     readable, reasons = _newest_first(checkpoints_dir)
     for folder, manifest in readable:
@@ -262,8 +250,6 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     It is a step of this run, a run of OUTPUT_DIR, the path of a checkpoint, run or model, or a model of the
     hub (`owner/name`, `owner/name@revision`). Of several checkpoints it is the newest that verifies;
     otherwise the caller verifies.
-    Raises:
-        CheckpointError: there is none, or the name means two.
     """
     found, run_dir = [], Path(run_dir)
     for folder in places(name, run_dir):

@@ -121,9 +121,6 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
     """Return a safetensors file's tensors, which are read on the CPU.
 
     What is read is a view of the mapped file: copy what you keep, or the file stays mapped.
-
-    Raises:
-        CheckpointError: the file cannot be read; also later, when a tensor is read.
     """
     def in_file(name: str) -> LazyTensor:
         rows = file.get_slice(name)

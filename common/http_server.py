@@ -31,8 +31,6 @@ def listen(host: str, port: int) -> socket.socket:
 
     Args:
         port: 0 for a free one.
-    Raises:
-        SettingsError: the address or the port cannot be used.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)

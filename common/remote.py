@@ -114,9 +114,6 @@ def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
     """Download a file of a remote fsspec file system into a temporary file for the `with` block.
 
     Not by `simplecache::`, which makes the same call: after a lost connection it reads the part as if whole.
-
-    Raises:
-        DataError: the temporary folder has no room for the file.
     """
     with tempfile.TemporaryDirectory(prefix="download-") as folder:
         local = os.path.join(folder, "content")
@@ -221,9 +218,6 @@ def hub_revision(name: str, revision: str, config: str = "") -> str:
     """Return the commit that a revision (empty = the newest) of a dataset on the hub is now.
 
     If the hub does not answer, it is that of the local copy, and a line says so.
-
-    Raises:
-        DataError: the name is not valid, the hub does not have it, or neither hub nor copy can be reached.
     """
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name} is not a valid name of a dataset on the hub (owner/name); correct it, or "

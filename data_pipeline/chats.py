@@ -101,11 +101,7 @@ def dropped_from(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
-    """Return the chats in a record: one, or as many as an instruction has instances.
-
-    Raises:
-        DataError: the record cannot be used; the message is the reason.
-    """
+    """Return the chats in a record: one, or as many as an instruction has instances."""
     # Tables have the columns of all their records, so a null column counts as missing.
     filled = {name for name, value in record.items() if value is not None}
     if "messages" in filled:
@@ -136,11 +132,7 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
 
 
 def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
-    """Return the preference in a record.
-
-    Raises:
-        DataError: the record cannot be used; the message is the reason.
-    """
+    """Return the preference in a record."""
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing and {"completion", "label"} <= set(record):
         raise DataError(f"{UNPAIRED}pairs of a chosen and a rejected answer")
@@ -192,8 +184,6 @@ def messages_in(name: str, value: Any, role: str = "") -> Messages:
 
     Args:
         role: if given, the column may also be a text, which is one message of this role.
-    Raises:
-        DataError: it holds something else.
     """
     if isinstance(value, str) and role:
         return [{"role": role, "content": text_in(name, value)}]
@@ -265,11 +255,7 @@ def _spoken_turns(value: Any) -> Any:
 
 
 def text_in(name: str, value: Any) -> str:
-    """Return a value that is valid text and not blank.
-
-    Raises:
-        DataError: it is not.
-    """
+    """Return a value that is valid text and not blank."""
     flaw = flaw_of(value) or ("" if value.strip() else "is empty")
     if flaw:
         raise DataError(f"{name} {flaw}")
@@ -300,8 +286,6 @@ def check_turns(messages: Messages, last: str) -> Messages:
 
     Args:
         last: the role that the last message must have.
-    Raises:
-        DataError: the roles do not alternate as the module's docstring says, or the last one is another.
     """
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
@@ -321,11 +305,7 @@ def check_turns(messages: Messages, last: str) -> Messages:
 
 
 def split_dialogs(chosen: Messages, rejected: Messages) -> tuple[Messages, str, str]:
-    """Return the messages that two dialogs share, and their answers.
-
-    Raises:
-        DataError: they differ before the last message, or a last message is not the assistant's.
-    """
+    """Return the messages that two dialogs share, and their answers."""
     if not chosen or not rejected:
         raise DataError(f"{'rejected' if chosen else 'chosen'} has no messages")
     if chosen[:-1] != rejected[:-1]:
@@ -339,9 +319,6 @@ def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Return the beginning that two texts share, which is their prompt, and their answers.
 
     The prompt ends at the end of a line, else of a sentence, else of a word.
-
-    Raises:
-        DataError: they share no beginning that could be a prompt.
     """
     shared = os.path.commonprefix([chosen, rejected])
     for end in PROMPT_ENDS:
@@ -362,11 +339,7 @@ SHOWN_SEGMENTS = 64
 
 
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
-    """Return what `prepare` needs to know of chats or pairs.
-
-    Raises:
-        DataError: the tokenizer has no chat format.
-    """
+    """Return what `prepare` needs to know of chats or pairs."""
     sha256 = load_chat_format(tokenizer).sha256
     tokenize, decode = partial(tokenize_examples, sha256), partial(decode_examples, kind)
     return Kind(kind, READERS[kind], count_characters, text_of, tokenize, decode,
@@ -414,11 +387,7 @@ def worker_chat_format(encoding: Encoding, sha256: str) -> ChatFormat | Template
 
 
 def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence[Chat | Pair]) -> Tokenized:
-    """Return the examples of each split as flat arrays of ids and segments, and the refused examples.
-
-    Raises:
-        DataError: the labels of an example are wrong, which is not the record's fault.
-    """
+    """Return the examples of each split as flat arrays of ids and segments, and the refused examples."""
     chat_format = worker_chat_format(encoding, format_sha256)
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
     refused = []
@@ -437,11 +406,7 @@ def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence
 
 def segments_of(example: Chat | Pair, chat_format: ChatFormat | TemplateFormat,
                 system_prompt: str) -> Segments:
-    """Return an example's ids as segments: (ids, whether they are targets).
-
-    Raises:
-        DataError: the format cannot write the example.
-    """
+    """Return an example's ids as segments: (ids, whether they are targets)."""
     if isinstance(example, Chat):
         return chat_format.encode_chat(with_system(example.messages, system_prompt))
     prompt = with_system(example.prompt, system_prompt)

@@ -231,11 +231,7 @@ class Filters:
     """The filters of one preparation, which continue after what its journal says."""
 
     def __init__(self, options: FilterOptions, text_of: Callable[[Any], str], folder: Path, done: dict):
-        """Continue after `done`, a result of `sync`; {} begins.
-
-        Raises:
-            DataError: the signatures on disk are damaged.
-        """
+        """Continue after `done`, a result of `sync`; {} begins."""
         self.options, self.text_of, self.path = options, text_of, folder / SIGNATURES
         self.removed = done.get("removed") or {reason: {"count": 0, "listed": []} for reason in self.reasons}
         self.on_disk = done.get("signatures", 0)

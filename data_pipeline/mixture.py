@@ -98,11 +98,7 @@ def is_mixture(path: str | Path | None) -> bool:
 
 
 def read_mixture(folder: Path) -> Mixture:
-    """Return the mixture in a folder.
-
-    Raises:
-        DataError: it cannot be read, violates the schema, or one of its sets is not there.
-    """
+    """Return the mixture in a folder."""
     path = folder / MIXTURE
     try:
         mixture = Mixture.model_validate_json(path.read_bytes())

@@ -47,11 +47,7 @@ SHOWN_LEFT_OUT = 20
 
 @dataclass(frozen=True)
 class PreparationOptions:
-    """How a set is prepared.
-
-    Raises:
-        SettingsError: a value is out of range.
-    """
+    """How a set is prepared."""
 
     tokenizer_path: str
     tokenizer_backend: str
@@ -199,9 +195,6 @@ def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
     Args:
         source: a path, URL, glob or hub name; or a Source.
         tokenizer: the one that `options` name, loaded.
-    Raises:
-        DataError: a source, record or tokenizer cannot be used, or the disk cannot be written.
-        SettingsError: the output would become part of a source.
     """
     source, output_dir = source_of(source) if isinstance(source, str) else source, Path(output_dir)
     # Else the prepared set would change its own source.
@@ -399,11 +392,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def read_own_json(path: Path) -> dict:
-    """Return a JSON object that a preparation wrote, or {} if there is none.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Return a JSON object that a preparation wrote, or {} if there is none."""
     try:
         return read_json(path) if path.is_file() else {}
     except ValueError as error:
@@ -448,11 +437,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
 
 
 def read_prepared(folder: Path) -> dict:
-    """Return the manifest of a prepared set.
-
-    Raises:
-        DataError: it is damaged, or another program's.
-    """
+    """Return the manifest of a prepared set."""
     manifest = read_own_json(folder / MANIFEST)
     if missing := sorted({"splits", "skipped", "settings", "source", "vocab_size"} - manifest.keys()):
         raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}, so it is not a prepared set's; prepare "

@@ -55,8 +55,6 @@ class Cache(NamedTuple):
 
         Args:
             name: of the result, an entry there that may exist already and belong to another user.
-        Raises:
-            DataError: no folder is writable.
         """
         refusals = []
         for place in self.places(data, fingerprint):
@@ -111,8 +109,6 @@ class WatchedFile:
         status: of the file when it was verified; None = it may change.
         scattered: the pieces are far apart, so the kernel should not read ahead: 100 times faster when cold.
         is_unharmed: returns whether a file with a changed status still has the verified content.
-    Raises:
-        DataError: the file cannot be read or, in `read`, has changed.
     """
 
     def __init__(self, path: Path, status: Optional[os.stat_result] = None, scattered: bool = False,
@@ -360,11 +356,7 @@ class TokenSet:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the tokens [start, start + count); read-only if they are in one shard.
-
-        Raises:
-            DataError: a file has changed since it was verified.
-        """
+        """Return the tokens [start, start + count); read-only if they are in one shard."""
         assert 0 <= start and start + count <= self.tokens, (start, count, self.tokens)
         index = bisect_right(self._starts, start) - 1
         begin = start - self._starts[index]
@@ -411,8 +403,6 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
         split: "train" or "validation"; files of others are chosen by `train` or `val` in their names.
         kind: of KINDS, what the data must hold; files of others hold documents.
         minimum_tokens: what the caller needs, for instance one batch and one token.
-    Raises:
-        DataError: the data is missing, damaged, too small, of another kind, or of another tokenizer.
     """
     assert split in SPLIT_WORDS and verification.mode in ("auto", "always", "never")
     try:

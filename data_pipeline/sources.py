@@ -72,11 +72,7 @@ class Reading:
         return self.bytes_done / self.bytes_total if self.bytes_total else None
 
     def refuse(self, where: str, reason: str) -> None:
-        """Count and list a record that cannot be used.
-
-        Raises:
-            DataError: bad records are not to be skipped.
-        """
+        """Count and list a record that cannot be used."""
         if not self.skip_bad:
             raise DataError(f"{where}: {reason}; {self.advice}")
         self.bad += 1
@@ -148,8 +144,6 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
 
     Args:
         split: of a folder that `datasets` saved or cached: the split whose files are meant.
-    Raises:
-        DataError: there are none, or the place cannot be reached.
     """
     with reading_errors(path):
         files = retry(path, lambda: _find_files(path, split))
@@ -258,11 +252,7 @@ def read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Ite
 
 
 def _first_lines_of_text(url: str, lines: Iterable[bytes]) -> list[bytes]:
-    """Return the first lines of a file that is mostly text; bad records are skipped only in such a file.
-
-    Raises:
-        DataError: more than half of the lines are bad: it is a binary file, or text in another encoding.
-    """
+    """Return the first lines of a file that is mostly text; bad records are skipped only in such a file."""
     first, size = [], 0
     for line in lines:
         first.append(line)
@@ -369,8 +359,6 @@ def read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Ite
 
     Args:
         raw, stream: of `_opened`.
-    Raises:
-        DataError: it is not valid JSON, and nothing after that place can be read.
     """
     before = reading.bytes_done
     # A byte that is not UTF-8 becomes a lone surrogate, for which its record alone is refused.
@@ -501,11 +489,7 @@ class Source:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """The columns that `map` names: {name that we expect: name in the data}.
-
-        Raises:
-            SettingsError: `map` is malformed.
-        """
+        """The columns that `map` names: {name that we expect: name in the data}."""
         pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
         columns = {new.strip(): (old if equals else new).strip() for new, equals, old in pairs}
         is_whole = len(columns) == len(pairs) and all([*columns, *columns.values()])
@@ -530,11 +514,7 @@ SHORTCUTS = {
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
-    """Return the source that a shortcut, a path, a URL, a glob, or the name of a dataset on the hub means.
-
-    Raises:
-        SettingsError: the text is empty.
-    """
+    """Return the source that a shortcut, a path, a URL, a glob, or the name of a dataset on the hub means."""
     if not text:
         raise SettingsError("a source is empty; give a file, folder or glob, or the name of a hub dataset")
     if text in shortcuts:

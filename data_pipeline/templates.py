@@ -103,9 +103,6 @@ class TemplateFormat:
     The ids are those of transformers' apply_chat_template, with two exceptions: a control token's name in a
     message is encoded as text; and there is no `strftime_now`, so that the same chats are the same tokens on
     every day (a template with a default date uses that, another cannot be used).
-
-    Raises:
-        DataError: also from each method: the template cannot be rendered, or its answers cannot be found.
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
@@ -291,9 +288,6 @@ class GenerationTag(Extension):
 @contextmanager
 def limited() -> Iterator[None]:
     """Limit the time (in the main thread) and memory (on Linux) of the `with` block, which runs a template.
-
-    Raises:
-        TemplateError, MemoryError: it exceeds them.
     """
     def stop(*_) -> None:
         raise TemplateError(f"it takes more than {TEMPLATE_SECONDS} s")
@@ -347,10 +341,6 @@ def _straddles(rendered: str, cut: int) -> str:
 
 
 def load_chat_format(tokenizer: Tokenizer | HuggingFaceTokenizer) -> ChatFormat | TemplateFormat:
-    """Return the chat format of a tokenizer: its own template, or Llama 3's format if it has none.
-
-    Raises:
-        DataError: it has neither a template nor Llama 3's control tokens, or its template cannot be used.
-    """
+    """Return the chat format of a tokenizer: its own template, or Llama 3's format if it has none."""
     template = getattr(tokenizer, "chat_template", None)
     return ChatFormat(tokenizer) if template in (None, CHAT_TEMPLATE) else TemplateFormat(tokenizer)

@@ -14,9 +14,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
 
     Args:
         vocab_size: number of ranks; the 256 special tokens are added to them.
-    Raises:
-        SettingsError: the number of ranks is out of range.
-        DataError: the texts do not contain so many tokens.
     """
     from tokenizers import Regex, models, pre_tokenizers, trainers
     from tokenizers import Tokenizer as Trainable
@@ -42,11 +39,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
 
 
 def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
-    """Write ranks in tiktoken's format; after a crash the file is complete or not there.
-
-    Raises:
-        DataError: the file cannot be written.
-    """
+    """Write ranks in tiktoken's format; after a crash the file is complete or not there."""
     path = Path(path)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     lines = [base64.b64encode(token) + b" %d\n" % rank

@@ -133,11 +133,7 @@ def begins_at(starts: np.ndarray) -> Cuts:
 
 
 def measure(token_set: TokenSet, cuts: Cuts) -> Statistics:
-    """Count the documents or examples of a split.
-
-    Raises:
-        DataError: an id is beyond the vocabulary, or a file has changed.
-    """
+    """Count the documents or examples of a split."""
     found = Statistics(np.zeros(token_set.vocab_size, np.int64), np.zeros(LONGEST + 1, np.int64), 0,
                        RepeatCounter())
     for length, digest in _documents(token_set, cuts, found.id_counts):
@@ -203,11 +199,7 @@ class DataReport:
         return open_set(self.config, self.folder, "train", self.known, "never")
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the data, as JSON; reads the whole training split, except of a mixture.
-
-        Raises:
-            DataError: the data is damaged, or its files have changed.
-        """
+        """Return what is known of the data, as JSON; reads the whole training split, except of a mixture."""
         facts = {"folder": str(self.folder)}
         if is_mixture(self.folder):
             return facts | {"sources": source_facts(self.folder, read_mixture(self.folder))}
@@ -343,12 +335,7 @@ def fits(facts: dict[str, Any], items: str) -> str:
 
 
 def open_data(folder: Path, config: Config) -> DataReport:
-    """Open prepared data, a mixture, or token files of others.
-
-    Raises:
-        DataError: there is none in the folder.
-        SettingsError: token files of others need TOKENIZER_PATH.
-    """
+    """Open prepared data, a mixture, or token files of others."""
     manifest = {}
     if not is_mixture(folder):
         folder = prepared_folder(folder) or folder  # as a run opens it

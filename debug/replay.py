@@ -300,9 +300,6 @@ Say = Callable[[str], Any]
 
 def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     """Return a step's settings, changed by flags, for one process; and the number of ranks that the run had.
-
-    Raises:
-        SettingsError: there is no such run, or its settings and the flags contradict each other.
     """
     parts = [file for begins, file in segments(run_dir) if begins <= step]
     file = parts[-1] if parts else run_dir / "config.json"
@@ -320,11 +317,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
 
 
 def read_ledger(run_dir: Path, step: int) -> dict[int, dict[str, Any]]:
-    """Return the ledger's lines by step.
-
-    Raises:
-        SettingsError: this step has none.
-    """
+    """Return the ledger's lines by step."""
     path = run_dir / "ledger.jsonl"
     lines = {entry["step"]: entry for entry in read_entries(path)}
     if step not in lines:
@@ -334,11 +327,7 @@ def read_ledger(run_dir: Path, step: int) -> dict[int, dict[str, Any]]:
 
 
 def find_weights(run_dir: Path, step: int, config: Config) -> Found:
-    """The newest verified checkpoint before a step, or what the run started from.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none of them verifies; or what the run began with is gone.
-    """
+    """The newest verified checkpoint before a step, or what the run started from."""
     checkpoints_dir = run_dir / "checkpoints"
     folder, messages = store.newest_verified(checkpoints_dir, step - 1)
     named = named_checkpoint(config)
@@ -369,11 +358,7 @@ class ReplayLog:
 
 
 def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
-    """The run as it was at the last verified checkpoint before the step, in this process alone.
-
-    Raises:
-        CheckpointError, DataError: what the run read or started from is missing, damaged or changed.
-    """
+    """The run as it was at the last verified checkpoint before the step, in this process alone."""
     device, log = prepare_device(config), ReplayLog(info)
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
@@ -417,11 +402,7 @@ def difference(now: float, then: Optional[float]) -> float:
 
 def replay_before(run: Run, step: int, world_size: int,
                   ledger: dict[int, dict[str, Any]]) -> tuple[str, bool]:
-    """Take the steps before `step`; return a description, and whether their losses agree with the ledger.
-
-    Raises:
-        NonFiniteError: one of them was not finite.
-    """
+    """Take the steps before `step`; return a description, and whether their losses agree with the ledger."""
     # `largest` is the largest relative difference, `deviating` describes the first one that is not rounding.
     first, largest, deviating = run.progress.step + 1, 0.0, ""
     start = f"from {run.started_from}" if run.started_from else "the initial ones"
@@ -516,10 +497,6 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
         flags: settings to change.
         rows_shown: rows to describe, the worst first.
         at_checkpoint: use the weights of the last checkpoint instead of replaying the steps after it.
-    Raises:
-        SettingsError: the run has no such step, or the flags do not fit its settings.
-        CheckpointError, DataError: what the run read or started from is missing, damaged or changed.
-        NonFiniteError: a step before this one is not finite.
     """
     config, world_size = read_settings(run_dir, flags, step)
     ledger = read_ledger(run_dir, step)

@@ -47,9 +47,6 @@ def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
 
     Args:
         data: prepared data to validate on, instead of the run's.
-    Raises:
-        CheckpointError, DataError: the checkpoint or the data cannot be read.
-        SettingsError: the flags cannot be used.
     """
     saved = store.read_state(folder).get("settings", {})
     merged = {name.lower(): (value, str(folder)) for name, value in saved.items()
@@ -95,9 +92,6 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     """Return the model of a folder with what the settings evaluate, as a run that takes no step.
 
     Collective: every rank must call it.
-
-    Raises:
-        CheckpointError, DataError, SettingsError: something is missing, or does not fit.
     """
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
@@ -166,9 +160,6 @@ class Harness:
     def evaluate(self, folder: Path, base: Optional[str], config: Config,
                  device: torch.device) -> tuple[dict[str, float], list[Row]]:
         """Return the metrics `<task>_<metric>` and the rows of a model; adapters are merged into their base.
-
-        Raises:
-            CheckpointError, DataError: the model cannot be used, or the data of a task cannot be read.
         """
         manager, simple_evaluate, model_class = self.opened
         of_run = bool(store.read_state(folder))

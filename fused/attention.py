@@ -141,11 +141,7 @@ def varlen_function(kernel: str):
 
 
 def activate_flash_3(on: bool) -> None:
-    """Let torch's flash kernels and varlen_attn run FlashAttention-3, or their own implementation again.
-
-    Raises:
-        ImportError, AttributeError, RuntimeError, ValueError: it is not installed, or unknown to this torch.
-    """
+    """Let torch's flash kernels and varlen_attn run FlashAttention-3, or their own implementation again."""
     if on:
         attention.activate_flash_attention_impl("FA3")
     elif hasattr(attention, "restore_flash_attention_impl"):
@@ -198,11 +194,7 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
 
 
 def choose_kernel(purpose: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the first kernel of `kernel_order` that passes its trial; each is tried once per process.
-
-    Raises:
-        SettingsError: ATTENTION_BACKEND cannot run here.
-    """
+    """Return the first kernel of `kernel_order` that passes its trial; each is tried once per process."""
     heads = (config.n_heads, config.n_kv_heads, config.head_dim)
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _choose(purpose, config.attention_backend, heads, device, dtype, deterministic)

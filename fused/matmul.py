@@ -28,11 +28,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales.
-
-    Raises:
-        SettingsError: bitsandbytes is missing, or has no kernel for this device.
-    """
+    """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales."""
     setting = f"LORA_BASE_QUANTIZATION={kind}"
     try:
         import bitsandbytes  # noqa: F401  # registers the operators below

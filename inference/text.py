@@ -177,9 +177,6 @@ class Conversation:
 
         The oldest turns are left out, but not the system prompt, until the prompt and `room` new tokens fit
         into the context; of a text, its beginning.
-
-        Raises:
-            DataError: the last turn alone is too long, or the chat template refuses the chat.
         """
         most, last = self.model.context_length - room, len(self.turns) - 1
         if self.model.chat_format is None:
@@ -244,8 +241,6 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     Args:
         chat: a text is the user's message in a chat of its own.
         system_prompt: of chats that have none.
-    Raises:
-        DataError: the file cannot be read, or a line cannot be used, which the message names.
     """
     try:
         content = sys.stdin.buffer.read() if name == STDIN else _read(Path(name))

@@ -203,11 +203,7 @@ class Optimizer:
                 for parameter, state in part.state.items() for key, value in state.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | LazyTensor]) -> None:
-        """Restore the state of a checkpoint; one from before the first update has none.
-
-        Raises:
-            CheckpointError: it is another model's; torch would read beyond the end of a smaller tensor.
-        """
+        """Restore the state of a checkpoint; one from before the first update has none."""
         if not tensors:
             return
         places = {f"{self.names[p]}.{entry}": (part, p, entry) for part in self.parts

@@ -229,11 +229,7 @@ class RowStore:
 
 
 class RowWriter:
-    """A `with` block that writes records to a store; leaving it commits. Makes incomplete files whole.
-
-    Raises:
-        DataError: the folder cannot be written to.
-    """
+    """A `with` block that writes records to a store; leaving it commits. Makes incomplete files whole."""
 
     def __init__(self, store: RowStore):
         self.store, self.committed = store, time.monotonic()
@@ -438,9 +434,6 @@ def _digest(tensor: Tensor) -> str:
 class StoredTeacherRows:
     """Rows whose batches contain `stored["teacher_ids"]` (B, T, K) int32, and `stored["teacher_logprobs"]`
     (B, T, C) float16, the last of each for all other tokens; 0 where there is no target.
-
-    Raises:
-        DataError: when called for rows that are missing in the store, damaged, or of other data.
     """
 
     def __init__(self, rows: ReadRows, store: RowStore):
@@ -497,8 +490,6 @@ class TeacherOutputs:
         facts: what they follow from besides the settings: teacher, data and split.
         load_teacher: loads the teacher if it is needed.
         indices: the rows that the run will read; None = all.
-    Raises:
-        SettingsError: DISTILLATION_TOP_K exceeds the vocabulary.
     """
 
     def __init__(self, rows, facts: Mapping[str, Any], load_teacher: Callable[[], Any], config: Config,
@@ -531,11 +522,7 @@ class TeacherOutputs:
         return self._stored_rows(store, once)
 
     def complete(self, path: Path, once: ComputeOnce) -> StoredTeacherRows:
-        """Compute what is missing or damaged. After an interruption, what is stored is kept.
-
-        Raises:
-            DataError: the store cannot be written.
-        """
+        """Compute what is missing or damaged. After an interruption, what is stored is kept."""
         ranks, config, store = once.ranks, self.config, self.store(path)
         with ranks.raise_on_all(lambda: RowWriter(store)) as writer:
             # What is damaged counts as missing.

@@ -48,9 +48,6 @@ def find_teacher(config: Config, tokenizer) -> Path:
 
     Args:
         tokenizer: the student's.
-    Raises:
-        CheckpointError: it does not exist, or is damaged.
-        SettingsError: it has another vocabulary.
     """
     name, run_dir = config.teacher_model, Path(config.output_dir) / (config.run_name or "-")
     setting = f"TEACHER_MODEL={name}"
@@ -193,10 +190,6 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
 
     A Llama that runs in each step is sharded like the student. One whose outputs are stored is not, because
     each rank stores other rows. Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: its weights cannot be read, or do not fit its configuration.
-        SettingsError: transformers is needed but missing, or does not know the model.
     """
     described = read_json(folder / "config.json")
     try:

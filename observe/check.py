@@ -101,9 +101,6 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     """Return the seconds of one rank's part of a step: its micro-batches and the update, with random weights.
 
     A teacher, and what ranks exchange, are not part of it.
-
-    Raises:
-        SettingsError: the adapters' settings are not possible here.
     """
     ranks, config = Ranks(device=device), config.model_copy(update={"sharding": "none", "cpu_offload": False})
     model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
@@ -212,11 +209,7 @@ def describe_memory(forecast: MemoryEstimate) -> str:
 
 
 def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) -> str:
-    """The device, and how it computes.
-
-    Raises:
-        SettingsError: ATTENTION_BACKEND or selective checkpointing is not available here.
-    """
+    """The device, and how it computes."""
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
@@ -306,9 +299,6 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
 def provide_sample(config: Config, may_write: bool) -> None:
     """Make the sample if the settings name its files and it does not exist. Only local rank 0 does so; the
     others wait at the next collective.
-
-    Raises:
-        DataError: it cannot be made, or must not be.
     """
     named = (config.tokenizer_path, config.hellaswag_path,
              getattr(config, f"{config.training_stage}_data_path"))

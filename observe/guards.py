@@ -104,8 +104,6 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult,
     Args:
         is_own_finite: computes this rank's part of the step again, because the exchange of gradients has
             mixed those of all ranks.
-    Raises:
-        NonFiniteError: always.
     """
     folder, reports = dump_step(run, batches, result, first_bad, is_own_finite)
     for line in diagnostics.banner(reports).split("\n"):
@@ -129,9 +127,6 @@ def handle_loss_spike(run: Run, batches: list[Batch], result: StepResult) -> Non
     """Report a loss spike with its rows, and act as LOSS_SPIKE_POLICY says.
 
     Collective: every rank must call it.
-
-    Raises:
-        LossSpikeError: the policy is "stop".
     """
     config, step = run.config, run.progress.step + 1
     rows = run.inputs.order(config, run.ranks).all_rows(step - 1).tolist()
@@ -152,9 +147,6 @@ def check_replicas(run: Run) -> None:
     """Check that parameters and optimizer state are bit-identical on all ranks that hold the same rows.
 
     Collective: every rank must call it.
-
-    Raises:
-        DriftError: they are not; names the first tensor that differs, and the ranks.
     """
     if run.ranks.world_size == 1:
         return

@@ -263,11 +263,7 @@ class Gpu(NamedTuple):
 
 
 def read_gpus() -> list[Gpu]:
-    """Return all GPUs of this machine, in the order of nvidia-smi.
-
-    Raises:
-        SettingsError: nvidia-ml-py or the driver is missing.
-    """
+    """Return all GPUs of this machine, in the order of nvidia-smi."""
     with requires_package("nvidia-ml-py", "--gpus"):
         import pynvml
     try:
@@ -297,11 +293,7 @@ def _read_gpu(nvml, number: int) -> Gpu:
 
 
 def choose(wanted: Wanted, gpus: list[Gpu], visible: Optional[str]) -> list[int]:
-    """Return the numbers of the chosen GPUs, among those that CUDA_VISIBLE_DEVICES names, if it is set.
-
-    Raises:
-        SettingsError: there are not as many, or a number is not there, not visible or partitioned.
-    """
+    """Return the numbers of the chosen GPUs, among those that CUDA_VISIBLE_DEVICES names, if it is set."""
     if visible is not None:
         names = [name.strip() for name in visible.split(",")]
         if any(name.startswith("MIG") for name in names):
@@ -329,11 +321,7 @@ def choose(wanted: Wanted, gpus: list[Gpu], visible: Optional[str]) -> list[int]
 
 
 def take(wanted: Wanted) -> None:
-    """Make the chosen GPUs the only ones that this process and its children see.
-
-    Raises:
-        SettingsError: as `read_gpus` and `choose`.
-    """
+    """Make the chosen GPUs the only ones that this process and its children see."""
     numbers = choose(wanted, read_gpus(), os.environ.get(VISIBLE))
     os.environ |= {VISIBLE: ",".join(map(str, numbers)), ORDER: "PCI_BUS_ID"}  # nvidia-smi's order
 

@@ -155,8 +155,6 @@ def start_ranks(device_type: str, timeout_seconds: float) -> Ranks:
 
     Args:
         device_type: "cuda" (nccl) or "cpu" (gloo).
-    Raises:
-        SettingsError: the environment describes a group that cannot be joined.
     """
     rank, local_rank, world_size = (int(os.environ.get(key, default)) for key, default in
                                     (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))

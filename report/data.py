@@ -87,11 +87,7 @@ class GrowingFile:
         self.offset, self.tail, self.set_aside = 0, b"", 0
 
     def read(self) -> None:
-        """Read what is new.
-
-        Raises:
-            CheckpointError: the file cannot be read.
-        """
+        """Read what is new."""
         try:
             with open(self.path, "rb", opener=plain) as file:
                 file.seek(self.offset - len(self.tail))
@@ -587,11 +583,7 @@ RECENT_LINES = 50  # from which the time that is left is estimated
 
 
 class RunReader:
-    """A run's folder; `read` reads what is new, `data` gives it.
-
-    Raises:
-        CheckpointError: this is no run, or a file of it cannot be read.
-    """
+    """A run's folder; `read` reads what is new, `data` gives it."""
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name

@@ -90,11 +90,7 @@ MOST_RUNS = 4  # of which all settings are listed
 
 
 class Report:
-    """One or several runs; `read` reads what is new, `data` gives the page's data.
-
-    Raises:
-        CheckpointError: a folder is no run, or cannot be read.
-    """
+    """One or several runs; `read` reads what is new, `data` gives the page's data."""
 
     def __init__(self, folders: Sequence[Path]):
         self.runs = [RunReader(folder, name) for folder, name in zip(folders, distinct_names(folders))]

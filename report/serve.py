@@ -78,8 +78,6 @@ def serve(report: Report, port: int) -> None:
 
     Args:
         port: 0 for a free one.
-    Raises:
-        SettingsError: the port cannot be used, or a package is missing.
     """
     app = make_app(Live(report))
     with requires_package("uvicorn", "--serve"):

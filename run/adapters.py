@@ -32,9 +32,6 @@ class Adapted(NamedTuple):
 
 def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
     """The base of the adapters in a folder, of ours or PEFT's: the one that is named, or found by its hash.
-
-    Raises:
-        CheckpointError: it is not where it was, and the adapters' own settings name it nowhere else.
     """
     state, run_dir = store.read_state(folder), folder.resolve().parent.parent
     content = read_json(folder / peft.CONFIG_FILE)
@@ -62,9 +59,6 @@ def load_adapted(folder: Path, base: Path, device: torch.device | str = "cpu",
         dtype: in which the model computes.
         quantization: of the base, as LORA_BASE_QUANTIZATION.
         tokenizer: used instead of the folders'.
-    Raises:
-        CheckpointError: they cannot be read, or do not fit each other.
-        SettingsError: the base cannot be quantized here.
     """
     for part in (folder, base):
         if (part / store.MANIFEST).exists():
@@ -101,8 +95,6 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
     Args:
         base: of the adapters; None: where it was in training.
         device, dtype, tokenizer: as `load_model` takes them.
-    Raises:
-        CheckpointError: there is no such model, or its base was not found.
     """
     if (folder / peft.CONFIG_FILE).exists():
         device, dtype = device_and_dtype(device, dtype)
@@ -117,11 +109,7 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
 
 def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
           dtype: torch.dtype = torch.float32) -> float:
-    """Write base and adapters as one model folder; return the largest difference of a logit, in float32.
-
-    Raises:
-        CheckpointError: the output exists, the adapters or the base cannot be used, or do not fit each other.
-    """
+    """Write base and adapters as one model folder; return the largest difference of a logit, in float32."""
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
 

@@ -66,9 +66,6 @@ def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFol
 
     A new folder is removed again at the end if nothing was written into it.
     Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: another job uses it, or it cannot be made or written.
     """
     with ExitStack() as stack:
         own = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
@@ -139,8 +136,6 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
     """A `with` block in which no other job can use the run's folder; rank 0 holds the lock for its job.
 
     The system releases the lock of a process that dies.
-    Raises:
-        CheckpointError: another job holds it; names that job.
     """
     path = Path(run_dir) / LOCK
     for _ in range(LOCK_ATTEMPTS):
@@ -165,11 +160,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
 
 @contextmanager
 def make_again(run_dir: Path) -> Iterator[None]:
-    """A `with` block with a new, locked folder in place of a run's folder that was deleted.
-
-    Raises:
-        CheckpointError: another folder has its name by now, or it cannot be made.
-    """
+    """A `with` block with a new, locked folder in place of a run's folder that was deleted."""
     with disk_errors(run_dir):
         try:
             run_dir.mkdir(parents=True)
@@ -196,8 +187,6 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
 
     Args:
         sources: the table of a mixture, for data.json; empty for other data.
-    Raises:
-        CheckpointError: they cannot be written.
     """
     newest = run_dir / "config.json"
     with disk_errors(newest):

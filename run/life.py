@@ -280,9 +280,6 @@ def begin(run: Run) -> None:
     aside what RESUME=never asks for, clean up after a crash, and open the logs.
 
     Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
     """
     resumes = run.started_from is not None and is_inside(run.started_from, run.folder)
 
@@ -371,9 +368,6 @@ def save_checkpoint(run: Run) -> None:
     """Save the state after the last finished step, and delete what retention does not keep.
 
     Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: it could not be saved; or it was, but in a new folder, because the run's is gone.
     """
     def report_lost_folder() -> None:
         raise CheckpointError(f"{run.folder} was deleted during the run, or moved to where this job cannot "
@@ -587,11 +581,7 @@ def logprobs_without_adapters(model: Transformer, batch) -> Tensor:
 
 
 def prepare_device(config: Config) -> torch.device:
-    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says.
-
-    Raises:
-        SettingsError: the settings need another device.
-    """
+    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says."""
     device = torch.device(choose_device(config))
     if config.memory_snapshot and device.type != "cuda":
         raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, and torch "
@@ -608,9 +598,6 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
 
     Args:
         verify: verify the data as VERIFY_DATA says; one rank does it for all.
-    Raises:
-        DataError: a file cannot be used.
-        SettingsError: CACHE_DIR cannot be written.
     """
     tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
     if verify:
@@ -630,9 +617,6 @@ def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
 
     Args:
         verify: "auto", "always" or "never".
-    Raises:
-        DataError: a file cannot be used.
-        SettingsError: GENERATION_EVAL_EVERY needs a package that is not installed.
     """
     rows, held_out = None, []
     if config.validate_every or config.generation_eval_every:
@@ -661,9 +645,6 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
 
     Args:
         inputs: what the run reads, which a checkpoint must have read too; None: unknown, and not compared.
-    Raises:
-        CheckpointError: the checkpoint is missing, damaged, or belongs to a run with other settings.
-        SettingsError: there is nothing to start from.
     """
     found = find_checkpoint(loaded.config, run_dir, ranks)
     start = start_from(found, loaded, inputs and inputs.identity, run_dir, ranks)
@@ -676,9 +657,6 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
 def build_adapted(config: Config, start: Start, inputs: Inputs, dtype: torch.dtype,
                   ranks: Ranks) -> Transformer:
     """The start's base with adapters: new ones, or those of the start. Collective: every rank must call it.
-
-    Raises:
-        CheckpointError: the base has another shape than the settings, or the adapters belong to another base.
     """
     generator = torch.Generator().manual_seed(config.seed)
     model, adapter = adapted_on_meta(config, start, inputs, dtype, generator, ranks)

@@ -167,9 +167,6 @@ class LineFile:
     """A file to which lines are appended. What a full disk refuses is kept in memory and written later.
 
     The first failure causes one warning; losing log lines must not end a run.
-
-    Raises:
-        CheckpointError: it cannot be opened.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]):
@@ -247,8 +244,6 @@ class RunLog:
             step: the last one whose metrics are complete.
             steps_taken: may be one more, if a signal interrupted what follows the last step.
             measured: the metrics of that step which are complete already.
-        Raises:
-            CheckpointError: it cannot be written.
         """
         self.file = LineFile(run_dir / "log" / f"rank-{self.rank}.txt", self.warn)
         for line in self.early:

@@ -82,10 +82,6 @@ def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> Found:
     A run that began from the named checkpoint resumes its own newest one, so that the command which started
     a job also resumes it after a pre-emption. Naming one of its own goes back to that step. A run that has
     steps cannot start from anything else.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged, all of the run's are, or steps would be lost.
-        SettingsError: there is nothing to start from.
     """
     def find() -> list:
         newest, warnings = None, []
@@ -189,9 +185,6 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path,
               warn: Callable[[str], None]) -> Path:
     """The model that a run began with, found by its hash: where the settings name it now, where it was, or at
     the same place relative to the run's folder.
-
-    Raises:
-        CheckpointError: it is in none of these places; names each.
     """
     names = (named_checkpoint(config), *(getattr(config, setting) for setting in START_FROM))
     advice = f"set {start_setting(config)} to the folder where it is now"
@@ -269,9 +262,6 @@ def start_from(found: Found, loaded: Loaded,
 
     Args:
         identity_of: `Inputs.identity`; None: what the run reads is unknown, and not compared.
-    Raises:
-        CheckpointError: the checkpoint belongs to another run than the settings describe.
-        SettingsError: the settings contradict each other, now that the shape is known.
     """
     folder, own, warnings = found
     if folder is None:

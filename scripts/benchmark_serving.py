@@ -48,11 +48,7 @@ class Client:
         self.model = model or json.loads(b"".join(self.ask("GET", "/v1/models")))["data"][0]["id"]
 
     def ask(self, method: str, path: str, content: Optional[dict] = None) -> Iterator[bytes]:
-        """Yield the lines of a response as they come.
-
-        Raises:
-            PaddockError: the server cannot be reached, or refuses.
-        """
+        """Yield the lines of a response as they come."""
         headers = {"Content-Type": "application/json",
                    "Authorization": f"Bearer {os.environ.get(KEY_VARIABLE)}"}
         try:

@@ -149,11 +149,7 @@ class Chat:
             self.system(args.system)
 
     def run(self) -> None:
-        """Answer messages and obey commands up to the end of the input or /quit.
-
-        Raises:
-            PaddockError: of the first mistake, if nobody is there to correct it.
-        """
+        """Answer messages and obey commands up to the end of the input or /quit."""
         interrupted = False
         while True:
             try:

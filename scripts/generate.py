@@ -36,20 +36,12 @@ PROGRESS_SECONDS = 10
 
 
 def load(name: str, base: Optional[str] = None) -> tuple[Transformer, Any]:
-    """Return the model that is named, with its adapters if it has any, and its tokenizer.
-
-    Raises:
-        CheckpointError: there is no such model, or its base was not found.
-    """
+    """Return the model that is named, with its adapters if it has any, and its tokenizer."""
     return load_for_use(find_model(name), base)
 
 
 def prompts_of(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
-    """Return the prompts that continue texts and answer chats.
-
-    Raises:
-        DataError: its tokenizer has no chat template, or the template refuses a chat.
-    """
+    """Return the prompts that continue texts and answer chats."""
     prompts = []
     has_chats = any(not isinstance(each.content, str) for each in contents)
     chat_format = load_chat_format(tokenizer) if has_chats else None
@@ -70,11 +62,7 @@ def continuations(writer: Writer, texts: Sequence[str]) -> Iterator[Part]:
 
 
 def answers(writer: Writer, turns: Sequence[str], system_prompt: str = "") -> Iterator[Part]:
-    """Yield the model's answer to each user turn of one chat.
-
-    Raises:
-        DataError: its tokenizer has no chat template, or the template refuses the chat.
-    """
+    """Yield the model's answer to each user turn of one chat."""
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for index, turn in enumerate(turns):
         messages.append({"role": "user", "content": turn})

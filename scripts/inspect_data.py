@@ -30,11 +30,7 @@ LEAST_COLUMNS = 20  # of what a set is made from
 
 
 def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the facts of each prepared set and mixture below a folder.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Yield the facts of each prepared set and mixture below a folder."""
     files = sorted(path for name in (MANIFEST, MIXTURE) for path in folder.rglob(name)
                    if not path.parent.name.startswith(("tmp-", ".")))
     if not files:

@@ -138,11 +138,7 @@ class Logs(NamedTuple):
 
 
 def open_logs(config: Config, node_rank: int) -> Logs:
-    """Create a folder for this launch; delete older ones that no launcher locks, except for the newest.
-
-    Raises:
-        CheckpointError: the folder cannot be created.
-    """
+    """Create a folder for this launch; delete older ones that no launcher locks, except for the newest."""
     parent = Path(config.output_dir) / "launch"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -208,11 +204,7 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
 
 
 def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.socket]]:
-    """Return the address and port where all meet, and on the first machine the listening socket.
-
-    Raises:
-        SettingsError: this machine cannot listen there.
-    """
+    """Return the address and port where all meet, and on the first machine the listening socket."""
     if args.node_rank > 0:
         return args.master_addr, args.master_port, None
     try:
@@ -233,11 +225,7 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
 
 def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Logs,
            all_on_console: bool) -> list[RankExit]:
-    """Start the ranks, wait for them, and return how each one ended that failed or was preempted.
-
-    Raises:
-        SettingsError: the machines could not connect.
-    """
+    """Start the ranks, wait for them, and return how each one ended that failed or was preempted."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -37,11 +37,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def loss_of(output: Path, flags: list[str], name: str) -> float:
-    """Return a run's last validation loss, or infinity if it diverged; train it unless it is there.
-
-    Raises:
-        DataError: it failed; why was printed.
-    """
+    """Return a run's last validation loss, or infinity if it diverged; train it unless it is there."""
     own = ["--output-dir", str(output), "--run-name", name, "--hellaswag-every", "0", "--sample-every", "0"]
     done = subprocess.run([sys.executable, ROOT / "train.py", *flags, *own], stdout=subprocess.DEVNULL)
     if done.returncode == 4:

@@ -63,8 +63,6 @@ def run_python(*arguments: object, ranks: int = 1) -> None:
 
     Args:
         ranks: of train.py; the launcher starts more than one.
-    Raises:
-        PaddockError: it failed.
     """
     if ranks > 1:
         arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])

@@ -51,11 +51,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def write(report: Report, path: Path) -> None:
-    """Write the page, which appears completely or not at all.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write the page, which appears completely or not at all."""
     try:
         with atomic_write(path) as temporary:
             temporary.write_text(render(report.data()), encoding="utf-8")

@@ -33,11 +33,7 @@ OF_TRAINING = ("optimizer.safetensors", "trainer_state.json")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints that a path means: itself, or those of a run, oldest first.
-
-    Raises:
-        CheckpointError: it is no folder, or has nothing to compare with.
-    """
+    """Return the checkpoints that a path means: itself, or those of a run, oldest first."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder; give the path of a checkpoint, or of a run")
     if (folder / MANIFEST).exists():
@@ -51,11 +47,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def verify(folder: Path, model_only: bool) -> bool:
-    """Print a line for each file of a checkpoint, and one for the whole; return whether it is intact.
-
-    Raises:
-        CheckpointError: its manifest is missing or damaged.
-    """
+    """Print a line for each file of a checkpoint, and one for the whole; return whether it is intact."""
     manifest = json.loads(read_sealed(folder))
     files = {name: entry for name, entry in manifest["files"].items()
              if not (model_only and name in OF_TRAINING)}

@@ -73,10 +73,6 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
 
     Args:
         load: reads the settings again, with further flags.
-
-    Raises:
-        CheckpointError: the checkpoint is missing or damaged, or belongs to a run with other settings.
-        SettingsError: there is nothing to start from.
     """
     from checkpoint import store
     from parallel.ranks import Ranks
@@ -194,8 +190,6 @@ def kill_once(run: TrialRun, first: int, steps: int, step_seconds: float, rng: r
 
     Args:
         first: the step that the run starts after.
-    Raises:
-        PaddockError: the run failed, or always ended before it was killed.
     """
     interval = max(1, steps // 4)
     for attempt in range(KILL_ATTEMPTS):

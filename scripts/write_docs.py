@@ -91,11 +91,7 @@ code of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:
-    """Return the text of docs/gpu.md: what the suite found last, if it has been run, and how to run it.
-
-    Raises:
-        DataError: the records do not name the GPU.
-    """
+    """Return the text of docs/gpu.md: what the suite found last, if it has been run, and how to run it."""
     lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "",
              "## How it is run", "", "```",
              *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),

@@ -49,11 +49,7 @@ class ServeOptions:
 
 
 def make_app(models: Sequence[LanguageModel], options: ServeOptions):
-    """Return the web application (starlette's), with a thread for each model.
-
-    Raises:
-        SettingsError: a package is missing, two models have one name, or there is too little memory.
-    """
+    """Return the web application (starlette's), with a thread for each model."""
     with requires_package("starlette", "--serve"):
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
@@ -103,11 +99,7 @@ def make_app(models: Sequence[LanguageModel], options: ServeOptions):
 
 
 def start_batcher(model: LanguageModel, options: ServeOptions) -> Batcher:
-    """Return a model's batcher, which has continued a token.
-
-    Raises:
-        SettingsError: there is too little memory.
-    """
+    """Return a model's batcher, which has continued a token."""
     length = min(model.context_length, options.context_length)
     try:
         return Batcher(model, options.concurrency, options.queue, length)
@@ -123,8 +115,6 @@ def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
 
     Args:
         models: are asked for when the address is known to be free, as to open one can take minutes.
-    Raises:
-        SettingsError: the address, the port or the key cannot be used, or as of `make_app`.
     """
     check(options)
     with requires_package("uvicorn", "--serve"):
@@ -142,11 +132,7 @@ def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
 
 
 def check(options: ServeOptions) -> None:
-    """Refuse a server that others could use.
-
-    Raises:
-        SettingsError: it has no key, or one that cannot be sent.
-    """
+    """Refuse a server that others could use."""
     key = options.api_key
     if not key and not is_loopback(options.host):
         raise SettingsError(f"--host {options.host} lets other machines in, so it needs a key; set the "

@@ -10,12 +10,7 @@ from run.adapters import base_of_adapters, load_for_use
 
 
 def open_model(name: str, base: Optional[str] = None) -> LanguageModel:
-    """Return the model of a run, checkpoint, Hugging Face folder or name, with its adapters if it has any.
-
-    Raises:
-        CheckpointError: there is no such model, or its base was not found.
-        DataError: its tokenizer cannot be used.
-    """
+    """Return the model of a run, checkpoint, Hugging Face folder or name, with its adapters if it has any."""
     of_shape = folder = find_model(name)
     if (folder / peft.CONFIG_FILE).exists():
         of_shape = base_of_adapters(folder, base)

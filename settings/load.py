@@ -504,8 +504,6 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         environ: the process environment; None = os.environ.
         extra_flags: names of a script's own flags, returned in `rest`.
         complete: also check the rules between settings; scripts that need only a few settings pass False.
-    Raises:
-        SettingsError: all mistakes in all layers, one line each.
     """
     environ = os.environ if environ is None else environ
     flags = read_flags(argv, extra_flags)
@@ -647,8 +645,6 @@ def find_run(name: str) -> Path:
     """Return the folder of the run that a script's argument names.
 
     By its path, by its name in OUTPUT_DIR, or by one of its checkpoints; by its path if there is none.
-    Raises:
-        SettingsError: it is no path, and the settings, which have OUTPUT_DIR, cannot be read.
     """
     path = Path(name).expanduser()
     if not os.path.exists(path):
