@@ -24,18 +24,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from common.heartbeat import HEARTBEAT
-from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks
+from parallel.ranks import GROUP_TIMEOUT_MARGIN_SECONDS, Ranks, collective
 
 T = TypeVar("T")
 ReadRows = Callable[[int, int], Tensor]  # returns a stored tensor's rows, from the first to before the second
 SHARD = "shard"  # the dimension of the mesh along which matrices are divided
 
 
+@collective
 def make_mesh(ranks: Ranks, ranks_per_copy: int) -> DeviceMesh:
-    """Return the mesh (replicate, shard) of all ranks, or (shard) if they hold one copy of the model.
-
-    Collective: every rank must call it.
-    """
+    """Return the mesh (replicate, shard) of all ranks, or (shard) if they hold one copy of the model."""
     if not dist.is_initialized():  # a single process
         dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", store=dist.HashStore(),
                                 rank=0, world_size=1)
@@ -221,8 +219,9 @@ class RowServer:
         whole = gather_rows(rows, like)
         return whole[start:stop] if whole.ndim else whole
 
+    @collective
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """`Ranks.on_rank0`, where make() may `gather`. Collective: every rank must call it."""
+        """`Ranks.on_rank0`, where make() may `gather`."""
         def work() -> Optional[T]:
             if self.ranks.is_rank0:
                 try:
@@ -247,13 +246,14 @@ class RowServer:
 # ---------------------------------------------------------------------------------- divided work
 
 
+@collective
 def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
                      compute: Callable[[Tensor], Tensor], like: Tensor, dtype: torch.dtype,
                      ranks: Ranks) -> Iterator[Tensor]:
     """Yield compute(batch) for each batch of matrices; rank r of N computes batches r, r + N, ...
 
     Ranks with whole matrices broadcast the results. The ranks of a shard group send the rows of a batch to
-    the rank that computes it, and get their rows of the result back. Collective: every rank must call it.
+    the rank that computes it, and get their rows of the result back.
 
     Args:
         shapes: (P, R, C) of each batch: P whole matrices.
@@ -321,8 +321,9 @@ def exchange_over_copies(model: nn.Module, exchange: bool) -> None:
     model.set_requires_all_reduce(exchange)
 
 
+@collective
 def average_vectors(model: nn.Module, ranks: Ranks) -> None:
-    """Average the gradients that `fully_shard` ignores. Collective: every rank must call it."""
+    """Average the gradients that `fully_shard` ignores."""
     gradients = [parameter.grad for parameter in model.parameters()
                  if parameter.grad is not None and not is_divided(parameter)]
     if not gradients:

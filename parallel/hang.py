@@ -1,7 +1,6 @@
 """Ranks exchange what they are doing, so that a hang ends with a report and not in silence."""
 
 import faulthandler
-import hmac
 import json
 import math
 import os
@@ -10,10 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, Optional
+from typing import Any
 
 from common.errors import HangError
 from common.heartbeat import Heartbeat
@@ -30,61 +29,6 @@ RESPONSE_SECONDS = 4.0  # for a rank to write its stacks, and for a store to ans
 EXITED_RANK_SECONDS = 5.0
 
 
-class StatusStore:
-    """The status of each rank in a key-value store, signed with the job's secret.
-
-    Anyone who connects to the store's port can list and overwrite its keys, so whatever is not signed, not
-    newer or not of the expected form is ignored. The secret itself never goes to the store.
-
-    Args:
-        store: like torch's TCPStore; a client that nobody else uses.
-        token: the secret of this job.
-    """
-
-    MAX_BYTES = 1000
-    FIELDS = {"step": int, "phase": str, "waiting": bool, "idle_seconds": float, "host": str, "pid": int,
-              "stacks_written": bool, "alarm": bool, "reported": bool, "sent_at": float, "rank": int}
-
-    def __init__(self, store: Any, token: str, world_size: int):
-        self.store, self.secret = store, token.encode()
-        self.keys = [f"paddock-{self._sign(b'keys').decode()}/rank-{rank}" for rank in range(world_size)]
-        self.newest = [-math.inf] * world_size
-        self.alarm_key = f"{self.keys[0]}-alarm"  # the newest status that has an alarm, of any rank
-        store.set(self.alarm_key, b"")
-
-    def publish(self, status: dict[str, Any]) -> None:
-        """Publish this rank's status: FIELDS, of which `sent_at` must grow."""
-        text = json.dumps(status).encode()
-        for key in (self.keys[status["rank"]], self.alarm_key)[:1 + status["alarm"]]:
-            self.store.set(key, self._sign(text) + text)
-
-    def poll(self, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-        """Return the new statuses by rank: of these ranks, and of one with an alarm.
-
-        Blocks until each of them has published its first.
-        """
-        news = {}
-        found = self.store.multi_get([*(self.keys[rank] for rank in ranks), self.alarm_key])
-        for rank, signed in zip((*ranks, None), found):
-            status = self._verified(signed)
-            # A stranger may replay an old status, or another rank's.
-            if status and rank in (None, status["rank"]) and status["sent_at"] > self.newest[status["rank"]]:
-                news[status["rank"]], self.newest[status["rank"]] = status, status["sent_at"]
-        return news
-
-    def _sign(self, text: bytes) -> bytes:
-        return hmac.new(self.secret, text, "sha256").hexdigest().encode()
-
-    def _verified(self, signed: bytes) -> Optional[dict[str, Any]]:
-        signature, text = signed[:64], signed[64:self.MAX_BYTES]
-        if not hmac.compare_digest(signature, self._sign(text)):
-            return None
-        status = json.loads(text)
-        well_formed = (status.keys() == self.FIELDS.keys()
-                       and all(type(status[name]) is kind for name, kind in self.FIELDS.items()))
-        return status if well_formed and status["pid"] > 0 and status["idle_seconds"] >= 0 else None
-
-
 class HangWatchdog:
     """Two threads in every rank: one exchanges statuses, one ends this process if any rank hangs.
 
@@ -93,23 +37,29 @@ class HangWatchdog:
     that has exited. There are two threads, because the store can hang as well.
 
     Args:
-        store_on_rank0: the store lives in the process of rank 0, and not in a launcher.
+        store: like torch's TCPStore; a client that nothing else uses.
+        world: this rank, and the number of ranks.
+        store_on_rank0: the store lives in the process of rank 0, not in a launcher.
     """
 
-    def __init__(self, heartbeat: Heartbeat, store: StatusStore, store_on_rank0: bool, rank: int,
-                 timeout_seconds: float):
-        self.heartbeat, self.store, self.store_on_rank0, self.rank = heartbeat, store, store_on_rank0, rank
+    def __init__(self, heartbeat: Heartbeat, store: Any, world: tuple[int, int], timeout_seconds: float,
+                 store_on_rank0: bool):
+        self.heartbeat, self.store, self.store_on_rank0 = heartbeat, store, store_on_rank0
+        self.rank, count = world
+        prefix = f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        self.keys, self.alarm_key = [f"{prefix}/rank-{rank}" for rank in range(count)], f"{prefix}/alarm"
+        store.set(self.alarm_key, b"")  # later the newest status of any rank that raised the alarm
         self.timeout = timeout_seconds
         self.interval = min(POLL_SECONDS, timeout_seconds / 10)
         # Each read takes the next ranks, and a round of all takes a fifth of the time-out at most.
-        count, seconds = len(store.keys), self.interval + PUBLISH_SECONDS
+        seconds = self.interval + PUBLISH_SECONDS
         self.polled = min(count, max(POLLED_RANKS, math.ceil(5 * count * seconds / timeout_seconds)))
-        self.next_polled = rank - self.polled // 2  # at first the neighbours, which run on this machine
+        self.next_polled = self.rank - self.polled // 2  # at first the neighbours, which run on this machine
         self.extra_reads = math.ceil(count / self.polled) - 1  # in a round
-        self.place = {"host": socket.gethostname()[:255], "pid": os.getpid(), "rank": rank}
+        self.place = {"host": socket.gethostname(), "pid": os.getpid(), "rank": self.rank}
         self.statuses: list[dict[str, Any]] = [{**heartbeat.status(), **self.place, "stacks_written": False}
-                                               for _ in store.keys]
-        self.received_at = [time.monotonic()] * len(store.keys)
+                                               for _ in range(count)]
+        self.received_at = [time.monotonic()] * count
         self.local_ranks: set[int] = set()  # other ranks whose processes were seen on this machine
         self.store_answered_at = time.monotonic()
         self.alarm = False  # some rank has made no progress for too long
@@ -149,17 +99,23 @@ class HangWatchdog:
                     self.wake_up.wait(PUBLISH_SECONDS)
 
     def _publish(self) -> None:
-        self.store.publish({**self.heartbeat.status(), **self.place, "stacks_written": self.stacks_written,
-                            "alarm": self.alarm, "reported": self.reported, "sent_at": time.monotonic()})
+        status = {**self.heartbeat.status(), **self.place, "stacks_written": self.stacks_written,
+                  "alarm": self.alarm, "reported": self.reported, "sent_at": time.monotonic()}
+        for key in (self.keys[self.rank], self.alarm_key)[:1 + self.alarm]:
+            self.store.set(key, json.dumps(status).encode())
 
     def _poll(self) -> None:
-        count = len(self.statuses)
-        part = [(self.next_polled + number) % count for number in range(self.polled)]
+        polled = [(self.next_polled + index) % len(self.keys) for index in range(self.polled)]
         self.next_polled += self.polled
-        for other, status in self.store.poll(part).items():
-            self.statuses[other], self.received_at[other] = status, time.monotonic()
-            if other != self.rank and self._runs_here(other):
-                self.local_ranks.add(other)
+        # Blocks until each of them has published its first status.
+        texts = self.store.multi_get([*(self.keys[rank] for rank in polled), self.alarm_key])
+        for status in map(json.loads, filter(None, texts)):
+            rank = status["rank"]
+            if status["sent_at"] <= self.statuses[rank].get("sent_at", -math.inf):
+                continue  # read before, or older than the alarm that was read
+            self.statuses[rank], self.received_at[rank] = status, time.monotonic()
+            if rank != self.rank and self._runs_here(rank):
+                self.local_ranks.add(rank)
             self.alarm, self.reported = self.alarm or status["alarm"], self.reported or status["reported"]
         self.store_answered_at = time.monotonic()
 

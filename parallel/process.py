@@ -1,16 +1,7 @@
-"""The contract between a process and the launcher that started it: exit with it, and report why.
+"""A process of a job: how it ends with its launcher, where it listens, which GPUs it takes. Needs no torch.
 
-Needs no torch.
-
-
-Where a job listens: on one machine at loopback only, across machines at MASTER_ADDR and its interface.
-
-What torch opens by default listens on all interfaces and trusts every client.
-
-
-Which GPUs of this machine a job takes: by their numbers in nvidia-smi, or whichever are idle.
-
-Needs no torch. `--gpus` of scripts/launch.py asks NVML (the package nvidia-ml-py).
+On one machine a job listens at loopback only; across machines, at MASTER_ADDR and its interface. What torch
+opens by default listens on all interfaces and trusts every client.
 """
 
 import ctypes
@@ -36,15 +27,13 @@ SECOND_SIGNAL_SECONDS = 1.0  # an earlier one is the same: torchrun forwards wha
 EXIT_PREEMPTED = 143
 # Environment variables of the processes that scripts/launch.py starts.
 LAUNCHER_PID = "PADDOCK_LAUNCHER_PID"
-JOB_TOKEN = "PADDOCK_JOB_TOKEN"  # the secret that signs the ranks' statuses; empty across machines
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launchers expect a process to report its error
 JOINED = "joined"  # a file beside a rank's error file: the rank has something to save
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that mean "save and exit"; without SIGHUP if nohup has made this process ignore
-    it."""
+    """Return the signals that mean "save and exit"; under nohup, all but SIGHUP."""
     return [number for number in STOP_SIGNALS
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
@@ -126,6 +115,8 @@ def first_on_machine() -> Iterator[bool]:
                 file.write(b"told")
 
 
+# ---------------------------------------------------------------------------------- addresses
+
 LOOPBACK = ("127.0.0.1", "::1")  # the second for machines without IPv4
 RESOLVE_SECONDS = 25.0  # how long a host name may be unknown: a cluster's DNS can lag behind its machines
 SIOCGIFADDR = 0x8915  # of linux/sockios.h
@@ -176,7 +167,6 @@ def restrict_interface(master_addr: str, one_machine: bool) -> None:
 
 
 def loopback_interface() -> Optional[str]:
-    """Return the name of the loopback interface."""
     return next((name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)), None)
 
 
@@ -203,6 +193,8 @@ def interface_addresses() -> Iterator[tuple[str, str]]:
             digits, *_, name = line.split()
             yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
+
+# --------------------------------------------------------------------------------------- GPUs
 
 # What an idle GPU may show: the driver's own memory, and the utilization of a job that has just ended.
 IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10

@@ -2,11 +2,9 @@
 
 import errno
 import gc
-import hashlib
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import threading
@@ -24,7 +22,7 @@ from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
 from parallel import process
-from parallel.hang import HangWatchdog, StatusStore
+from parallel.hang import HangWatchdog
 from parallel.process import listen_at, restrict_interface
 
 T = TypeVar("T")
@@ -32,6 +30,11 @@ JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
 # Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out also ends waits for a slow but live rank.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
+
+
+def collective(function: Callable[..., T]) -> Callable[..., T]:
+    """Mark a function that every rank must call."""
+    return function
 
 
 @dataclass(frozen=True)
@@ -51,35 +54,33 @@ class Ranks:
     def is_rank0(self) -> bool:
         return self.rank == 0
 
+    @collective
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum the tensor over all ranks, in place, without waiting for a GPU.
-
-        Collective: every rank must call it.
-        """
+        """Sum the tensor over all ranks, in place, without waiting for a GPU."""
         if self.world_size > 1:
             with HEARTBEAT.waiting():
                 dist.all_reduce(tensor)
         return tensor
 
+    @collective
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's tensor, on the CPU. Collective: every rank must call it."""
+        """Return the sum of every rank's tensor, on the CPU."""
         if self.world_size == 1:
             return tensor
         total = self.all_reduce(tensor.to(self.device))
         with HEARTBEAT.waiting():
             return total.cpu()
 
+    @collective
     def all_reduce_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise sum over all ranks, in float64. Collective: every rank must call it."""
+        """Return the element-wise sum over all ranks, in float64."""
         if self.world_size == 1:
             return [float(value) for value in values]
         return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
 
+    @collective
     def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's float64 values, equally many, in rank order.
-
-        Collective: every rank must call it.
-        """
+        """Return every rank's float64 values, equally many, in rank order."""
         rows = [[0.0] * len(values) for _ in range(self.world_size)]
         rows[self.rank] = [*values]
         flat, size = self.all_reduce_floats([value for row in rows for value in row]), len(values)
@@ -90,12 +91,14 @@ class Ranks:
         with HEARTBEAT.waiting():
             return tensor.tolist()
 
+    @collective
     def all_agree(self, ok: bool) -> bool:
-        """Whether `ok` is true on every rank. Collective: every rank must call it."""
+        """Whether `ok` is true on every rank."""
         return self.all_reduce_floats([float(not ok)])[0] == 0
 
+    @collective
     def broadcast(self, value):
-        """Return rank 0's JSON-like value on every rank. Collective: every rank must call it."""
+        """Return rank 0's JSON-like value on every rank."""
         if self.world_size == 1:
             return value
         data = json.dumps(value).encode() if self.is_rank0 else b""
@@ -105,8 +108,9 @@ class Ranks:
             dist.broadcast(buffer, src=0)
             return json.loads(bytes(buffer.tolist()))
 
+    @collective
     def all_gather_json(self, value) -> list:
-        """Return every rank's JSON-like value, in rank order. Collective: every rank must call it."""
+        """Return every rank's JSON-like value, in rank order."""
         if self.world_size == 1:
             return [value]
         data = json.dumps(value).encode()
@@ -120,11 +124,9 @@ class Ranks:
             dist.all_reduce(rows)
             return [json.loads(row.tobytes()) for row in rows.cpu().numpy()]
 
+    @collective
     def raise_on_all(self, make: Callable[[], T]) -> T:
-        """Return make() of this rank. A PaddockError that it raises on any rank is raised on all.
-
-        Collective: every rank must call it.
-        """
+        """Return make() of this rank. A PaddockError that it raises on any rank is raised on all."""
         value, failure = None, None
         try:
             value = make()
@@ -138,15 +140,14 @@ class Ranks:
         error.on_all_ranks = True
         raise error
 
+    @collective
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """Return make() on rank 0 and None on the others; its PaddockError is raised on every rank.
-
-        Collective: every rank must call it.
-        """
+        """Return make() on rank 0 and None on the others; its PaddockError is raised on every rank."""
         return self.raise_on_all(lambda: make() if self.is_rank0 else None)
 
+    @collective
     def barrier(self) -> None:
-        """Wait for every rank. Collective: every rank must call it."""
+        """Wait for every rank."""
         self.all_reduce_floats([0])
 
 
@@ -213,11 +214,9 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
 
         # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
         # Only rank 0 looks for every rank; if all did, the store would compare their number squared.
-        # The keys hold only a hash of the job's token, because any client can list them.
-        job = f"{os.environ.get(process.JOB_TOKEN, '')}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        prefix = f"paddock-{hashlib.sha256(job.encode()).hexdigest()}"
-        arrived = [f"{prefix}/here-{rank}" for rank in range(ranks.world_size)]
-        complete = f"{prefix}/complete"
+        attempt = f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        arrived = [f"{attempt}/here-{rank}" for rank in range(ranks.world_size)]
+        complete = f"{attempt}/complete"
         store.set(arrived[ranks.rank], "yes")
         if ranks.is_rank0:
             store.wait(arrived, timedelta(seconds=join_seconds))
@@ -227,12 +226,10 @@ def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
                                 device_id=device if device.type == "cuda" else None,
                                 timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
 
-        # The watchdog has a connection of its own. Without a launcher the secret token comes through the
-        # group and not through the store, which strangers can read.
+        # A separate connection for the watchdog, which must not wait behind a collective's request.
         client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
-        token = os.environ.pop(process.JOB_TOKEN, "") or ranks.broadcast(secrets.token_hex())
-    statuses = StatusStore(client, token, ranks.world_size)
-    watchdog = HangWatchdog(HEARTBEAT, statuses, store_on_rank0, ranks.rank, timeout_seconds)
+    watchdog = HangWatchdog(HEARTBEAT, client, (ranks.rank, ranks.world_size), timeout_seconds,
+                            store_on_rank0)
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:
@@ -388,7 +385,8 @@ class RunContext:
     signals: StopSignals
     log: Any  # has info(text) and warn(text)
 
+    @collective
     def leave_if_stopped(self) -> None:
-        """Raise Interrupted on all ranks if one was signalled. Collective: every rank must call it."""
+        """Raise Interrupted on all ranks if one was signalled."""
         if not self.ranks.all_agree(self.signals.received is None):
             raise Interrupted

@@ -19,7 +19,6 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -312,7 +311,6 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_here)))
     os.environ[process.LAUNCHER_PID] = str(os.getpid())
-    os.environ[process.JOB_TOKEN] = secrets.token_hex() if args.nnodes == 1 else ""
     sys.stdout.reconfigure(line_buffering=True)
     logs = open_logs(config, args.node_rank)
     exits = launch(args, flags, ranks_here, logs, config.log_all_ranks)

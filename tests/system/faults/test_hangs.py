@@ -1,5 +1,6 @@
 """A rank without progress ends the job with exit code 6 and a report of all ranks; out of memory is no hang."""
 
+import json
 import os
 import re
 import resource
@@ -19,7 +20,7 @@ from evaluation import during_run
 from learn import objectives
 from parallel import hang
 from parallel import ranks as collectives
-from parallel.hang import HangWatchdog, StatusStore, describe_ranks
+from parallel.hang import HangWatchdog, describe_ranks
 
 WORLD = 2
 TIMEOUT = 2  # seconds
@@ -134,8 +135,8 @@ def stall_and_listen_slowly() -> None:
     """Rank 1 looks at the others' statuses once a second, as on a busy machine."""
     stall_rank_0_in_a_save()
     if is_rank(1):
-        poll = StatusStore.poll
-        StatusStore.poll = lambda store, ranks: (time.sleep(1), poll(store, ranks))[1]
+        poll = HangWatchdog._poll
+        HangWatchdog._poll = lambda watch: (time.sleep(1), poll(watch))
 
 
 def test_who_hosts_the_statuses_stays_until_the_others_know_that_it_has_reported(tiny_run):
@@ -216,7 +217,7 @@ def test_however_the_group_is_left_nothing_of_it_stays(tmp_path):
 
 
 class Store:
-    """The methods of torch's store that StatusStore uses; it can be broken."""
+    """The methods of torch's store that HangWatchdog uses; it can be broken."""
 
     def __init__(self):
         self.values, self.broken = {}, False
@@ -234,7 +235,7 @@ class Store:
 def test_a_watch_ends_when_it_is_stopped(broken, monkeypatch):
     store, before = Store(), threading.active_count()
     monkeypatch.setattr(HangWatchdog, "_report", lambda *_: pytest.fail("a hang was reported"))
-    watch = HangWatchdog(Heartbeat(), StatusStore(store, "secret", 1), True, 0, 60)
+    watch = HangWatchdog(Heartbeat(), store, (0, 1), 60, True)
     store.broken = broken
     time.sleep(1.2 * hang.PUBLISH_SECONDS)
     watch.stop()
@@ -245,18 +246,17 @@ def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monke
     count = 4 * hang.POLLED_RANKS
     store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
                              "reported": False, "sent_at": 1.0}
-    board = StatusStore(store, "secret", count)
-    for rank in range(count):
-        board.publish({**state, "rank": rank})
     monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
-    watch, heard, asked = HangWatchdog(Heartbeat(), StatusStore(store, "secret", count), True, 100, 600), [], []
+    watch, heard, asked = HangWatchdog(Heartbeat(), store, (100, count), 600, True), [], []
+    for rank in range(count):
+        store.set(watch.keys[rank], json.dumps({**state, "rank": rank}))
     monkeypatch.setattr(store, "multi_get", lambda keys: asked.append(len(keys)) or [store.values[key] for key in keys])
     for _ in range(4):
         watch._poll()
         heard.append({rank for rank, status in enumerate(watch.statuses) if status["host"] == "here"})
     assert {*range(68, 132)} == heard[0] and [len(ranks) for ranks in heard] == [64, 128, 192, 256] and asked == [65] * 4
     assert not watch.alarm
-    board.publish({**state, "rank": 7, "sent_at": 2.0, "alarm": True})
+    store.set(watch.alarm_key, json.dumps({**state, "rank": 7, "sent_at": 2.0, "alarm": True}))
     watch._poll()
     assert watch.alarm and watch.statuses[7]["alarm"]
 
@@ -264,39 +264,22 @@ def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monke
 def test_a_rank_of_many_allows_for_what_it_has_not_read_yet(monkeypatch):
     monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
     for count, timeout, reads in ((64, 600, 1), (256, 600, 4), (1024, 600, 16), (256, 5, 1), (10_000, 600, 48)):
-        watch = HangWatchdog(Heartbeat(), StatusStore(Store(), "secret", count), True, 0, timeout)
+        watch = HangWatchdog(Heartbeat(), Store(), (0, count), timeout, True)
         assert watch.extra_reads == reads - 1
         watch.heartbeat.is_waiting, now = True, time.monotonic()
         round_seconds = (reads - 1) * (watch.interval + hang.PUBLISH_SECONDS)
         assert abs(watch._last_progress() - now - round_seconds) < 1 and round_seconds <= timeout / 5
 
 
-def test_what_a_stranger_hangs_out_is_left_there():
-    """A stranger without the secret, replayed statuses, and those of another version."""
-    store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "alarm": False,
-                            "reported": False, "sent_at": 1.0}
-    board, stranger = StatusStore(store, "secret", 2), StatusStore(store, "guessed", 2)
-    first, second = board.keys
-    assert board.keys != stranger.keys and "secret" not in first
+def test_an_alarm_that_is_older_than_what_was_read_changes_nothing(monkeypatch):
+    monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
+    store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "reported": False}
+    watch = HangWatchdog(Heartbeat(), store, (0, 2), 60, True)
     for rank in range(2):
-        board.publish({**state, "rank": rank})
-    heard = board.poll(range(2))
-    assert heard == {0: {**state, "rank": 0}, 1: {**state, "rank": 1}} and board.poll(range(2)) == {}, "nothing new"
-    old = store.values[second]
-    board.publish({**state, "rank": 1, "sent_at": 2.0})
-    board.poll(range(2))
-    stranger.keys, stranger.alarm_key = board.keys, board.alarm_key
-    stranger.publish({**state, "rank": 1, "sent_at": 3.0, "alarm": True})
-    for value in (store.values[second], old, store.values[first], b"", b"yes", b"\0" * 10_000, b"\xff" * 64 + b"[" * 10_000):
-        store.values[second] = value
-        assert board.poll(range(2)) == {}
-    for changes in ({"pid": -1}, {"pid": "7"}, {"alarm": 1}, {"idle_seconds": -1.0}, {"rank": 0}, {"phase": "x" * 2000}, {"more": 1}):
-        other = StatusStore(store, "secret", 2)
-        other.keys = [second, second]
-        other.publish({**state, "rank": 1, "sent_at": 4.0, **changes})
-        assert board.poll(range(2)) == {}, changes
-    board.publish({**state, "rank": 1, "sent_at": 5.0})
-    assert board.poll(range(2)) == {1: {**state, "rank": 1, "sent_at": 5.0}}
+        store.set(watch.keys[rank], json.dumps({**state, "rank": rank, "sent_at": 2.0, "alarm": False}))
+    store.set(watch.alarm_key, json.dumps({**state, "rank": 1, "sent_at": 1.0, "alarm": True}))
+    watch._poll()
+    assert not watch.alarm and watch.statuses[1]["sent_at"] == 2.0
 
 
 def test_a_pulse_knows_what_is_done():

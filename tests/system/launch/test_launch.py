@@ -32,8 +32,8 @@ from config import Config
 from evaluation import during_run
 from learn import optim
 from parallel import ranks
-from parallel.hang import PUBLISH_SECONDS, StatusStore
-from parallel.process import JOB_TOKEN, LAUNCHER_PID, LOOPBACK, listen_at, stop_signals
+from parallel.hang import PUBLISH_SECONDS
+from parallel.process import LAUNCHER_PID, LOOPBACK, listen_at, stop_signals
 from run import life
 
 WORLD = 2
@@ -302,19 +302,11 @@ def test_strangers_find_one_door_and_change_nothing(endless, tmp_path):
     assert len(pids) == 1 + WORLD and all(address.is_loopback for place in places.values() for address, _ in place), places
     [(address, port)] = places[command.pid]
 
-    token = re.search(rb"%s=(\w*)" % JOB_TOKEN.encode(), Path(f"/proc/{max(pids)}/environ").read_bytes())[1].decode()
-    shown = [Path(f"/proc/{pid}/cmdline") for pid in pids] + [path for path in run.output_dir.rglob("*") if path.is_file()]
-    assert len(token) == 64 and not any(token.encode() in path.read_bytes() for path in shown)
-
     store, bomb = dist.TCPStore(str(address), port, is_master=False), base64.b64encode(pickle.dumps(Bomb(tmp_path / "pwned")))
-    statuses, polled = StatusStore(store, token, WORLD), {}
-    assert store.check(statuses.keys), "else nothing is said of them below"
-    for key in (*statuses.keys, statuses.alarm_key, "paddock-0/alarm", "paddock-0/rank-1", "torch.rendezvous.paddock", "alarm"):
-        store.set(key, bomb)
+    store.set("torch.rendezvous.paddock", bomb)
     with socket.create_connection((str(address), port)), socket.create_connection((str(address), port)) as loud:
         loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        command.wait_for(lambda: polled.update(statuses.poll(range(WORLD))) or len(polled) == WORLD)  # since then
-        time.sleep(2)  # and listened
+        time.sleep(2)  # until the launcher has read its state again
     assert command.process.poll() is None and not (tmp_path / "pwned").exists(), command.text()
 
 
