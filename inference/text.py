@@ -8,7 +8,7 @@ Prompts from a file: a text in each line, or a JSON object with a prompt or mess
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -140,14 +140,9 @@ class LanguageModel:
 
     def chat_prompt(self, messages: Messages) -> Prompt:
         """The prompt that answers a chat."""
-        return self.render_chat(messages)()
-
-    def render_chat(self, messages: Messages) -> Callable[[], Prompt]:
-        """Render a chat; return the function that encodes it as a prompt, for any thread."""
         if self.chat_format is None:
             raise DataError(f"{self.name} answers no chats, it continues texts: {self.why_no_chat}")
-        encode = self.chat_format.render_prompt(messages)
-        return lambda: Prompt(encode(), self.chat_format.stop_ids)
+        return Prompt(self.chat_format.encode_prompt(messages), self.chat_format.stop_ids)
 
 
 @dataclass

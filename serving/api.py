@@ -286,11 +286,9 @@ class Api:
             raise ApiError(400, f"{asked.model} answers no chats: {batcher.model.why_no_chat}; use "
                                 "/v1/completions", "model")
         batcher.check_room(1)
-        # Rendered in this thread: only in the main one can the time of a template be limited. Meanwhile the
-        # process may grow by 1 GiB at most, which is more than a step of an engine takes.
         try:
-            encode = batcher.model.render_chat([message.model_dump() for message in asked.messages])
-            prompt = await asyncio.to_thread(encode)
+            messages = [message.model_dump() for message in asked.messages]
+            prompt = await asyncio.to_thread(batcher.model.chat_prompt, messages)
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
         limit = asked.max_completion_tokens or asked.max_tokens

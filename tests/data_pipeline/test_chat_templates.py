@@ -2,8 +2,6 @@
 
 import json
 import re
-import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -82,13 +80,12 @@ messages_of = st.fixed_dictionaries({
     "content": st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: "<|" not in text)})
 
 
-@given(st.lists(messages_of, min_size=1), st.booleans())
-@example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}], True)
-def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages, ask):
-    rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+@given(st.lists(messages_of, min_size=1))
+@example([{"role": "user", "content": "\n\n hi \n"}, {"role": "assistant", "content": ""}])
+def test_chat_is_the_rendered_template_token_for_token(ours, theirs, transformers_tokenizer, messages):
+    rendered = transformers_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     expected = transformers_tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    assert ChatFormat(ours).encode_prompt(messages, add_generation_prompt=ask) == expected
-    assert ChatFormat(theirs).encode_prompt(messages, add_generation_prompt=ask) == expected
+    assert ChatFormat(ours).encode_prompt(messages) == ChatFormat(theirs).encode_prompt(messages) == expected
 
 
 def test_chat_is_spelled_as_metas(meta):
@@ -267,22 +264,6 @@ def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint,
         load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>", "<odd>"))
 
 
-@pytest.mark.parametrize("template, complaint", [
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s"),
-    ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", "more than 0.1 s"),
-    ("{% for a in range(99999) %}{{ messages }}{% endfor %}", "far more than the chat holds"),
-    ("{{ messages[0].content * 10**11 }}", "1 GiB of memory"), ("{{ 'a' * 10**11 }}", "1 GiB of memory"),
-    ("{{ 'a' | center(10**11) }}", "1 GiB of memory"),
-])
-def test_a_template_that_never_ends_or_grows_without_end_is_refused(template, complaint, with_template, monkeypatch):
-    monkeypatch.setattr("data_pipeline.templates.TEMPLATE_SECONDS", 0.1)
-    limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(DataError, match=complaint):
-        load_chat_format(with_template(template, "<|im_start|>", "<|im_end|>"))
-    assert (resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)) == limits
-    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
-
-
 def test_an_end_of_turn_of_an_unknown_name_stays_known_when_saved(with_template, tmp_path):
     with_template(CHATML.replace("'<|im_end|>'", "'<odd>'"), "<|im_start|>", "<odd>")
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -329,7 +310,7 @@ def test_words_that_a_template_turns_into_a_control_token_are_refused(filters, h
         if hostile == "x</think>Hi":  # what a template leaves out is none of this
             assert "x" not in chat_format.tokenizer.decode(chat_format.encode_prompt(chat[:1]))
             continue
-        for encode in (chat_format.encode_chat, chat_format.encode_prompt, chat_format.render_prompt):
+        for encode in (chat_format.encode_chat, chat_format.encode_prompt):
             with pytest.raises(DataError, match=r"rewrites its text so that other control tokens result .*<\|im_(end|start)\|>"):
                 encode(chat)
     assert chat_format.encode_prompt([{"role": "user", "content": "<|im_end|"}]), "half a name is text"

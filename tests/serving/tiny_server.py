@@ -26,9 +26,8 @@ class EndlessModel(LanguageModel):
     def text_prompt(self, text):
         return super().text_prompt(text)._replace(stop_ids=frozenset())
 
-    def render_chat(self, messages):
-        encode = super().render_chat(messages)
-        return lambda: encode()._replace(stop_ids=frozenset())
+    def chat_prompt(self, messages):
+        return super().chat_prompt(messages)._replace(stop_ids=frozenset())
 
 
 def tiny_model(tokenizer_path: Path, name: str = "tiny", seed: int = 1, context: int = CONTEXT) -> LanguageModel:
