@@ -41,98 +41,100 @@ class Section(BaseModel):
 class RunConfig(Section):
     """What kind of run it is, where it is saved, what it starts from, and the hardware."""
 
-    preset: str = safe("", "named settings (settings/presets/), above .env; of several, the last wins")
-    training_stage: Literal["pretrain", "sft", "dpo"] = fixed("pretrain", "what the model is trained on")
-    output_dir: str = safe("runs", "folder of all runs")
+    preset: str = safe("", "named settings (settings/presets/), above .env; the last of several wins")
+    training_stage: Literal["pretrain", "sft", "dpo"] = fixed(
+        "pretrain", "kind of training data: pretrain = text, sft = chats, dpo = preference pairs")
+    output_dir: str = safe("runs", "folder that holds all runs")
     run_name: Optional[str] = safe(None, "folder of this run in OUTPUT_DIR; none = <stage>-<date-time>")
     resume: str = safe("auto", "auto = newest verified checkpoint of RUN_NAME; never; or a checkpoint's path")
     pretrain_checkpoint: Optional[str] = safe(
         None, "start from this pretrained model: a step, run, checkpoint, Hugging Face folder or hub name")
-    instruct_checkpoint: Optional[str] = safe(None, "start from this SFT model, named likewise")
-    dpo_checkpoint: Optional[str] = safe(None, "start from this DPO model, named likewise")
+    instruct_checkpoint: Optional[str] = safe(None, "start from this SFT model (same forms)")
+    dpo_checkpoint: Optional[str] = safe(None, "start from this DPO model (same forms)")
     random_init: bool = safe(False, "allow sft without a start checkpoint, from random weights")
-    reset_optimizer: bool = safe(False, "load only the checkpoint's weights; optimizer and step start anew")
-    start_step: Optional[int] = safe(None, "start counting steps here, whatever the checkpoint says", ge=0)
-    allow_resume_mismatch: str = safe("", "settings that may differ from the checkpoint's, with commas")
-    seed: int = fixed(1337, "of initialization, row order, dropout and samples", ge=0, lt=2**32)
+    reset_optimizer: bool = safe(False, "load only the checkpoint's weights, not optimizer and step")
+    start_step: Optional[int] = safe(None, "step number to start from, instead of the checkpoint's", ge=0)
+    allow_resume_mismatch: str = safe("", "comma-separated settings that may differ from the checkpoint's")
+    seed: int = fixed(1337, "random seed for weights, row order, dropout and samples", ge=0, lt=2**32)
     device: Literal["auto", "cpu", "cuda"] = safe("auto", "auto = cuda if available")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = curve(
-        "auto", "of matmuls, over fp32 master weights; auto = bf16 on hardware that is fast at it, else fp32")
+        "auto", "dtype of matmuls; master weights stay fp32; auto = bf16 if the hardware is fast at it")
     tf32: bool = curve(True, "let fp32 matmuls on CUDA use TensorFloat-32")
-    deterministic: bool = safe(False, "use deterministic CUDA kernels, so that resuming is exact; slower")
-    compile: bool = safe(True, "use torch.compile; without a compiler, warn and run eagerly")
-    debug: bool = safe(False, "detailed checks: names the first module whose output is not finite (slow)")
-    distributed_timeout: float = safe(600, "seconds without progress after which a job exits as hung", gt=0)
+    deterministic: bool = safe(False, "use deterministic CUDA kernels: exact resume, but slower")
+    compile: bool = safe(True, "use torch.compile; if no compiler is installed, warn and run eagerly")
+    debug: bool = safe(False, "report the first module whose output is not finite (slow)")
+    distributed_timeout: float = safe(600, "seconds without progress before a hung job exits", gt=0)
     drift_check_every: int = safe(
         500, "steps between comparisons of the ranks' weights and optimizer states; 0 = never", ge=0)
-    world_size: int = safe(1, "processes, set by torchrun; with --check, the number to plan for", ge=1)
+    world_size: int = safe(1, "process count, set by torchrun; with --check, the number to plan for", ge=1)
     device_memory: Optional[float] = safe(
-        None, "GB (10^9 bytes) of each GPU that --check plans for; none = what this machine has", gt=0)
+        None, "memory of each GPU in GB (10^9 bytes) for --check; none = this machine's GPUs", gt=0)
     sharding: Literal["none", "full", "hybrid"] = safe(
-        "none", "a copy of the model on each rank, one on all together, or one on every SHARD_DEGREE ranks")
-    shard_degree: int = safe(0, "ranks that hold a copy together, for hybrid; 0 = those of a machine", ge=0)
+        "none", "split the model over no ranks, over all, or over each SHARD_DEGREE ranks (hybrid)")
+    shard_degree: int = safe(0, "ranks that share a copy with SHARDING=hybrid; 0 = one machine's", ge=0)
     cpu_offload: bool = safe(False, "keep sharded weights and optimizer state in the host's memory; slow")
 
 
 class DataConfig(Section):
-    """What is read, and how it becomes rows."""
+    """Input files, and how their tokens become rows."""
 
     pretrain_data_path: Optional[str] = safe(
         None, "prepared text, a mixture, or token files (also a glob); run.sh prepares text and hub names")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
     cache_dir: Optional[str] = safe(
-        None, "folder of what is computed from data once; none = beside it, or in OUTPUT_DIR if read-only")
+        None, "folder for results computed once from data; none = beside it, or OUTPUT_DIR if read-only")
     hellaswag_path: Optional[str] = safe(None, "HellaSwag items, jsonl or jsonl.gz")
     eval_tasks: Optional[str] = safe(
-        None, "more multiple-choice sets in HellaSwag's schema, at its rhythm: name:file,name:file,...")
+        None, "more multiple-choice sets in HellaSwag's format, evaluated with it: name:file,name:file,...")
     tokenizer_path: Optional[str] = safe(None, "a tiktoken BPE file, a tokenizer.json, or a hub name")
-    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe("auto", "auto = by TOKENIZER_PATH")
-    verify_data: Literal["auto", "always"] = safe("auto", "auto = hash shards only if size or time changed")
-    document_mask: bool = fixed(True, "documents in a row do not attend to each other; positions restart")
-    prefetch_steps: int = safe(2, "steps of rows that the loader prepares ahead", ge=1)
+    tokenizer_backend: Literal["auto", "tiktoken", "huggingface"] = safe(
+        "auto", "tokenizer library; auto = chosen by TOKENIZER_PATH")
+    verify_data: Literal["auto", "always"] = safe("auto", "auto = hash only files whose size or time changed")
+    document_mask: bool = fixed(True, "no attention across the documents of a row; positions restart")
+    prefetch_steps: int = safe(2, "number of steps whose rows the loader prepares ahead", ge=1)
 
 
 class PreparationConfig(Section):
     """How text becomes token shards."""
 
     shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1)
-    validation_fraction: float = safe(0.005, "share of documents held out, chosen by their hash", ge=0, lt=1)
-    system_prompt: str = safe("", "prepended to chats without a system message")
-    preparation_workers: int = safe(0, "processes that tokenize; 0 = one per core", ge=0)
+    validation_fraction: float = safe(0.005, "fraction of documents held out, chosen by hash", ge=0, lt=1)
+    system_prompt: str = safe("", "system message for chats that have none")
+    preparation_workers: int = safe(0, "number of tokenizing processes; 0 = one per core", ge=0)
 
 
 class ModelConfig(Section):
     """The shape of the model, and its kernels."""
 
     depth: Optional[int] = safe(
-        None, "one dial: sets width, heads, batch, steps and rates for so many layers; other settings win",
+        None, "number of layers; sets width, heads, batch, steps and rates to fit, unless they are set",
         ge=1, le=64)
     dim: int = fixed(768, "width of the residual stream", ge=1, le=1 << 20)
     n_layers: int = fixed(12, "transformer blocks", ge=1, le=65_536)
     keep_layers: Optional[int] = fixed(
-        None, "take only the first N layers of the start checkpoint, which becomes N_LAYERS", ge=1)
+        None, "keep only the first N layers of the start checkpoint (also sets N_LAYERS)", ge=1)
     n_heads: int = fixed(12, "query heads", ge=1, le=65_536)
     n_kv_heads: int = fixed(4, "key/value heads (grouped-query attention)", ge=1)
-    ffn_dim: Optional[int] = safe(None, "width of the feed-forward; none = by the next two", ge=1)
-    multiple_of: int = safe(256, "the feed-forward's width is rounded up to a multiple of this", ge=1)
-    ffn_dim_multiplier: Optional[float] = safe(None, "factor on the feed-forward's width of 8/3 DIM", gt=0)
+    ffn_dim: Optional[int] = safe(None, "feed-forward width; none = from the next two settings", ge=1)
+    multiple_of: int = safe(256, "round the feed-forward width up to a multiple of this", ge=1)
+    ffn_dim_multiplier: Optional[float] = safe(None, "multiplies the feed-forward width of 8/3 DIM", gt=0)
     norm_eps: float = fixed(1e-5, "epsilon of RMSNorm", gt=0)
     rope_theta: float = fixed(500_000.0, "base of the rotary embedding", gt=0)
-    rope_scaling_factor: Optional[float] = fixed(None, "factor of Llama 3.1's scaling; none = off", ge=1)
-    rope_low_freq_factor: float = fixed(1.0, "of Llama 3.1's scaling", gt=0)
-    rope_high_freq_factor: float = fixed(4.0, "of Llama 3.1's scaling", gt=0)
-    rope_original_max_len: int = fixed(8192, "context length before Llama 3.1's scaling", ge=1)
-    tie_embeddings: bool = fixed(True, "one matrix for embedding and head")
+    rope_scaling_factor: Optional[float] = fixed(None, "factor of Llama 3.1's RoPE scaling; none = off", ge=1)
+    rope_low_freq_factor: float = fixed(1.0, "low-frequency factor of Llama 3.1's RoPE scaling", gt=0)
+    rope_high_freq_factor: float = fixed(4.0, "high-frequency factor of Llama 3.1's RoPE scaling", gt=0)
+    rope_original_max_len: int = fixed(8192, "context length before Llama 3.1's RoPE scaling", ge=1)
+    tie_embeddings: bool = fixed(True, "use one matrix for embedding and head")
     init_std: float = safe(
-        0.02, "std of initial weights; of residual projections divided by sqrt(2 N_LAYERS)", gt=0)
+        0.02, "std of initial weights; residual projections use this / sqrt(2 N_LAYERS)", gt=0)
     attention_backend: Literal["auto", "flash", "cudnn", "sdpa", "math"] = safe(
-        "auto", "attention kernel; auto = the fastest available; a missing named one is an error")
+        "auto", "attention kernel; auto = the fastest available; naming a missing one is an error")
     activation_checkpointing: Literal["none", "selective", "block"] = safe(
-        "none", "what the backward recomputes: each block, or according to ACTIVATION_MEMORY_BUDGET")
+        "none", "recompute each block in the backward, or (selective) as ACTIVATION_MEMORY_BUDGET allows")
     activation_memory_budget: float = safe(
-        0.9, "selective: share of activations kept; the cheapest to recompute go first", ge=0, le=1)
-    head_chunk_tokens: int = safe(0, "tokens whose logits exist at a time; 0 = by vocabulary size", ge=0)
+        0.9, "share of activations that selective keeps; drops the cheapest to recompute first", ge=0, le=1)
+    head_chunk_tokens: int = safe(0, "tokens whose logits exist at once; 0 = by vocabulary size", ge=0)
 
     @field_validator("attention_backend", mode="before")
     @classmethod
@@ -177,26 +179,26 @@ class OptimConfig(Section):
     """The batch, the length of the run, and the optimizer."""
 
     total_batch_size: int = fixed(
-        524_288, "tokens in one step over all ranks, from which accumulation follows", ge=1)
-    micro_batch_size: int = safe(8, "rows in one forward of one rank; 0 = all of its rows of a step", ge=0)
+        524_288, "tokens per step over all ranks; gradient accumulation follows from it", ge=1)
+    micro_batch_size: int = safe(8, "rows per forward on one rank; 0 = all of its rows at once", ge=0)
     max_seq_len: int = fixed(1024, "tokens in a row", ge=1)
-    max_steps: int = curve(1000, "optimizer steps of the whole run", ge=0)
-    optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = on the blocks' matrices; the rest by AdamW")
+    max_steps: int = curve(1000, "total number of optimizer steps", ge=0)
+    optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")
     learning_rate: float = curve(6e-4, "peak learning rate", gt=0)
-    min_learning_rate: Optional[float] = curve(None, "final one; none = a tenth of LEARNING_RATE", ge=0)
+    min_learning_rate: Optional[float] = curve(None, "final learning rate; none = LEARNING_RATE / 10", ge=0)
     warmup_steps: int = curve(100, "steps of linear warm-up", ge=0)
     lr_schedule: Literal["cosine", "wsd", "constant"] = curve("cosine", "wsd = warm-up, stable, linear decay")
-    decay_fraction: float = curve(0.2, "share of MAX_STEPS in which wsd decays", gt=0, le=1)
-    weight_decay: float = curve(0.1, "AdamW's, on matrices only", ge=0)
+    decay_fraction: float = curve(0.2, "fraction of MAX_STEPS in which wsd decays", gt=0, le=1)
+    weight_decay: float = curve(0.1, "weight decay, for matrices only", ge=0)
     adam_beta1: float = curve(0.9, "decay of AdamW's first moment", ge=0, lt=1)
     adam_beta2: float = curve(0.95, "decay of AdamW's second moment", ge=0, lt=1)
     adam_eps: float = curve(1e-8, "AdamW's epsilon", gt=0)
-    max_grad_norm: float = curve(1.0, "gradients are clipped to this norm; 0 = only measured", ge=0)
+    max_grad_norm: float = curve(1.0, "clip the gradient to this norm; 0 = measure it only", ge=0)
     gradient_dtype: Literal["fp32", "bf16"] = curve(
-        "fp32", "dtype in which ranks exchange gradients; bf16 = half the bytes, rounded")
+        "fp32", "dtype in which ranks exchange gradients; bf16 halves the traffic and rounds")
     loss_spike_policy: Literal["warn", "skip", "stop"] = curve(
-        "warn", "what happens at a loss far above the recent ones; skip = no update, stop = exit before it")
-    loss_spike_threshold: float = curve(8.0, "how far that is, in robust standard deviations", gt=0)
+        "warn", "reaction to a loss far above recent ones; skip = no update, stop = exit before it")
+    loss_spike_threshold: float = curve(8.0, "distance of a spike in robust standard deviations", gt=0)
     loss_spike_window: int = curve(128, "number of recent losses to compare with", ge=16, le=10_000)
 
     @property
@@ -211,60 +213,60 @@ class OptimConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """What is measured during training."""
+    """Evaluation during training."""
 
     validate_every: int = safe(250, "steps between validations; 0 = never", ge=0)
-    validation_rows: int = curve(256, "rows of the held-out split, always the same", ge=1)
+    validation_rows: int = curve(256, "rows of the held-out split; always the same ones", ge=1)
     hellaswag_every: int = safe(
         500, "steps between evaluations of HellaSwag and EVAL_TASKS; 0 = never", ge=0)
-    hellaswag_examples: int = curve(0, "number of items of each set, from the first; 0 = all", ge=0)
-    hellaswag_name: str = safe("HellaSwag", "name of the items of HELLASWAG_PATH in the output")
-    hellaswag_batch_tokens: int = safe(16_384, "tokens in one forward of HellaSwag and EVAL_TASKS", ge=64)
+    hellaswag_examples: int = curve(0, "number of items per set, from the start of the file; 0 = all", ge=0)
+    hellaswag_name: str = safe("HellaSwag", "name printed for the items of HELLASWAG_PATH")
+    hellaswag_batch_tokens: int = safe(16_384, "tokens per forward of HellaSwag and EVAL_TASKS", ge=64)
     generation_eval_every: int = safe(
-        0, "sft, dpo: steps between evaluations of answers to held-out prompts; 0 = never", ge=0)
+        0, "steps between evaluations of generated answers (sft and dpo); 0 = never", ge=0)
     generation_eval_examples: int = curve(64, "number of held-out chats or pairs to answer", ge=1)
-    generation_eval_tokens: int = curve(128, "tokens of such an answer at most", ge=1)
+    generation_eval_tokens: int = curve(128, "maximum tokens per answer", ge=1)
     sample_every: int = safe(500, "steps between generated samples; 0 = never", ge=0)
-    sample_prompts: str = safe("", "texts to continue (in sft and dpo: user messages), separated by |")
-    sample_tokens: int = safe(96, "tokens of a sample at most", ge=1)
+    sample_prompts: str = safe("", "prompts for samples (in sft and dpo: user messages), separated by |")
+    sample_tokens: int = safe(96, "maximum tokens per sample", ge=1)
     sample_temperature: float = safe(0.8, "sampling temperature; 0 = greedy", ge=0)
     sample_top_p: float = safe(0.95, "probability mass of nucleus sampling", gt=0, le=1)
     early_stopping_patience: int = curve(0, "validations without a new best before stopping; 0 = never", ge=0)
-    early_stopping_skip_steps: int = curve(0, "steps before early stopping begins to count", ge=0)
+    early_stopping_skip_steps: int = curve(0, "number of steps before early stopping starts to count", ge=0)
 
 
 class CheckpointConfig(Section):
-    """When checkpoints are written, and which are kept."""
+    """Checkpoints: when they are written and which are kept."""
 
     save_every: int = safe(500, "steps between checkpoints; 0 = only after the last step", ge=0)
-    keep_last: int = safe(3, "newest checkpoints kept; 0 = all", ge=0)
-    keep_best: int = safe(1, "checkpoints of lowest validation loss kept in addition", ge=0)
-    model_license: str = safe("", "license in the model card, such as apache-2.0; empty = that of the base")
-    model_language: str = safe("", "languages in the model card, with commas, such as en,de")
+    keep_last: int = safe(3, "number of newest checkpoints to keep; 0 = all", ge=0)
+    keep_best: int = safe(1, "number of checkpoints with the lowest validation loss to keep as well", ge=0)
+    model_license: str = safe("", "license in the model card, such as apache-2.0; empty = the base model's")
+    model_language: str = safe("", "comma-separated languages in the model card, such as en,de")
 
 
 class LogConfig(Section):
-    """What is logged, and where."""
+    """Logs, reports and measurements."""
 
     log_every: int = safe(10, "steps between lines on the console and in metrics.jsonl; 0 = never", ge=0)
-    log_all_ranks: bool = safe(False, "print the lines of every rank on the console, not only rank 0's")
-    report: bool = safe(True, "write report.html into the run's folder at each save and at the end")
-    peak_tflops: Optional[float] = safe(None, "the GPU's dense bf16 TFLOP/s for MFU; none = known GPUs", gt=0)
+    log_all_ranks: bool = safe(False, "print every rank's lines on the console, not only rank 0's")
+    report: bool = safe(True, "write report.html into the run folder at each save and at the end")
+    peak_tflops: Optional[float] = safe(None, "GPU's dense bf16 TFLOP/s for MFU; none = built-in table", gt=0)
     power_hz: float = safe(
-        1.0, "samples of power, clocks and temperature a second (NVML; on a CPU RAPL); 0 = never", ge=0,
+        1.0, "power, clock and temperature samples per second (NVML, or RAPL on a CPU); 0 = never", ge=0,
         le=1000)
     power_steps: Optional[str] = safe(
         None, "steps, such as 100:120, in which POWER_HZ holds (1 outside) and phases are marked; none = all")
     profile_steps: Optional[str] = safe(
-        None, "steps, such as 3:7, that torch.profiler records into profile/ of the run's folder")
+        None, "steps, such as 3:7, to record with torch.profiler in the run folder's profile/")
     memory_snapshot: Optional[int] = safe(
-        None, "a step whose CUDA allocations are recorded into profile/ of the run's folder", ge=1)
-    wandb_enabled: bool = safe(False, "log to Weights & Biases too; offline unless WANDB_API_KEY is set")
-    wandb_project: str = safe("paddock", "project at Weights & Biases and in trackio")
-    tensorboard_enabled: bool = safe(False, "write TensorBoard files too")
-    trackio_enabled: bool = safe(False, "log to trackio too, which is optional (pip install trackio)")
-    wandb_api_key: Optional[SecretStr] = safe(None, "secret; never as a flag")
-    hf_token: Optional[SecretStr] = safe(None, "secret, for gated repositories; never as a flag")
+        None, "step whose CUDA allocations are recorded in the run folder's profile/", ge=1)
+    wandb_enabled: bool = safe(False, "also log to Weights & Biases; offline unless WANDB_API_KEY is set")
+    wandb_project: str = safe("paddock", "project name in Weights & Biases and trackio")
+    tensorboard_enabled: bool = safe(False, "also write TensorBoard files")
+    trackio_enabled: bool = safe(False, "also log to trackio (pip install trackio)")
+    wandb_api_key: Optional[SecretStr] = safe(None, "API key of Weights & Biases; secret, never a flag")
+    hf_token: Optional[SecretStr] = safe(None, "access to gated repositories; secret, never a flag")
 
 
 def step_window(text: Optional[str]) -> Optional[range]:
@@ -295,18 +297,18 @@ def lora_layers(names: str) -> str:
 class LoraConfig(Section):
     """Low-rank adapters."""
 
-    lora_enabled: bool = fixed(False, "train low-rank adapters only; the base is the start checkpoint")
+    lora_enabled: bool = fixed(False, "train only low-rank adapters on the start checkpoint")
     lora_rank: int = fixed(16, "rank of the adapters", ge=1)
-    lora_alpha: float = fixed(32.0, "the adapters are scaled by alpha / rank", gt=0)
-    lora_rslora: bool = fixed(False, "scale by alpha / sqrt(rank) instead")
-    lora_dropout: float = fixed(0.0, "dropout on the adapters' input", ge=0, lt=1)
+    lora_alpha: float = fixed(32.0, "scale of the adapters: alpha / rank", gt=0)
+    lora_rslora: bool = fixed(False, "scale the adapters by alpha / sqrt(rank) instead")
+    lora_dropout: float = fixed(0.0, "dropout on the adapters' inputs", ge=0, lt=1)
     lora_target_modules: str = fixed(
-        ",".join(LORA_LAYERS), "linear layers that get adapters, with commas; also q_proj ... or all-linear")
+        ",".join(LORA_LAYERS), "comma-separated layers to adapt; also q_proj ... or all-linear")
     lora_train_head: bool = fixed(False, "also train the whole head")
     lora_train_embeddings: bool = fixed(False, "also train the whole embedding")
     lora_train_tokens: str = fixed(
-        "auto", "token rows to train too: auto = tokens of the data new to the base, none, or control tokens")
-    lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "of the base, by bitsandbytes")
+        "auto", "token rows to train too: auto = tokens new to the base, none, or control tokens")
+    lora_base_quantization: Literal["none", "int8", "nf4"] = fixed("none", "quantize the base (bitsandbytes)")
 
     @field_validator("lora_target_modules")
     @classmethod
@@ -319,31 +321,31 @@ class PreferenceConfig(Section):
     """Training on preference pairs."""
 
     preference_objective: Literal["dpo", "orpo", "simpo"] = fixed(
-        "dpo", "orpo and simpo need no reference model")
-    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "loss of the margin")
-    dpo_beta: float = fixed(0.1, "strength of the pull towards the reference model", gt=0)
-    dpo_label_smoothing: float = fixed(0.0, "assumed share of swapped pairs (sigmoid only)", ge=0, lt=0.5)
-    dpo_length_normalised: bool = fixed(False, "log-probabilities per token instead of per answer")
-    dpo_sft_weight: float = fixed(0.0, "weight of an additional cross-entropy of the chosen answer", ge=0)
+        "dpo", "loss on preference pairs; orpo and simpo need no reference model")
+    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = fixed("sigmoid", "DPO's loss of the reward margin")
+    dpo_beta: float = fixed(0.1, "strength of the pull toward the reference model", gt=0)
+    dpo_label_smoothing: float = fixed(0.0, "assumed fraction of swapped pairs (sigmoid only)", ge=0, lt=0.5)
+    dpo_length_normalised: bool = fixed(False, "use log-probabilities per token instead of per answer")
+    dpo_sft_weight: float = fixed(0.0, "weight of an additional cross-entropy on the chosen answer", ge=0)
     dpo_reference: Literal["auto", "stored", "live"] = safe(
         "auto", "stored = computed once; live = frozen copy or base; auto = live with LoRA, else stored")
     orpo_lambda: float = fixed(0.1, "weight of ORPO's odds-ratio term", gt=0)
     simpo_beta: float = fixed(2.0, "scale of SimPO's rewards, which are log-probabilities per token", gt=0)
-    simpo_gamma: float = fixed(1.0, "SimPO's target margin of rewards; half of SIMPO_BETA is common", ge=0)
+    simpo_gamma: float = fixed(1.0, "SimPO's target reward margin; half of SIMPO_BETA is common", ge=0)
 
 
 class DistillationConfig(Section):
-    """Training on a teacher's distribution."""
+    """Distillation from a teacher model."""
 
-    distillation_enabled: bool = fixed(False, "train on a teacher's distribution as well (pretrain and sft)")
-    teacher_model: Optional[str] = safe(None, "a run, checkpoint or Hugging Face causal LM (folder or name)")
-    teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "of its weights; auto = as stored")
-    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed("forward_kl", "divergence")
-    distillation_jsd_beta: float = fixed(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
+    distillation_enabled: bool = fixed(False, "also train on a teacher's distribution (pretrain and sft)")
+    teacher_model: Optional[str] = safe(None, "a run, checkpoint, or Hugging Face model (folder or name)")
+    teacher_precision: Literal["auto", "bf16", "fp32"] = fixed("auto", "teacher's dtype; auto = as stored")
+    distillation_loss: Literal["forward_kl", "reverse_kl", "jsd"] = fixed("forward_kl", "its divergence")
+    distillation_jsd_beta: float = fixed(0.5, "weight of the teacher in jsd's mixture", gt=0, lt=1)
     distillation_weight: float = fixed(0.5, "weight of the divergence; the rest is cross-entropy", ge=0, le=1)
     distillation_temperature: float = fixed(2.0, "temperature of both distributions", gt=0)
     distillation_top_k: int = curve(
-        0, "0 = run the teacher at every step; else store its top k beside the data once", ge=0)
+        0, "0 = run the teacher at every step; k = store its top k once, beside the data", ge=0)
 
 
 START_FROM = ("pretrain_checkpoint", "instruct_checkpoint", "dpo_checkpoint")

@@ -65,7 +65,8 @@ from run.diagnostics import device_name
 from run.folder import has_run
 from run.life import Inputs, Run, adapted_on_meta, find_start, prepare_device, read_inputs, trained_bytes
 from run.start import Start
-from settings.load import TOKENS_PER_PARAMETER, Loaded
+from settings.depth import TOKENS_PER_PARAMETER
+from settings.load import Loaded
 from tokenizer import load_tokenizer
 
 PROBE_SECONDS = 2.0  # of micro-batches

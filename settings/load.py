@@ -1,31 +1,18 @@
-"""One dial for the size of a pretraining run: the settings that DEPTH decides where nothing else sets them.
-
-Parameters are those of the blocks' matrices: the vocabulary is not known when settings are read. A resumed
-run computes all this again and compares it with its checkpoint, so a changed formula would refuse old runs.
-The batch does not depend on the number of ranks, so that a run can continue on another number.
-
-
-Unknown names of settings, and which setting was probably meant.
-
-What --help and the documents say of each setting.
-
-Reading settings: defaults < DEPTH < `.env` < preset < JSON file < environment < flags.
+"""Reading settings: defaults < DEPTH < `.env` < preset < JSON file < environment < flags.
 
 A preset that `.env` itself names lies below `.env`. All mistakes in all layers are reported at once, each
 with its file and line. Nothing is read at import.
 """
 
-import difflib
 import io
 import json
-import math
 import os
 import re
 import sys
-from collections import ChainMap, Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
 
@@ -36,235 +23,13 @@ from pydantic import ValidationError
 from common.command_line import VERSION, filled
 from common.errors import SettingsError
 from common.files import read_text
-from common.text import command, exit_if_unread, print_safely, printable, show, without_passwords
+from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, SECTIONS, Config, input_rules, on_resume, rules
 from parallel.process import configure_allocator, first_on_machine
-
-HEAD_DIM = 64
-TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv:2203.15556)
-ROWS = 48  # a batch is a multiple of so many rows, which 1, 2, 3, 4, 6, 8, 12, 16, 24 or 48 ranks can share
-ACTIVATIONS = 3e8  # tokens x DIM x N_LAYERS of a micro-batch: about 7 GiB in bf16, compiled
-MOST_ROWS = 256  # of a micro-batch
-
-
-def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
-    """Return the settings that config.depth decides and their values, without those in `given`.
-
-    What is given enters the formulas of the rest: a longer row makes the batch larger, not invalid.
-    Source: Li et al. 2025 (arXiv:2503.04715) for the batch. The rate was measured at depths 1 to 4
-    (scripts/measure_depth.py), and falls with the width as muP has it (Yang et al. 2022, arXiv:2203.03466).
-    """
-    assert config.depth is not None
-    chosen: dict[str, Any] = {}
-
-    def choose(**values) -> None:
-        nonlocal config
-        values = {name: value for name, value in values.items() if name not in given}
-        chosen.update(values)
-        config = config.model_copy(update=values)
-
-    # The shape; of Llama 3's proportions, at every depth.
-    choose(n_layers=config.depth, dim=HEAD_DIM * config.depth)
-    choose(n_heads=max(1, config.dim // HEAD_DIM), multiple_of=HEAD_DIM)
-    choose(ffn_dim=config.hidden_dim)
-    heads = config.n_heads
-    choose(n_kv_heads=next(n for n in range(1, heads + 1) if heads % n == 0 and 4 * n >= heads))
-    # With 0.02 at every width a narrow model learns more slowly: 4.29 against 3.70 nats at depth 2.
-    choose(init_std=round(0.02 * math.sqrt(768 / config.dim), 4))
-    choose(max_seq_len=2 ** min(11, int(math.log2(128 * config.depth))))
-    if config.training_stage != "pretrain":
-        return chosen  # how long and how fast to fine-tune does not follow from the size
-
-    # How it is trained. With these rates and steps, a constant WEIGHT_DECAY forgets equally often at each
-    # depth from 6 on: rate x steps x decay is 0.9 to 2 (Wang & Aitchison 2024, arXiv:2405.13698).
-    tokens = TOKENS_PER_PARAMETER * config.matrix_count
-    row_groups = 0.58 * tokens**0.571 / (ROWS * config.max_seq_len)
-    choose(total_batch_size=max(1, round(row_groups)) * ROWS * config.max_seq_len)
-    rows = max(1, config.rows_per_step // config.world_size)
-    most = min(rows, MOST_ROWS, int(ACTIVATIONS / (config.dim * config.n_layers * config.max_seq_len)))
-    choose(micro_batch_size=next(n for n in range(max(1, most), 0, -1) if rows % n == 0))
-    steps = math.ceil(tokens / config.total_batch_size)
-    choose(max_steps=steps)
-    choose(warmup_steps=min(2000, steps // 10, config.max_steps // 10))
-    choose(learning_rate=float(f"{0.64 / config.dim:.2g}"))
-    return chosen
-
-
-def unequal_shares(config: Config, given: Container[str]) -> str:
-    """Return the message for a batch that config.depth chose and the ranks cannot share equally.
-
-    Args:
-        given: the settings that config.depth did not choose.
-    """
-    rows, ranks, size = config.rows_per_step, config.world_size, config.max_seq_len
-    micro_batch = config.micro_batch_size if "micro_batch_size" in given else 1
-    whole = f" in micro-batches of {micro_batch} rows" if micro_batch > 1 else ""
-    at_once = ranks * micro_batch
-    sizes = [f"TOTAL_BATCH_SIZE={count * at_once * size}" for count in (rows // at_once, -(-rows // at_once))
-             if count]
-    fewer = next((n for n in range(ranks, 0, -1) if rows % (n * micro_batch) == 0), 0)
-    resumed = f"; to resume a run that has steps, use {fewer} ranks" if fewer else ""
-    return (f"DEPTH={config.depth} chose TOTAL_BATCH_SIZE={config.total_batch_size}, {rows} rows of "
-            f"MAX_SEQ_LEN={size}, which {ranks} rank{'s' * (ranks > 1)} cannot share equally{whole}; for a "
-            f"new run, set {' or '.join(sizes)}{resumed}")
-
-
-SWITCHES = {name for name, field in Config.model_fields.items() if field.annotation is bool}
-# What other trainers call these settings.
-FOREIGN_NAMES = {foreign: name for name, names in {
-    "learning_rate": "max_lr lr max_learning_rate peak_lr", "min_learning_rate": "min_lr",
-    "micro_batch_size": "batch_size max_batch_size train_batch_size local_batch_size per_device_batch_size "
-                        "per_device_train_batch_size per_device_eval_batch_size device_batch_size",
-    "total_batch_size": "global_batch_size grad_accum_steps gradient_accumulation_steps",
-    "max_seq_len": "block_size context_length context_size seq_len seq_length sequence_length max_length "
-                   "max_seq_length max_position_embeddings n_ctx n_positions cutoff_len model_max_length "
-                   "max_prompt_length",
-    "max_steps": "max_iters num_iterations num_steps train_steps total_steps steps iters iterations epochs "
-                 "num_epochs num_train_epochs max_epochs",
-    "warmup_steps": "warmup warmup_iters warmup_ratio",
-    "decay_fraction": "lr_decay_iters decay_ratio cooldown_iters",
-    "lr_schedule": "lr_scheduler lr_scheduler_type scheduler decay_lr lr_decay_style",
-    "max_grad_norm": "grad_clip clip_grad gradient_clipping gradient_clip_val max_norm", "weight_decay": "wd",
-    "adam_beta1": "beta1 betas", "adam_beta2": "beta2", "adam_eps": "eps epsilon adam_epsilon",
-    "precision": "dtype torch_dtype bf16 fp16 mixed_precision", "seed": "random_seed",
-    "validate_every": "eval_interval eval_every eval_steps eval_freq val_every val_steps val_interval "
-                      "validation_every validation_steps", "validation_rows": "eval_iters",
-    "validation_fraction": "val_set_size validation_split",
-    "save_every": "save_interval save_steps save_freq checkpoint_every checkpoint_interval checkpoint_steps",
-    "keep_last": "save_total_limit",
-    "log_every": "log_interval log_steps log_freq logging_steps print_every print_freq",
-    "sample_every": "sample_interval sample_steps",
-    "output_dir": "out_dir save_dir checkpoint_dir", "run_name": "name exp_name experiment_name",
-    "pretrain_data_path": "data data_path data_dir data_files dataset dataset_dir dataset_name dataset_path "
-                          "datasets input_file train_data train_file train_files training_data",
-    "resume": "resume_from resume_from_checkpoint",
-    "pretrain_checkpoint": "init_from model_name_or_path pretrained_model base_model checkpoint model_path "
-                           "model_name model_id pretrained_model_name_or_path initial_checkpoint_dir "
-                           "load_checkpoint load_from",
-    "preset": "model_size model model_flavor flavor size",
-    "n_layers": "n_layer num_layers num_hidden_layers",
-    "n_heads": "n_head num_heads num_attention_heads",
-    "n_kv_heads": "num_kv_heads num_key_value_heads n_kv_head",
-    "dim": "n_embd d_model hidden_size model_dim embedding_dim width",
-    "ffn_dim": "intermediate_size hidden_dim d_ff", "tokenizer_path": "vocab_size tokenizer tokenizer_name",
-    "attention_backend": "attn attn_implementation flash_attn use_flash_attn",
-    "rope_theta": "rotary_base", "init_std": "initializer_range",
-    "lora_rank": "lora_r", "lora_enabled": "use_lora use_peft peft adapter",
-    "lora_base_quantization": "load_in_4bit load_in_8bit", "lora_train_head": "modules_to_save",
-    "dpo_beta": "beta", "dpo_loss": "loss_type", "dpo_reference": "ref_model", "dpo_sft_weight": "rpo_alpha",
-    "teacher_model": "teacher", "sharding": "fsdp deepspeed zero_stage",
-    "world_size": "num_gpus",
-    "activation_checkpointing": "gradient_checkpointing", "wandb_enabled": "use_wandb",
-}.items() for foreign in names.split()}
-
-
-def nearest(name: str, known: Iterable[str] = Config.model_fields) -> Optional[str]:
-    """Return the known name that a misspelt one most likely means, or None."""
-    name, known = name.lower().replace("-", "_")[:60], [*known]
-    if FOREIGN_NAMES.get(name) in known:
-        return FOREIGN_NAMES[name]
-
-    def words(name: str) -> set[str]:
-        return {word.removesuffix("s") for word in name.split("_")}
-
-    # A whole word says more than letters, and the more the fewer settings have it: `log` more than `steps`.
-    frequency = Counter(chain.from_iterable(map(words, known)))
-    scores = {}
-    for candidate in known:
-        letters = difflib.SequenceMatcher(None, candidate, name).ratio()
-        shared = sum(1 / frequency[word] for word in words(name) & words(candidate))
-        if letters >= 0.6 or shared and letters >= 0.5:
-            scores[candidate] = letters + min(shared, 1) / 2
-    return max(scores, key=scores.__getitem__, default=None)
-
-
-def unknown(where: str, name: str) -> str:
-    """Return the message for an unknown name in a file."""
-    guess = nearest(name)
-    advice = f"did you mean {guess.upper()}?" if guess else "--help lists every setting"
-    return f"{where}: unknown setting {shortened(name)}; {advice}"
-
-
-def shortened(text: str) -> str:
-    """Return a user's text on one line of at most 80 characters."""
-    text = printable(text)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def misspelt(key: str) -> Optional[str]:
-    """Return the setting that an environment variable seems to mean, or None.
-
-    Stricter than `nearest`, because the environment holds other programs' variables: COMPILER, DEVICES and
-    LOCAL_WORLD_SIZE are no mistakes.
-    """
-    name = key.lower()
-    if key != key.upper():
-        return name if name in Config.model_fields and "_" in name else None
-    if name in Config.model_fields or len(name) < 6:
-        return None
-    if name in FOREIGN_NAMES and "_" in name and name not in ("model_path", "model_name", "model_id"):
-        return FOREIGN_NAMES[name]
-    match = next(iter(difflib.get_close_matches(name, Config.model_fields, n=1, cutoff=0.88)), None)
-    return None if match is None or ("_" not in match and name.startswith(match)) else match
-
-
-def unknown_flag(flag: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown flag."""
-    name = flag.lstrip("-").lower().replace("-", "_")
-    guess, value = name if name in known else nearest(name, known), ""
-    if name.removeprefix("no_") in SWITCHES:
-        guess, value = name.removeprefix("no_"), " false"
-    advice = f"did you mean --{guess.replace('_', '-')}{value}?" if guess else "--help lists every setting"
-    return f"command line: unknown flag {shortened(flag)}; {advice}"
-
+from settings.depth import settings_of_depth, unequal_shares
+from settings.names import SWITCHES, misspelt, nearest, shortened, unknown, unknown_flag
 
 PRESETS_DIR = Path(__file__).parent / "presets"
-
-
-class SettingLine(NamedTuple):
-    """What the help and the documents say of a setting."""
-
-    section: str
-    name: str
-    default: str  # empty = none
-    meaning: str
-    on_resume: str  # safe | curve | fixed
-
-
-def describe_settings() -> Iterator[SettingLine]:
-    """Yield every setting, in order."""
-    for section in SECTIONS:
-        for name, info in section.model_fields.items():
-            default = "" if info.default is None else str(info.default)
-            choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
-            meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
-            default = default.lower() if info.annotation is bool else default
-            title = section.__name__.removesuffix("Config")
-            yield SettingLine(title, name.upper(), default, meaning, on_resume(name))
-
-
-def help_text(usage: str) -> str:
-    """Return what --help prints: every setting with its default and meaning."""
-    lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
-             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset that .env names "
-                     "lies below .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
-
-    def add(flag: str, meaning: str) -> None:
-        lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
-
-    presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
-    add("--config FILE.json", "settings from a JSON file, flat or in sections")
-    add("--env-file FILE", "settings from this file instead of .env")
-    add("--check", "report everything that can be known before the run, and exit")
-    add("--version", "show the version and exit")
-    for section, settings in groupby(describe_settings(), key=lambda line: line.section):
-        lines += ["", section]
-        for _, name, default, meaning, _ in settings:
-            is_secret = name.lower() in SECRETS
-            flag = f"{name} in .env" if is_secret else f"--{name.lower().replace('_', '-')}"
-            known = f": {presets}" if name == "PRESET" else ""
-            add(flag, f"{meaning}{known} [{default or 'none'}]")
-    return "\n".join(lines)
 
 
 class Layer(NamedTuple):
@@ -334,7 +99,7 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
 
 
 class Pairs(tuple):
-    """A JSON object as its pairs, because a dictionary would hide duplicate names."""
+    """The pairs of a JSON object, in which a dictionary would hide duplicate names."""
 
 
 def read_json_file(path: Path) -> Layer:
@@ -460,10 +225,7 @@ class Loaded:
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
-        """Return this with these valid values for the settings that no layer sets: a layer below all others.
-
-        The rules between settings are the caller's to check again.
-        """
+        """Return this with values for the settings that no layer sets; the rules are not checked again."""
         unset = {name: value for name, value in values.items() if name not in self.sources}
         return replace(self, config=self.config.model_copy(update=unset))
 
@@ -514,10 +276,14 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         merged.update(layer.values)
     problems = [problem for layer in layers for problem in layer.problems]
     config, invalid = validate(merged)
-    told = []
+    notes = []
     if config.depth is not None:
-        lowest, told = layer_of_depth(config, merged)
-        merged = lowest | merged
+        where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, merged)
+        values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
+        kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
+        others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
+        notes.append(f"{where} sets {values or 'nothing'}{others}")
+        merged = {name: (value, where) for name, value in chosen.items()} | merged
         config, invalid = validate(merged)
     if config.micro_batch_size == 0:
         rows = max(1, config.rows_per_step // config.world_size)
@@ -546,23 +312,13 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
     if problems:
         raise SettingsError(*problems)
     sources = {name: where for name, (_, where) in merged.items()}
-    told += notes(layers, merged, environ)
-    return Loaded(config, sources, told, warnings, flags.check, bool(is_plan), flags.rest, exported(layers))
+    notes += surprises(layers, merged, environ)
+    return Loaded(config, sources, notes, warnings, flags.check, bool(is_plan), flags.rest, exported(layers))
 
 
-def layer_of_depth(config: Config, given: Container[str]) -> tuple[dict[str, tuple[Any, str]], list[str]]:
-    """Return what DEPTH sets, as a layer below all others, and the sentence that tells it."""
-    where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, given)
-    values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
-    kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
-    others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
-    told = f"{where} sets {values or 'nothing'}{others}"
-    return {name: (value, where) for name, value in chosen.items()}, [told]
-
-
-def notes(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],
-          environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield what may surprise: what a preset overrides, what the environment sets, and what libraries get."""
+def surprises(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],
+              environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield what a preset overrides, what the environment sets, and which variables libraries get."""
     overridden = [f"{name.upper()}={value}" for name, (value, where) in merged.items()
                   if where.startswith(str(PRESETS_DIR)) and layers[0].values.get(name, (value,))[0] != value]
     if overridden:
@@ -617,7 +373,8 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
             invalid[name] = "expected one value, not a list"
         elif isinstance(value, bool) and name not in SWITCHES:  # JSON's true, which Python counts as 1
             invalid[name] = "expected a number or text"
-        elif isinstance(value, str) and not is_valid_text(value):
+        elif isinstance(value, str) and re.search(r"[\0\ud800-\udc7f\udd00-\udfff]", value):
+            # No file name: of surrogates, os.fsencode takes only those that stand for undecodable bytes.
             invalid[name] = "contains a NUL or an invalid character; remove it"
     try:
         Config(**values)
@@ -632,20 +389,54 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
     return Config(**{name: value for name, value in values.items() if name not in invalid}), messages
 
 
-def is_valid_text(text: str) -> bool:
-    """Whether a text could be a file name: without NUL, and of surrogates only undecodable bytes."""
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-    return "\0" not in text
+class SettingLine(NamedTuple):
+    """A setting as in --help and docs/settings.md."""
+
+    section: str
+    name: str
+    default: str  # empty = none
+    meaning: str
+    on_resume: str  # safe | curve | fixed
+
+
+def describe_settings() -> Iterator[SettingLine]:
+    """Yield every setting, in order."""
+    for section in SECTIONS:
+        for name, info in section.model_fields.items():
+            default = "" if info.default is None else str(info.default)
+            choices = get_args(info.annotation) if get_origin(info.annotation) is Literal else ()
+            meaning = info.description + (f" ({' | '.join(choices)})" if choices else "")
+            default = default.lower() if info.annotation is bool else default
+            title = section.__name__.removesuffix("Config")
+            yield SettingLine(title, name.upper(), default, meaning, on_resume(name))
+
+
+def help_text(usage: str) -> str:
+    """Return what --help prints: every setting with its default and meaning."""
+    lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
+             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset that .env names "
+                     "lies below .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
+
+    def add(flag: str, meaning: str) -> None:
+        lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))
+
+    presets = ", ".join(sorted(file.stem for file in PRESETS_DIR.glob("*.env")))
+    add("--config FILE.json", "settings from a JSON file, flat or in sections")
+    add("--env-file FILE", "settings from this file instead of .env")
+    add("--check", "report everything that can be known before the run, and exit")
+    add("--version", "show the version and exit")
+    for section, settings in groupby(describe_settings(), key=lambda line: line.section):
+        lines += ["", section]
+        for _, name, default, meaning, _ in settings:
+            is_secret = name.lower() in SECRETS
+            flag = f"{name} in .env" if is_secret else f"--{name.lower().replace('_', '-')}"
+            known = f": {presets}" if name == "PRESET" else ""
+            add(flag, f"{meaning}{known} [{default or 'none'}]")
+    return "\n".join(lines)
 
 
 def find_run(name: str) -> Path:
-    """Return the folder of the run that a script's argument names.
-
-    By its path, by its name in OUTPUT_DIR, or by one of its checkpoints; by its path if there is none.
-    """
+    """Return a run's folder by its path, its name in OUTPUT_DIR, or one of its checkpoints."""
     path = Path(name).expanduser()
     if not os.path.exists(path):
         inside = Path(load_config(complete=False).config.output_dir) / path

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from common.errors import SettingsError
 from config import Config
 from scripts.measure_depth import above_best
-from settings.load import PRESETS_DIR, load_config, settings_of_depth
+from settings.depth import settings_of_depth
+from settings.load import PRESETS_DIR, load_config
 
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
 DEPTHS = range(1, 65)

@@ -28,7 +28,6 @@ from config import (
 )
 from parallel.process import first_on_machine
 from settings.load import (
-    FOREIGN_NAMES,
     LISTS,
     PRESETS_DIR,
     describe_settings,
@@ -37,11 +36,10 @@ from settings.load import (
     find_run,
     help_text,
     load_config,
-    misspelt,
-    nearest,
     peek,
     read_env_file,
 )
+from settings.names import FOREIGN_NAMES, misspelt, nearest
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = {"PRETRAIN_DATA_PATH": "shards", "TOKENIZER_PATH": "tokenizer.model"}
