@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,11 +21,13 @@ import torch.distributed as dist
 from common import errors
 from common.errors import HangError, PaddockError, SettingsError
 from common.heartbeat import HEARTBEAT
+from common.text import duration
 from parallel import process
 from parallel.hang import HangWatchdog
 from parallel.process import listen_at, restrict_interface
 
 T = TypeVar("T")
+PROGRESS_SECONDS = 30  # between two lines about a long computation
 JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
 # Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out also ends waits for a slow but live rank.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
@@ -390,3 +392,18 @@ class RunContext:
         """Raise Interrupted on all ranks if one was signalled."""
         if not self.ranks.all_agree(self.signals.received is None):
             raise Interrupted
+
+    def progress(self, parts: Iterable[T], count: int, title: str) -> Iterator[T]:
+        """Yield the parts of a long computation: leave at a stop signal, and log how far it is.
+
+        Collective: every rank must call it, with equally many parts.
+        """
+        started = logged = time.perf_counter()
+        for done, part in enumerate(parts):
+            self.leave_if_stopped()
+            now = time.perf_counter()
+            if done and now - logged > PROGRESS_SECONDS:
+                left = (now - started) * (count - done) / done
+                self.log.info(f"{title}: {done / count:.0%} | ETA: {duration(left)}")
+                logged = now
+            yield part

@@ -58,7 +58,7 @@ from learn.objectives import (
     stored_reference,
 )
 from learn.optim import Optimizer
-from learn.stored import ComputeOnce, ReferenceOutputs, TeacherOutputs
+from learn.stored import OutputStore, with_reference, with_teacher
 from learn.teacher import find_teacher, load_teacher, teacher_facts
 from model import Transformer, padded
 from model_utils import (
@@ -475,23 +475,23 @@ def choose_objective(config: Config, inputs: Inputs, model: Transformer, dtype: 
         CheckpointError, DataError: what it needs is missing, or does not fit.
         Interrupted: a rank was signalled.
     """
-    once = ComputeOnce(cache_of(config), context)
+    outputs = OutputStore(cache_of(config), context)
     if config.training_stage == "dpo":
         objective, reference = PREFERENCE_OBJECTIVES[config.preference_objective], None
         if objective.needs_reference:
-            reference, inputs = choose_reference(config, inputs, model, dtype, base, once)
+            reference, inputs = choose_reference(config, inputs, model, dtype, base, outputs)
         return objective(config, reference), inputs
     if config.distillation_enabled:
-        return choose_teacher(config, inputs, once)
+        return choose_teacher(config, inputs, outputs)
     return NextToken(), inputs
 
 
-def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[Objective, Inputs]:
+def choose_teacher(config: Config, inputs: Inputs, outputs: OutputStore) -> tuple[Objective, Inputs]:
     """Return distillation from a teacher that runs in each step, or from its stored outputs.
 
     Collective: every rank must call it.
     """
-    tokenizer, ranks = inputs.tokenizer, once.ranks
+    tokenizer, ranks = inputs.tokenizer, outputs.context.ranks
     # Rank 0 verifies the teacher's files for all.
     verified = ranks.broadcast(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
     folder = on_each_machine(Path(verified), ranks)
@@ -505,12 +505,12 @@ def choose_teacher(config: Config, inputs: Inputs, once: ComputeOnce) -> tuple[O
         compiled = config.compile and ranks.device.type == "cuda"
         return Distillation(config, load(), compiled), inputs
     facts = ranks.broadcast(ranks.on_rank0(lambda: teacher_facts(folder, config)))
+    facts["vocab_size"] = tokenizer.vocab_size
 
     # Each source of a mixture has a store of its own, which does not depend on the weights.
     def stored(split: str, indices_of: Callable[[int], np.ndarray], part, source: int):
         own = {**facts, "data": parts_of(inputs.rows)[source].fingerprint, "split": split}
-        indices = indices_of(source)
-        return once.load_or_compute(TeacherOutputs(part, own, load, config, tokenizer.vocab_size, indices))
+        return with_teacher(outputs, part, own, load, config, indices_of(source))
 
     rows = map_parts(inputs.rows, partial(stored, "train", partial(rows_of_run, config, inputs.rows)))
     if held_out := inputs.validation_rows:
@@ -538,19 +538,19 @@ def validation_rows_of(config: Config, rows: Rows, source: int) -> np.ndarray:
 
 
 def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: torch.dtype, base: Base,
-                     once: ComputeOnce) -> tuple[Reference, Inputs]:
+                     outputs: OutputStore) -> tuple[Reference, Inputs]:
     """Return the reference, and the inputs with its stored log-probabilities if it is not run in each step.
 
     Collective: every rank must call it.
     """
-    ranks, stored = once.ranks, reference_is_stored(config)
+    context, ranks, stored = outputs.context, outputs.context.ranks, reference_is_stored(config)
     # The base under the adapters is a live reference that costs no memory.
     if config.lora_enabled and not stored:
         return partial(logprobs_without_adapters, model), inputs
 
     @cache
     def frozen() -> Transformer:
-        folder = base.find(once.context)
+        folder = base.find(context)
         reference = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
         lora.cast_base(reference.requires_grad_(False), dtype)
         allocate_model(reference, config, ranks)
@@ -560,10 +560,10 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, dtype: 
 
     if not stored:
         return partial(frozen_logprobs, frozen()), inputs
-    facts = {"weights_sha256": base.sha256(once.context), "compute_dtype": str(dtype)}
+    facts = {"weights_sha256": base.sha256(context), "compute_dtype": str(dtype)}
 
     def stored_for(split: str, part, source: int):
-        return once.load_or_compute(ReferenceOutputs(part, split, facts, frozen, config.micro_batch_size))
+        return with_reference(outputs, part, split, facts, frozen, config.micro_batch_size)
 
     held_out = inputs.validation_rows and map_parts(inputs.validation_rows, partial(stored_for, "validation"))
     return stored_reference, replace(inputs, rows=map_parts(inputs.rows, partial(stored_for, "train")),

@@ -48,7 +48,7 @@ from dataloaders import Batch, ExampleRows, TokenRows, open_example_set
 from fused.head import IGNORE_INDEX
 from learn.objectives import DPO, Distillation, NextToken, frozen_logprobs, stored_reference
 from learn.optim import Optimizer
-from learn.stored import ComputeOnce, ReferenceOutputs, TeacherOutputs
+from learn.stored import OutputStore, with_reference, with_teacher
 from learn.teacher import LlamaTeacher
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
@@ -359,9 +359,8 @@ def dpo(folder: Path) -> Group:
     def with_reference(part: ExampleRows):
         with StopSignals() as signals:
             facts = {"weights_sha256": "0" * 64, "compute_dtype": "float32"}
-            once = ComputeOnce(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
-            outputs = ReferenceOutputs(part, "train", facts, lambda: reference, ROWS_PER_STEP)
-            return once.load_or_compute(outputs)
+            outputs = OutputStore(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
+            return with_reference(outputs, part, "train", facts, lambda: reference, ROWS_PER_STEP)
 
     def ours(read, read_probe, reference_logprobs: Callable[[Batch], torch.Tensor]) -> Contender:
         return paddock(new_model(), DPO(CONFIG, reference_logprobs), packed_steps(rows, read),
@@ -387,8 +386,8 @@ def distillation(folder: Path) -> Group:
     orders = [rows_of_step(step, ROWS_PER_STEP, len(rows), CONFIG.seed) for step in range(STORED_STEPS)]
     wanted = np.unique(np.concatenate(orders))
     with StopSignals() as signals:
-        once = ComputeOnce(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
-        stored = once.load_or_compute(TeacherOutputs(rows, {}, lambda: teacher, CONFIG, VOCAB, wanted))
+        outputs = OutputStore(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
+        stored = with_teacher(outputs, rows, {"vocab_size": VOCAB}, lambda: teacher, CONFIG, wanted)
 
     def ours(read, objective, reported: str = "") -> Contender:
         return paddock(new_model(), objective, packed_steps(rows, read), read(wanted[:2]), reported)

@@ -157,7 +157,7 @@ FAULTS = [
     fault("stored teacher: the rest is not learned", "learn/objectives.py",
           "temperature * gradient_MC[:, -1:]", "0 * gradient_MC[:, -1:]", DISTILLATION),
     fault("stored teacher: marked before it is on the disk", "learn/stored.py",
-          'os.fsync(self.files["rows.bin"].fileno())', "pass", STORED),
+          'os.fsync(self.descriptors["rows.bin"])', "pass", STORED),
     fault("stored teacher: of the same tokens with other targets", "learn/stored.py",
           "(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)", "(batch.tokens_BT,)", STORED),
     fault("LoRA: not scaled", "lora.py", "low * self.scale", "low", "tests/test_lora.py"),

@@ -24,10 +24,9 @@ from data_pipeline.shards import HEADER_BYTES, Cache, Shard, TokenSet, header_by
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from dataloaders import Batch, TokenRows
 from fused.head import IGNORE_INDEX
-from learn import stored as precompute
 from learn import stored as stored_outputs
 from learn.objectives import Distillation
-from learn.stored import ComputeOnce, RowWriter, StoredTeacherRows, TeacherOutputs, top_k_logprobs
+from learn.stored import OutputStore, RowStore, StoredTeacherRows, top_k_logprobs, with_teacher
 from learn.teacher import (
     HFTeacher,
     LlamaTeacher,
@@ -389,8 +388,12 @@ def stored(rows, folder: Path, tokenizer, teacher, signals=NOBODY_STOPS, indices
            **changes) -> StoredTeacherRows:
     config = settings(**({"distillation_top_k": 8} | changes))
     log = SimpleNamespace(info=[].append if said is None else said.append)
-    once = ComputeOnce(Cache(folder), RunContext(ranks, signals, log))
-    return once.load_or_compute(TeacherOutputs(rows, facts, lambda: teacher, config, tokenizer.vocab_size, indices))
+    outputs = OutputStore(Cache(folder), RunContext(ranks, signals, log))
+    return with_teacher(outputs, rows, facts | {"vocab_size": tokenizer.vocab_size}, lambda: teacher, config, indices)
+
+
+def empty_store(rows, folder: Path) -> RowStore:
+    return RowStore(folder / "store", {}, rows, np.dtype([("ids", "<u2", (ROW_TOKENS, 8))]))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -467,11 +470,10 @@ def test_a_stopped_pass_goes_on_and_gives_the_same_store(tmp_path, tokenizer):
 
 def test_rows_that_were_written_but_not_committed_are_asked_for_again(tmp_path, tokenizer):
     rows = token_rows(tmp_path / "data", tokenizer)
-    store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
-    writer = RowWriter(store)
-    writer.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
-    assert len(store.missing(np.arange(9))) == 9  # the state that a killed process leaves
-    writer.__exit__(None, None, None)
+    store = empty_store(rows, tmp_path)
+    with store.writing():
+        store.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
+        assert len(store.missing(np.arange(9))) == 9  # the state that a killed process leaves
     assert store.missing(np.arange(9)).tolist() == [3, 4, 5, 6, 7, 8]
 
 
@@ -485,27 +487,29 @@ def test_a_row_is_marked_as_stored_when_its_record_is_on_the_disk(tmp_path, toke
             return call(descriptor, *arguments)
         return noting
 
-    store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
-    with RowWriter(store) as writer:
+    store = empty_store(rows, tmp_path)
+    with store.writing():
         monkeypatch.setattr(os, "fsync", noted("sync", fsync))
         monkeypatch.setattr(os, "pwrite", noted("write", pwrite))
-        writer.write(rows(np.arange(2)), np.arange(2), np.zeros(2, store.record))
+        store.write(rows(np.arange(2)), np.arange(2), np.zeros(2, store.record))
     assert calls == [("write", "rows.bin")] * 2 + [("sync", "rows.bin")] + [("write", "checksums.bin")] * 2 + [("sync", "checksums.bin")]
 
 
 @pytest.mark.parametrize("part", ["tokens_BT", "targets_BT", "document_ids_BT"])
 def test_a_record_of_a_row_with_other_tokens_targets_or_documents_is_damaged(part, tmp_path, tokenizer):
     rows = token_rows(tmp_path / "data", tokenizer)
-    store = TeacherOutputs(rows, {}, None, settings(distillation_top_k=8), tokenizer.vocab_size).store(tmp_path / "store")
-    with RowWriter(store) as writer:
-        writer.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
+    store = empty_store(rows, tmp_path)
+    with store.writing():
+        store.write(rows(np.arange(3)), np.arange(3), np.zeros(3, store.record))
 
     def changed(indices: np.ndarray) -> Batch:
         batch = rows(indices)
         getattr(batch, part)[1, 5] += 1
         return batch
 
-    assert store.damaged(rows, np.arange(3)).tolist() == [] and store.damaged(changed, np.arange(3)).tolist() == [1]
+    assert store.damaged(np.arange(3)).tolist() == []
+    store.rows = changed
+    assert store.damaged(np.arange(3)).tolist() == [1]
 
 
 def store_as_a_rank(folder: str, tokenizer_path: str) -> int:
@@ -554,7 +558,6 @@ def test_rows_of_other_data_are_not_taken_for_those_that_were_stored(tmp_path, t
     (lambda store: os.truncate(store / "rows.bin", 100), 9, 9),
     (lambda store: os.truncate(store / "checksums.bin", 8), 0, 7),
     (lambda store: (store / "checksums.bin").unlink(), 0, 9),
-    (lambda store: edit_json(store / "facts.json", data="other"), 0, 0),
     (lambda store: flip(store / "rows.bin", 700), 1, 1),
     (lambda store: flip(store / "checksums.bin", 0), 1, 1)])
 def test_what_is_damaged_in_a_store_is_computed_again_and_only_that(tmp_path, tokenizer, spoil, damaged, again):
@@ -640,7 +643,7 @@ def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, mo
 
 
 def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(precompute.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.setattr(stored_outputs.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(DataError, match="bytes more, and 100 are free; set CACHE_DIR"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
 
