@@ -1,10 +1,7 @@
-"""Reads chats and preference pairs, in any of the common formats, as lists of messages.
+"""Chats and preference pairs: read in any of the common formats, and tokenized with marks for the loss.
 
 A message is {"role", "content"} with the roles system, user and assistant. A chat is at most one system
 message, then turns of user and assistant; the assistant's is the last.
-
-
-Tokenizes chats and preference pairs: their ids, and the segments of them that have a loss.
 
 An example is a run of tokens that is cut into segments. A segment is one uint32 in a second stream beside the
 tokens: `length << 2 | last << 1 | target`. The segments of a chat alternate between context and target; a
@@ -14,7 +11,7 @@ pair has three: the prompt, which is stored once, and the two answers.
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, cycle
@@ -28,18 +25,14 @@ from common.text import command
 from data_pipeline.prepare import SPLITS, Encoding, Kind, Tokenized, split_of, worker_tokenizer
 from data_pipeline.shards import HEADER_BYTES, Tokens
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
-from data_pipeline.templates import ChatFormat, Segments, TemplateFormat, load_chat_format
+from data_pipeline.templates import ChatFormat, Messages, Segments, TemplateFormat, load_chat_format
 
-Messages = list[dict[str, str]]
-
-CHAT_SHORTCUTS = {
-    "ultrachat": Source(name="HuggingFaceH4/ultrachat_200k", split="train_sft"),
-    "tulu-3": Source(name="allenai/tulu-3-sft-mixture"),
-    "alpaca": Source(name="tatsu-lab/alpaca"),
-}
-PAIR_SHORTCUTS = {
-    "ultrafeedback": Source(name="HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
-    "hh-rlhf": Source(name="Anthropic/hh-rlhf"),
+SHORTCUTS = {
+    "chats": {"ultrachat": Source(name="HuggingFaceH4/ultrachat_200k", split="train_sft"),
+              "tulu-3": Source(name="allenai/tulu-3-sft-mixture"),
+              "alpaca": Source(name="tatsu-lab/alpaca")},
+    "pairs": {"ultrafeedback": Source(name="HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"),
+              "hh-rlhf": Source(name="Anthropic/hh-rlhf")},
 }
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
          "model": "assistant"}
@@ -47,60 +40,44 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completio
 TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
 UNPAIRED = ("has a label of its own (prompt, completion, label), and training on unpaired labels is not "
             "supported; give ")
-# Anthropic's format of a dialog in one text.
-SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")
+SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Where a prompt may end within the beginning that two texts share, the best place first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
+# Part of the key: raise it when the same record would give other tokens or segments, or another split.
+EXAMPLES_VERSION = 2
+SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
 
-class Chat(NamedTuple):
-    """A dialog whose last message is the assistant's."""
+class Example(NamedTuple):
+    """A chat, whose last message is the assistant's; or a prompt, whose last is the user's, with two answers."""
 
     where: str
     messages: Messages
+    answers: tuple[str, ...] = ()  # the preferred one, and the other
 
 
-class Pair(NamedTuple):
-    """A dialog whose last message is the user's, and two answers, of which the first was preferred."""
-
-    where: str
-    prompt: Messages
-    chosen: str
-    rejected: str
+# ----------------------------------------------------------------------------------------- records
 
 
-def read_chats(source: Source, reading: Reading) -> Iterator[Chat]:
-    """Yield the chats of a source; refuse records that are not chats."""
-    return _read(source, reading, chats_of)
-
-
-def read_pairs(source: Source, reading: Reading) -> Iterator[Pair]:
-    """Yield the preference pairs of a source; refuse records that are not pairs."""
-    return _read(source, reading, lambda where, record: [pair_of(where, record)])
-
-
-def _read(source: Source, reading: Reading, parse: Callable[[str, dict], list]) -> Iterator:
+def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Example]:
+    """Yield the chats or preference pairs of a source; refuse records that are not."""
     # Without a column's name a Parquet file gives all its columns.
     for where, record in read_records(replace(source, column=""), reading):
         try:
-            examples = parse(where, record)
+            examples = chats_of(where, record) if kind == "chats" else [pair_of(where, record)]
         except DataError as error:
             reading.refuse(where, str(error))
             continue
-        reading.dropped.update(dropped_from(record))
+        # What is in the record but is not trained on.
+        reading.dropped.update(name for name in TOOLS if record.get(name))
+        for messages in record.values():
+            for message in messages if isinstance(messages, list) else ():
+                if isinstance(message, Mapping):
+                    reading.dropped.update(name for name in REASONING if message.get(name))
         yield from examples
 
 
-def dropped_from(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of each tool list and each reasoning in a record, which are not trained on."""
-    yield from (name for name in TOOLS if record.get(name))
-    for messages in record.values():
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, Mapping):
-                yield from (name for name in REASONING if message.get(name))
-
-
-def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
+def chats_of(where: str, record: Mapping[str, Any]) -> list[Example]:
     """Return the chats in a record: one, or as many as an instruction has instances."""
     # Tables have the columns of all their records, so a null column counts as missing.
     filled = {name for name, value in record.items() if value is not None}
@@ -108,14 +85,14 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
         dialogs = [messages_in("messages", record["messages"])]
     elif "conversations" in filled:
         dialogs = [messages_in("conversations", record["conversations"])]
-    elif {"instruction", "instances"} <= filled:  # Alpaca's seed tasks
-        instances = record["instances"]
+    elif "instruction" in filled and filled & {"instances", "output"}:  # Alpaca's, and its seed tasks
+        instances = record["instances"] if "instances" in filled else [{}]
         if not isinstance(instances, list) or not instances or not all(
                 isinstance(instance, Mapping) for instance in instances):
             raise DataError('instances is not a list of {"input", "output"}')
-        dialogs = [_instruction_in({**record, **instance}) for instance in instances]
-    elif {"instruction", "output"} <= filled:
-        dialogs = [_instruction_in(record)]
+        merged = [{**record, **instance} for instance in instances]
+        dialogs = [[_request_in(one), {"role": "assistant", "content": text_in("output", one.get("output"))}]
+                   for one in merged]
     elif {"prompt", "completion"} <= filled:
         if "label" in filled:
             raise DataError(f"{UNPAIRED}the good ones without the label")
@@ -127,11 +104,11 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Chat]:
     else:
         raise DataError(f"is not a chat: it has {contents_of(record)}, expected messages, conversations, "
                         "instruction and output, or prompt and completion (--map gives columns other names)")
-    return [Chat(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
+    return [Example(where, check_turns(with_system(dialog, record.get("system")), "assistant"))
             for dialog in dialogs]
 
 
-def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
+def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     """Return the preference in a record."""
     missing = [name for name in ("chosen", "rejected") if record.get(name) is None]
     if missing and {"completion", "label"} <= set(record):
@@ -145,24 +122,21 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Pair:
         raise DataError("one of chosen and rejected is text, the other a dialog; expected the same of both")
 
     # What both begin with is the prompt, or a part of it.
-    if isinstance(chosen, str):
-        if prompt is None:
-            shared, chosen, rejected = split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
-            prompt = [{"role": "user", "content": shared}]
-    else:
-        shared, chosen, rejected = split_dialogs(messages_in("chosen", chosen),
-                                                 messages_in("rejected", rejected))
+    if not isinstance(chosen, str):
+        shared, chosen, rejected = _split_dialogs(messages_in("chosen", chosen),
+                                                  messages_in("rejected", rejected))
         if prompt and shared and prompt[-1] not in shared:
             raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
         prompt = shared or prompt
+    elif prompt is None:
+        shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
+        prompt = [{"role": "user", "content": shared}]
 
     # Both answers must be usable and differ.
     prompt = check_turns(with_system(prompt or [], record.get("system")), "user")
-    for name, answer in (("chosen", chosen), ("rejected", rejected)):
-        text_in(name, answer)
-    if chosen.strip() == rejected.strip():
+    if text_in("chosen", chosen).strip() == text_in("rejected", rejected).strip():
         raise DataError("chosen and rejected are equal")
-    return Pair(where, prompt, chosen, rejected)
+    return Example(where, prompt, (chosen, rejected))
 
 
 def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
@@ -174,9 +148,47 @@ def _prompt_in(record: Mapping[str, Any]) -> Messages | None:
         return messages_in("prompt", prompt, "user")
     if record.get("instruction") is not None:
         return [_request_in(record)]
-    if record.get("question") is not None:
-        return messages_in("question", record["question"], "user")
-    return None
+    return None if record.get("question") is None else messages_in("question", record["question"], "user")
+
+
+def _request_in(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return Alpaca's instruction as the user's message, followed by the input if there is one."""
+    content, more = text_in("instruction", record["instruction"]), record.get("input")
+    if not _is_blank(more):
+        content += "\n\n" + text_in("input", more)
+    return {"role": "user", "content": content}
+
+
+def _spoken_turns(value: Any) -> Any:
+    """Return the messages of a text that begins with `Human:`, and any other value unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("Human:"):
+        return value
+    parts = SPOKEN_TURN.split("\n\n" + value.lstrip())[1:]
+    return [{"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
+            for speaker, words in zip(parts[::2], parts[1::2])]
+
+
+def _split_dialogs(chosen: Messages, rejected: Messages) -> tuple[Messages, str, str]:
+    """Return the messages that two dialogs share, and their answers."""
+    if not chosen or not rejected:
+        raise DataError(f"{'rejected' if chosen else 'chosen'} has no messages")
+    if chosen[:-1] != rejected[:-1]:
+        raise DataError("chosen and rejected differ before their last message, so they have no common prompt")
+    if (chosen[-1]["role"], rejected[-1]["role"]) != ("assistant", "assistant"):
+        raise DataError("chosen and rejected must end in an assistant's message")
+    return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
+    """Return the beginning that two texts share, up to the end of a line, sentence or word, and the rests."""
+    shared = os.path.commonprefix([chosen, rejected])
+    for end in PROMPT_ENDS:
+        for place in reversed([found.start() for found in end.finditer(shared)]):
+            parts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
+            if all(part.strip() for part in parts):
+                return parts
+    raise DataError("has no prompt, and chosen and rejected share no beginning that could be one; name the "
+                    "column prompt")
 
 
 def messages_in(name: str, value: Any, role: str = "") -> Messages:
@@ -202,7 +214,7 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
     absent = [key for key in (role_name, content_name) if key not in message]
     if absent:
         raise DataError(f"{name} has no {absent[0]!r}; it has {columns_of(message)}")
-    role = message[role_name]
+    role, content = message[role_name], message[content_name]
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{name} has the role {role!r:.40}; known are {', '.join(ROLES)}")
     if message.get("tool_calls") or message.get("function_call"):
@@ -210,48 +222,19 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
     if message.get("weight", 1) == 0 or message.get("train", True) is False:
         raise DataError(f"{name} is excluded from training (weight, train), which is not supported; leave "
                         "the mark out")
-    content = message[content_name]
-    if isinstance(content, list):
-        content = _joined_parts(f"{name}.{content_name}", content)
+    name = f"{name}.{content_name}"
+    if isinstance(content, list):  # of parts, as OpenAI's API takes it
+        for number, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind not in TEXT_PARTS:
+                raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text can be "
+                                f"trained on ({', '.join(TEXT_PARTS)})")
+            if flaw := flaw_of(part.get("text")):
+                raise DataError(f"{name}[{number}].text {flaw}")
+        content = "".join(part["text"] for part in content)
     if ROLES[role] == "system" and _is_blank(content):
         return {"role": "system", "content": ""}
-    return {"role": ROLES[role], "content": text_in(f"{name}.{content_name}", content)}
-
-
-def _joined_parts(name: str, parts: list) -> str:
-    """Return the text of a content that is a list of parts, as OpenAI's API takes it."""
-    texts = []
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in TEXT_PARTS:
-            raise DataError(f"{name}[{number}] is not text, its type is {kind!r:.40}; only text can be "
-                            f"trained on ({', '.join(TEXT_PARTS)})")
-        if flaw := flaw_of(part.get("text")):
-            raise DataError(f"{name}[{number}].text {flaw}")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _instruction_in(record: Mapping[str, Any]) -> Messages:
-    """Return Alpaca's instruction and output as a dialog."""
-    return [_request_in(record), {"role": "assistant", "content": text_in("output", record.get("output"))}]
-
-
-def _request_in(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return Alpaca's instruction as the user's message, followed by the input if there is one."""
-    content, more = text_in("instruction", record["instruction"]), record.get("input")
-    if not _is_blank(more):
-        content += "\n\n" + text_in("input", more)
-    return {"role": "user", "content": content}
-
-
-def _spoken_turns(value: Any) -> Any:
-    """Return the messages of a text that begins with `Human:`, and any other value unchanged."""
-    if not isinstance(value, str) or not value.lstrip().startswith("Human:"):
-        return value
-    parts = SPOKEN_TURN.split("\n\n" + value.lstrip())[1:]
-    return [{"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
-            for speaker, words in zip(parts[::2], parts[1::2])]
+    return {"role": ROLES[role], "content": text_in(name, content)}
 
 
 def text_in(name: str, value: Any) -> str:
@@ -282,11 +265,7 @@ def with_system(messages: Messages, system_prompt: Any) -> Messages:
 
 
 def check_turns(messages: Messages, last: str) -> Messages:
-    """Return the messages after checking their roles.
-
-    Args:
-        last: the role that the last message must have.
-    """
+    """Return the messages after checking their roles, of which `last` must be that of the last one."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise DataError("has no messages" if not messages else "has nothing but a system message")
@@ -304,66 +283,24 @@ def check_turns(messages: Messages, last: str) -> Messages:
     return messages
 
 
-def split_dialogs(chosen: Messages, rejected: Messages) -> tuple[Messages, str, str]:
-    """Return the messages that two dialogs share, and their answers."""
-    if not chosen or not rejected:
-        raise DataError(f"{'rejected' if chosen else 'chosen'} has no messages")
-    if chosen[:-1] != rejected[:-1]:
-        raise DataError("chosen and rejected differ before their last message, so they have no common prompt")
-    if (chosen[-1]["role"], rejected[-1]["role"]) != ("assistant", "assistant"):
-        raise DataError("chosen and rejected must end in an assistant's message")
-    return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
-
-
-def split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the beginning that two texts share, which is their prompt, and their answers.
-
-    The prompt ends at the end of a line, else of a sentence, else of a word.
-    """
-    shared = os.path.commonprefix([chosen, rejected])
-    for end in PROMPT_ENDS:
-        for place in reversed([found.start() for found in end.finditer(shared)]):
-            parts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
-            if all(part.strip() for part in parts):
-                return parts
-    raise DataError("has no prompt, and chosen and rejected share no beginning that could be one; name the "
-                    "column prompt")
-
-
-# Part of the key: raise it when the same record would give other tokens or segments, or another split.
-EXAMPLES_VERSION = 2
-READERS = {"chats": read_chats, "pairs": read_pairs}
-SHORTCUTS = {"chats": CHAT_SHORTCUTS, "pairs": PAIR_SHORTCUTS}
-SHOWN_TOKENS = 64  # at either end of a segment
-SHOWN_SEGMENTS = 64
+# ------------------------------------------------------------------------------------------ tokens
 
 
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
     """Return what `prepare` needs to know of chats or pairs."""
     sha256 = load_chat_format(tokenizer).sha256
-    tokenize, decode = partial(tokenize_examples, sha256), partial(decode_examples, kind)
-    return Kind(kind, READERS[kind], count_characters, text_of, tokenize, decode,
+    return Kind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
+                partial(tokenize_examples, sha256), partial(decode_examples, kind),
                 {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
                  "examples_version": EXAMPLES_VERSION})
 
 
-def count_characters(example: Chat | Pair) -> int:
-    """Return the number of characters in an example's messages."""
-    if isinstance(example, Chat):
-        return sum(len(message["content"]) for message in example.messages)
-    prompt = sum(len(message["content"]) for message in example.prompt)
-    return prompt + len(example.chosen) + len(example.rejected)
-
-
-def text_of(example: Chat | Pair) -> str:
+def text_of(example: Example, separator: str = "\n") -> str:
     """Return all messages of an example as one text."""
-    if isinstance(example, Chat):
-        return "\n".join(message["content"] for message in example.messages)
-    prompt = [message["content"] for message in example.prompt]
-    return "\n".join([*prompt, example.chosen, example.rejected])
+    return separator.join([*(message["content"] for message in example.messages), *example.answers])
 
 
-def split_key(example: Chat | Pair) -> str:
+def split_key(example: Example) -> str:
     """Return the text that decides the split of an example: the user's first message, normalized.
 
     So all chats and pairs that begin with the same request are in one split, and no stage trains on an answer
@@ -371,13 +308,12 @@ def split_key(example: Chat | Pair) -> str:
     space, letter case and Unicode forms do not count, because chat formats and tokenizers may remove them:
     what gives the same tokens must give the same key.
     """
-    messages = example.messages if isinstance(example, Chat) else example.prompt
-    request = next(message["content"] for message in messages if message["role"] == "user")
+    request = next(message["content"] for message in example.messages if message["role"] == "user")
     return " ".join(unicodedata.normalize("NFKC", request).casefold().split())
 
 
 @lru_cache(maxsize=1)
-def worker_chat_format(encoding: Encoding, sha256: str) -> ChatFormat | TemplateFormat:
+def _worker_chat_format(encoding: Encoding, sha256: str) -> ChatFormat | TemplateFormat:
     """Return the chat format of a worker process, made once."""
     chat_format = load_chat_format(worker_tokenizer(encoding))
     if chat_format.sha256 != sha256:
@@ -386,49 +322,54 @@ def worker_chat_format(encoding: Encoding, sha256: str) -> ChatFormat | Template
     return chat_format
 
 
-def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence[Chat | Pair]) -> Tokenized:
+def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence[Example]) -> Tokenized:
     """Return the examples of each split as flat arrays of ids and segments, and the refused examples."""
-    chat_format = worker_chat_format(encoding, format_sha256)
+    chat_format = _worker_chat_format(encoding, format_sha256)
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
     refused = []
     for example in examples:
         try:
-            segments = segments_of(example, chat_format, encoding.options.system_prompt)
+            segments = _segments_of(example, chat_format, encoding.options.system_prompt)
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
-        if fault := label_fault(example, segments, chat_format):
+        if fault := _label_fault(example, segments, chat_format):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
         kept[split_of(split_key(example), encoding.options.validation_fraction)].append(segments)
-    return Tokenized({split: flatten(chosen, encoding.dtype) for split, chosen in kept.items()}, refused)
+
+    # As they are written: ids, and a number for each segment.
+    splits = {}
+    for split, chosen in kept.items():
+        ids = list(chain.from_iterable(part for segments in chosen for part, _ in segments))
+        flags = [len(part) << 2 | (number == len(segments)) << 1 | is_target
+                 for segments in chosen for number, (part, is_target) in enumerate(segments, 1)]
+        targets = sum(len(part) for segments in chosen for part, is_target in segments if is_target)
+        splits[split] = Tokens(np.array(ids, encoding.dtype), len(chosen), np.array(flags, "uint32"), targets)
+    return Tokenized(splits, refused)
 
 
-def segments_of(example: Chat | Pair, chat_format: ChatFormat | TemplateFormat,
-                system_prompt: str) -> Segments:
-    """Return an example's ids as segments: (ids, whether they are targets)."""
-    if isinstance(example, Chat):
-        return chat_format.encode_chat(with_system(example.messages, system_prompt))
-    prompt = with_system(example.prompt, system_prompt)
-    chosen = chat_format.encode_answer(prompt, example.chosen)
-    rejected = chat_format.encode_answer(prompt, example.rejected)
+def _segments_of(example: Example, chat_format: ChatFormat | TemplateFormat,
+                 system_prompt: str) -> Segments:
+    messages = with_system(example.messages, system_prompt)
+    if not example.answers:
+        return chat_format.encode_chat(messages)
+    chosen, rejected = (chat_format.encode_answer(messages, answer) for answer in example.answers)
     if chosen == rejected:
         raise DataError("chosen and rejected have the same tokens")
-    return [(chat_format.encode_prompt(prompt), False), (chosen, True), (rejected, True)]
+    return [(chat_format.encode_prompt(messages), False), (chosen, True), (rejected, True)]
 
 
-def label_fault(example: Chat | Pair, segments: Segments,
-                chat_format: ChatFormat | TemplateFormat) -> str | None:
+def _label_fault(example: Example, segments: Segments,
+                 chat_format: ChatFormat | TemplateFormat) -> str | None:
     """Return what is wrong with an example's labels, or None if they are right.
 
     They are right if the targets, decoded, are the assistant's answers in order, each with its end of turn
     and no other control token, and if context comes before them.
     """
     tokenizer = chat_format.tokenizer
-    if isinstance(example, Chat):
-        answers = [message["content"] for message in example.messages if message["role"] == "assistant"]
-    else:
-        answers = [example.chosen, example.rejected]
+    answers = example.answers or [message["content"] for message in example.messages
+                                  if message["role"] == "assistant"]
     # As many targets as answers, each after some context.
     targets = [ids for ids, is_target in segments if is_target]
     if len(targets) != len(answers):
@@ -451,15 +392,6 @@ def label_fault(example: Chat | Pair, segments: Segments,
     return None
 
 
-def flatten(examples: Sequence[Segments], dtype: str) -> Tokens:
-    """Return consecutive examples as they are written."""
-    ids = list(chain.from_iterable(part for segments in examples for part, _ in segments))
-    flags = [len(part) << 2 | (number == len(segments)) << 1 | is_target
-             for segments in examples for number, (part, is_target) in enumerate(segments, 1)]
-    targets = sum(len(part) for segments in examples for part, is_target in segments if is_target)
-    return Tokens(np.array(ids, dtype), len(examples), np.array(flags, "uint32"), targets)
-
-
 def show_segment(ids: Sequence[int], is_target: bool, tokenizer) -> str:
     """Return the text of a segment, its middle left out if it is long, with ⟦ ⟧ around targets."""
     words = tokenizer.decode(ids)
@@ -478,11 +410,10 @@ def decode_examples(kind: str, folder: Path, splits: dict, tokenizer, dtype: str
         path = folder / shards[0]["file"]
         return np.fromfile(path, np.dtype(dtype).newbyteorder("<"), count, offset=HEADER_BYTES).tolist()
 
-    train = splits["train"]
-    flags = first_ids(train["segments"]["shards"], "uint32", SHOWN_SEGMENTS)
-    ids = first_ids(train["shards"], dtype, sum(flag >> 2 for flag in flags))
-    answers = ("\nchosen: ", "\nrejected: ") if kind == "pairs" else ("", "")
-    texts, text, start, names = [], "", 0, cycle(answers)
+    flags = first_ids(splits["train"]["segments"]["shards"], "uint32", SHOWN_SEGMENTS)
+    ids = first_ids(splits["train"]["shards"], dtype, sum(flag >> 2 for flag in flags))
+    names = cycle(("\nchosen: ", "\nrejected: ") if kind == "pairs" else ("", ""))
+    texts, text, start = [], "", 0
     for flag in flags:
         segment, start = ids[start:start + (flag >> 2)], start + (flag >> 2)
         text += (next(names) if flag & 1 else "") + show_segment(segment, bool(flag & 1), tokenizer)

@@ -10,7 +10,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -96,8 +96,8 @@ class TemplateFormat:
         # The template.
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
                                                     extensions=[GenerationTag, loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_template_error
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja2's escapes for HTML
+        environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.from_string(tokenizer.chat_template)
         except Exception as error:  # jinja2 evaluates constants here, so it can be any
@@ -249,13 +249,7 @@ class GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(["name:endgeneration"], drop_needle=True)).set_lineno(line)
 
 
-def _to_json(value, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-    """The filter `tojson` as templates expect it; jinja2's own escapes characters for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                      sort_keys=sort_keys)
-
-
-def _raise_template_error(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from common.errors import DataError
-from data_pipeline.chats import read_chats, read_pairs
+from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source
 
 ASK, SAY = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -17,11 +17,11 @@ def share(*turns):
     return [{"from": speaker, "value": words} for speaker, words in turns]
 
 
-def read(reader, tmp_path, *records, **options):
+def read(kind, tmp_path, *records, **options):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     reading = Reading(**options)
-    return list(reader(Source(path=str(path)), reading)), reading
+    return list(read_examples(kind, Source(path=str(path)), reading)), reading
 
 
 @pytest.mark.parametrize("record, messages", [
@@ -45,13 +45,13 @@ def read(reader, tmp_path, *records, **options):
     ({"messages": [{"role": "user", "content": " Why?\n"}, SAY]}, [{"role": "user", "content": " Why?\n"}, SAY]),
 ])
 def test_every_shape_of_a_chat_is_the_same_messages(tmp_path, record, messages):
-    (chat,), _ = read(read_chats, tmp_path, record)
+    (chat,), _ = read("chats", tmp_path, record)
     assert chat.messages == messages and chat.where == f"{tmp_path}/x.jsonl:1"
 
 
 def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     record = {"instruction": "Add.", "instances": [{"input": "1, 2", "output": "3"}, {"input": "", "output": "0"}]}
-    chats, _ = read(read_chats, tmp_path, record)
+    chats, _ = read("chats", tmp_path, record)
     assert [[message["content"] for message in chat.messages] for chat in chats] == [["Add.\n\n1, 2", "3"], ["Add.", "0"]]
 
 
@@ -103,8 +103,8 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
 ])
 def test_what_is_no_chat_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:2: .*{reason}"):
-        read(read_chats, tmp_path, {"messages": [ASK, SAY]}, record)
-    chats, reading = read(read_chats, tmp_path, {"messages": [ASK, SAY]}, record, {"messages": [ASK, SAY]}, skip_bad=True)
+        read("chats", tmp_path, {"messages": [ASK, SAY]}, record)
+    chats, reading = read("chats", tmp_path, {"messages": [ASK, SAY]}, record, {"messages": [ASK, SAY]}, skip_bad=True)
     assert len(chats) == 2 and reading.bad == 1 and f"{tmp_path}/x.jsonl:2: " in reading.bad_records[0]
 
 
@@ -135,8 +135,8 @@ SO, NO = "So.", "No."
     ({"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " So.", "rejected": " No."}, [ASK], (" So.", " No.")),
 ])
 def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, prompt, answers):
-    (pair,), _ = read(read_pairs, tmp_path, record)
-    assert (pair.prompt, (pair.chosen, pair.rejected)) == (prompt, answers)
+    (pair,), _ = read("pairs", tmp_path, record)
+    assert (pair.messages, pair.answers) == (prompt, answers)
 
 
 @pytest.mark.parametrize("record, reason", [
@@ -167,7 +167,7 @@ def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, pro
 ])
 def test_what_is_no_pair_is_refused_by_file_and_line(tmp_path, record, reason):
     with pytest.raises(DataError, match=f"{tmp_path}/x.jsonl:1: .*{reason}"):
-        read(read_pairs, tmp_path, record)
+        read("pairs", tmp_path, record)
 
 
 def test_a_parquet_file_is_read_with_all_its_columns(tmp_path):
@@ -175,11 +175,11 @@ def test_a_parquet_file_is_read_with_all_its_columns(tmp_path):
     # Alpaca's file has a column text besides, which is what is read for pretraining.
     table = pyarrow.table({"instruction": ["Why?"], "input": [""], "output": ["So."], "text": ["all of it"]})
     parquet.write_table(table, tmp_path / "x.parquet")
-    chat, = read_chats(Source(path=str(tmp_path / "x.parquet")), Reading())
+    chat, = read_examples("chats", Source(path=str(tmp_path / "x.parquet")), Reading())
     assert chat.messages == [ASK, SAY] and chat.where.endswith("x.parquet: row 1")
 
 
 def test_lines_of_text_are_no_chats(tmp_path):
     (tmp_path / "x.txt").write_text("Why?\n")
     with pytest.raises(DataError, match="x.txt:1: is not a chat"):
-        list(read_chats(Source(path=str(tmp_path / "x.txt")), Reading()))
+        list(read_examples("chats", Source(path=str(tmp_path / "x.txt")), Reading()))

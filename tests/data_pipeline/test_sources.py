@@ -13,7 +13,7 @@ import zstandard
 
 from common.errors import DataError, SettingsError
 from data_pipeline import sources
-from data_pipeline.chats import read_chats
+from data_pipeline.chats import read_examples
 from data_pipeline.sources import Reading, Source, identify, list_files, read_records, read_texts, source_of
 
 
@@ -170,7 +170,7 @@ def test_an_array_is_what_json_reads_in_it_however_it_is_written_and_cut(tmp_pat
 def test_a_packed_array_of_alpaca_s_records_is_chats(tmp_path):
     records = [{"instruction": f"Say {n}.", "input": "", "output": str(n)} for n in range(300)]
     (tmp_path / "alpaca_data.json.gz").write_bytes(gzip.compress(json.dumps(records, indent=4).encode()))
-    chats = list(read_chats(Source(path=str(tmp_path / "alpaca_data.json.gz")), Reading()))
+    chats = list(read_examples("chats", Source(path=str(tmp_path / "alpaca_data.json.gz")), Reading()))
     assert [chat.messages[1]["content"] for chat in chats] == [str(n) for n in range(300)]
 
 
@@ -273,9 +273,9 @@ def test_columns_of_other_names_are_chats(tmp_path, record, names, expected, suf
     else:
         path.write_text(json.dumps([record] if suffix == "json" else record))
     source = Source(path=str(path), map=names)
-    assert [message["content"] for chat in read_chats(source, Reading()) for message in chat.messages] == expected
+    assert [message["content"] for chat in read_examples("chats", source, Reading()) for message in chat.messages] == expected
     with pytest.raises(DataError, match=f"x.{suffix}: ?.*1.*: has no column 'solution'; it has '{next(iter(record))}', .*--map"):
-        list(read_chats(replace(source, map="prompt=solution"), Reading()))
+        list(read_examples("chats", replace(source, map="prompt=solution"), Reading()))
 
 
 def test_a_text_of_another_name_is_read_and_names_count_in_the_identity_only_if_given(tmp_path):
