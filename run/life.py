@@ -79,7 +79,7 @@ from parallel.fsdp import RowServer, is_sharded, named_parameters, own
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, classify_exception, joined_ranks
 from run import diagnostics
 from run import folder as run_folder
-from run.card import BackgroundReport, CardFacts, commit, run_card, write_card
+from run.card import BackgroundReport, commit, run_card, write_card
 from run.folder import SEGMENTS, RunFolder, open_run_folder
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, REPORT, RunLog, disk_errors
 from run.start import (
@@ -410,7 +410,7 @@ def write_checkpoint(run: Run) -> None:
             peft.save_adapter_folder(folder, adapter, config, tokenizer)
         else:
             huggingface.save_model_folder(folder, weights, run.model.config, tokenizer, config.max_seq_len)
-        write_card(folder, lambda: run_card(card_facts(run, weights)), run.log.warn)
+        write_card(folder, lambda: run_card(run), run.log.warn)
 
     checkpoints_dir = run.folder / "checkpoints"
     of_optimizer = trim_padding({name: streamed[name] for name in optimizer_state}, run.model)
@@ -423,18 +423,6 @@ def write_checkpoint(run: Run) -> None:
     seconds = time.perf_counter() - started
     run.log.info(f"Saved {run.saved} in {seconds:.1f} s")
     run.log.event("save", progress.step, seconds=seconds, checkpoint=run.saved.name)
-
-
-def card_facts(run: Run, trained: Mapping[str, LazyTensor]) -> CardFacts:
-    """What the model card of the current state tells of."""
-    config, vocab_size, ranks = run.config, run.inputs.tokenizer.vocab_size, run.ranks.world_size
-    sizes = [tensor.first_rows(vocab_size).shape if name in huggingface.VOCABULARY else tensor.shape
-             for name, tensor in trained.items()]
-    hardware = f"{diagnostics.device_name(run.ranks.device)}, {ranks} rank{'s' if ranks > 1 else ''}"
-    titles = {choices.name: choices.title for choices in run.inputs.choice_sets}
-    return CardFacts(run.folder.name, run.folder, config, run.progress, run.inputs.identity(config),
-                     run.log.history, run.inputs.rows, titles, vocab_size, sum(map(math.prod, sizes)),
-                     hardware)
 
 
 def trained_bytes(model: Transformer) -> int:
