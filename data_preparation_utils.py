@@ -1,24 +1,21 @@
-"""The file that --mix names: several sources, and their weights in a run.
+"""From a command to a prepared set: documents, chats or preference pairs as token shards in a folder.
 
-From a command to a prepared set: documents, chats or preference pairs as token shards in a folder.
-
-The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; a program calls `prepare_pretrain`
-or `prepare_examples`. The set's folder is named by a hash of its sources, tokenizer and settings, so that a
-second call finds what the first one prepared. The parts are in data_pipeline/: sources (records),
-chat_records and chat_templates (chats), tokenize_chats (labels), prepare
-(workers, journal, manifest), shard_writer (files).
+The scripts load_{pretrain,instruct,dpo}_dataset.py call `run_preparation`; a program calls `prepare_set`. The
+set's folder is named by a hash of its sources, tokenizer and settings, so that a second call finds what the
+first one prepared. The parts are in data_pipeline/: sources (records), chats and templates (labels), prepare
+and workers (tokens, journal, manifest), shards (files).
 """
 
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from glob import glob
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from common.command_line import CommandParser
 from common.errors import SettingsError, local_path, run_script
@@ -28,6 +25,7 @@ from config import Config
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
 from data_pipeline.chats import kind_of_examples
 from data_pipeline.mixture import (
+    MixPhase,
     Mixture,
     describe_sources,
     is_mixture,
@@ -41,8 +39,35 @@ from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
 from settings.load import export, load_config
 from tokenizer import load_tokenizer
 
-EXAMPLE = '{"sources": [{"path" or "name": ..., "weight": 0.7}, ...]}'
-OLD_FIELDS = ("seed", "stop")
+NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
+OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
+# Flags that describe a source: their field of `Source`.
+SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
+                 "map": "map", "column": "column", "documents": "documents"}
+# A source in the file of --mix: the fields of `Source`, its weight and its label.
+MixSource = create_model(
+    "MixSource", __config__=ConfigDict(strict=True, extra="forbid"),
+    weight=(Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)], None),
+    label=(Annotated[str, Field(min_length=1)], None),
+    **{field.name: (str, field.default) for field in fields(Source)})
+
+
+class MixFile(BaseModel, strict=True, extra="forbid"):
+    """The file of --mix. With phases, which have weights by label, the sources themselves have none."""
+
+    sources: list[MixSource] = Field(min_length=1)
+    phases: list[MixPhase] | None = None
+
+    @model_validator(mode="after")
+    def check_sources(self) -> "MixFile":
+        """Refuse sources without exactly one place, and weights in two places."""
+        for number, source in enumerate(self.sources, 1):
+            if bool(source.path) == bool(source.name):
+                raise ValueError(f"source {number}: give either a path (files) or a name (a dataset on the "
+                                 "hub)")
+            if self.phases is not None and source.weight is not None:
+                raise ValueError(f"source {number}: leave out its weight, because the phases have weights")
+        return self
 
 
 class Mix(NamedTuple):
@@ -54,106 +79,46 @@ class Mix(NamedTuple):
 
 
 def read_mix(path: str | Path) -> Mix:
-    """Read {"sources": [{"path" or "name": ..., "weight": ..., "label": ...}, ...], "phases": [...]} as JSON.
-
-    With phases, such as {"until": 0.8, "weights": {label: 0.9, ...}}, the sources themselves have no weights.
-    A source's label is by default its path or name.
-    """
+    """Read a `MixFile`. A source's label is by default its path or name."""
     try:
-        content = read_json(Path(path))
+        mix = MixFile.model_validate(read_json(Path(path)))
+        sources = [Source(**entry.model_dump(exclude={"weight", "label"})) for entry in mix.sources]
+        labels = [entry.label or without_passwords(entry.path)
+                  or "/".join(filter(None, (entry.name, entry.config))) for entry in mix.sources]
+        phases = mix.model_dump()["phases"]
+        if phases is None:
+            weights = [1.0 if entry.weight is None else entry.weight for entry in mix.sources]
+            phases = [{"weights": dict(zip(labels, weights))}]
+        mixture = Mixture.model_validate({"sources": [{"label": label, "set": ""} for label in labels],
+                                          "phases": phases})
     except OSError as error:
         raise SettingsError(f"{path}: cannot be read: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
-    entries = content.get("sources")
-    if not isinstance(entries, list) or not entries or not all(isinstance(one, dict) for one in entries):
-        raise SettingsError(f"{path}: expected {EXAMPLE}")
-    if old := next((name for name in OLD_FIELDS if name in content), None):
-        raise SettingsError(f"{path}: leave out {old!r}: a mixture is no longer drawn when it is prepared, "
-                            "but in training, by SEED, and a source that is used up is read again")
-    _refuse_unknown_fields(f"{path}", content, {"sources", "phases"})
-    sources, labels, weights = zip(*(_source(f"{path}: source {number}", entry, "phases" in content)
-                                     for number, entry in enumerate(entries, 1)))
-    phases = content.get("phases", [{"weights": dict(zip(labels, weights))}])
-    parts = [{"label": label, "set": ""} for label in labels]
-    try:
-        mixture = Mixture.model_validate({"sources": parts, "phases": phases})
     except ValidationError as error:
         raise SettingsError(f"{path}: {first_fault(error)}; see the example in --help") from error
-    return Mix([*sources], [*labels], [phase.model_dump() for phase in mixture.phases])
+    except ValueError as error:
+        raise SettingsError(f"{path}: is not a JSON object: {error}; see the example in --help") from error
+    return Mix(sources, labels, [phase.model_dump() for phase in mixture.phases])
 
 
-def _source(where: str, entry: dict, has_phases: bool) -> tuple[Source, str, float]:
-    """Return a source, its label and its weight."""
-    strings = {field.name for field in fields(Source)} | {"label"}
-    _refuse_unknown_fields(where, entry, strings | {"weight"})
-    if ("path" in entry) == ("name" in entry):
-        raise SettingsError(f"{where}: give either a path (files) or a name (a dataset on the hub)")
-    if has_phases and "weight" in entry:
-        raise SettingsError(f"{where}: leave out its weight, because the phases have weights")
-    weight = entry.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight <= 1e9:
-        raise SettingsError(f"{where}: weight={weight!r:.40} must be a number above 0, 1e9 at most")
-    for name in strings:
-        value = entry.get(name, "")
-        if not isinstance(value, str) or (name in ("path", "name", "label") and name in entry and not value):
-            raise SettingsError(f"{where}: {name}={value!r:.40} must be a string that is not empty")
-    source = Source(**{name: value for name, value in entry.items() if name not in ("weight", "label")})
-    place = without_passwords(source.path) or "/".join(filter(None, (source.name, source.config)))
-    return source, entry.get("label", place), float(weight)
-
-
-def _refuse_unknown_fields(where: str, given: Iterable[str], known: set[str]) -> None:
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise SettingsError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(known))}")
-
-
-NAMES = {"documents": SHORTCUTS, **EXAMPLE_SHORTCUTS}
-OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo"}
-# Flags that describe a source: their field of `Source`.
-SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
-                 "map": "map", "column": "column", "documents": "documents"}
-
-
-def prepare_pretrain(source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
-    """Prepare documents for pretraining, or find that they were prepared before; return the set's folder.
+def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options: PreparationOptions) -> Path:
+    """Prepare a set, or find that it was prepared before; return its folder.
 
     Args:
+        kind: "documents", "chats" or "pairs".
         source: a path, URL, glob, shortcut or hub name; or a Source.
         output_dir: the folder for prepared sets.
     """
-    tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
-    return prepare(DOCUMENTS, source, tokenizer, output_dir, options)
-
-
-def prepare_examples(kind: str, source: str | Source, output_dir: str | Path,
-                     options: PreparationOptions) -> Path:
-    """Prepare chats or preference pairs, or find that they were prepared before; return the set's folder.
-
-    Args:
-        kind: "chats" or "pairs".
-        Others: as `prepare_pretrain`; `options.validation_fraction` is of the requests (`split_key`).
-    """
-    if isinstance(source, str):
-        source = source_of(source, EXAMPLE_SHORTCUTS[kind])
-    if (source.column, source.documents) != (Source.column, Source.documents):
+    source = source_of(source, NAMES[kind]) if isinstance(source, str) else source
+    if kind != "documents" and (source.column, source.documents) != (Source.column, Source.documents):
         raise SettingsError(f"{source.path or source.name}: column and documents are for pretraining text; "
                             "leave them out")
     tokenizer = load_tokenizer(options.tokenizer_path, options.tokenizer_backend)
-    examples = kind_of_examples(kind, tokenizer, options.system_prompt)
-    return prepare(examples, source, tokenizer, output_dir, options)
-
-
-def prepare_set(kind: str, source: str | Source, output_dir: Path, options: PreparationOptions) -> Path:
-    """Prepare documents, chats or pairs. Raises DataError or SettingsError, as the two functions above."""
-    if kind == "documents":
-        return prepare_pretrain(source, output_dir, options)
-    return prepare_examples(kind, source, output_dir, options)
+    data_kind = DOCUMENTS if kind == "documents" else kind_of_examples(kind, tokenizer, options.system_prompt)
+    return prepare(data_kind, source, tokenizer, Path(output_dir), options)
 
 
 def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationOptions) -> Path:
-    """Prepare each source of a mix as a set of its own, or find it; return the folder of their mixture."""
+    """Prepare each source of a mix as a separate set, or find it; return the folder of their mixture."""
     sets = []
     for number, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
         show(f"Source {number} of {len(mix.sources)}: {label}")
@@ -166,8 +131,7 @@ def describe(folder: Path) -> list[str]:
     """Return a description of a prepared set for the user; of a mixture, of each set and the table."""
     if not is_mixture(folder):
         return describe_prepared(folder).split("\n")
-    mixture = read_mixture(folder)
-    lines = []
+    mixture, lines = read_mixture(folder), []
     for source in mixture.sources:
         of_set = describe_prepared(folder / source.set).split("\n")
         lines += [f"{source.label}:", *(f"  {line}" for line in of_set)]
@@ -182,7 +146,6 @@ class FlagParser(CommandParser):
         self.add_argument("--help", action="help", help="show this help")
 
     def error(self, message: str):
-        """Raise SettingsError."""
         raise SettingsError(f"command line: {message}; --help lists every flag")
 
     def split(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -196,10 +159,7 @@ class FlagParser(CommandParser):
                                       for argument in argv])
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-        """Return the script's own flags, and the settings: from the other flags, the environment and `.env`.
-
-        The keys of libraries in `.env` are exported.
-        """
+        """Return the script's own flags, and the settings; the keys of libraries in `.env` are exported."""
         own, others = self.split(argv)
         loaded = load_config(others, extra_flags=tuple(vars(own)), complete=False)
         export(loaded)
@@ -274,26 +234,13 @@ A preparation that was stopped continues where it was.""")
 
 
 def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Path:
-    """Prepare what a command line and the settings ask for; return the set's folder.
-
-    Args:
-        kind: "documents", "chats" or "pairs".
-    """
+    """Prepare what a command line and the settings ask for; return the set's folder."""
     flags, config = flag_parser(kind, records).parse(argv)
     if config.tokenizer_path is None:
         raise SettingsError("TOKENIZER_PATH is not set; set it to Llama 3's tokenizer.model, a "
                             "tokenizer.json or a hub name")
     given = {flag: value for flag, value in vars(flags).items() if value is not None}
     fields = {field: given[flag] for flag, field in SOURCE_FIELDS.items() if flag in given}
-    if flags.mix:
-        if fields or flags.source:
-            raise SettingsError("--mix describes its sources itself; give no --source or flags of a source")
-    elif flags.source or kind == "documents":
-        source = source_of(flags.source or "fineweb-edu", NAMES[kind], **fields)
-    else:
-        raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
-                            f"hub, or one of {', '.join(NAMES[kind])}")
-    # How it is prepared.
     options = PreparationOptions(
         config.tokenizer_path, config.tokenizer_backend, config.shard_tokens, config.validation_fraction,
         workers=config.preparation_workers, on_bad_record=flags.on_bad_record,
@@ -302,12 +249,18 @@ def prepare_from_flags(kind: str, argv: Sequence[str], records: str = "") -> Pat
         decontaminate=flags.decontaminate or "")
     output = local_path(flags.output)
     if flags.mix:
+        if fields or flags.source:
+            raise SettingsError("--mix describes its sources itself; give no --source or flags of a source")
         return prepare_mixture(kind, read_mix(flags.mix), output, options)
+    if not flags.source and kind != "documents":
+        raise SettingsError("--source is not set; give a file, folder or glob, the name of a dataset on the "
+                            f"hub, or one of {', '.join(NAMES[kind])}")
+    source = source_of(flags.source or "fineweb-edu", NAMES[kind], **fields)
     return prepare_set(kind, source, output, options)
 
 
 def is_source(kind: str, path: str) -> bool:
-    """Whether a data setting names something to prepare, and no prepared set, token files or missing path."""
+    """Whether a data setting names something to prepare, and not a prepared set, or nothing at all."""
     if os.path.isdir(path):
         inside = [name for depth in ("*", "*/*") for name in glob(os.path.join(path, depth))]
         if any(name.endswith((MANIFEST, MIXTURE, ".bin", ".npy")) for name in inside):
@@ -330,7 +283,6 @@ def run_preparation(kind: str, records: str = "", legend: str = "") -> None:
     """
     def main() -> None:
         folder = prepare_from_flags(kind, sys.argv[1:], records)
-        show(*describe(folder), f"Ready. {legend}The line for .env:",
-             f"{KINDS[kind][0]}={folder}")
+        show(*describe(folder), f"Ready. {legend}The line for .env:", f"{KINDS[kind][0]}={folder}")
 
     run_script(main, "Stopped. Run the same command again to continue.")

@@ -22,10 +22,10 @@ import numpy as np
 
 from common.errors import DataError
 from common.text import command
-from data_pipeline.prepare import SPLITS, Encoding, Kind, Tokenized, split_of, worker_tokenizer
 from data_pipeline.shards import HEADER_BYTES, Tokens
 from data_pipeline.sources import Reading, Source, columns_of, contents_of, flaw_of, read_records
 from data_pipeline.templates import ChatFormat, Messages, Segments, TemplateFormat, load_chat_format
+from data_pipeline.workers import SPLITS, ChunkTokens, DataKind, WorkerSpec, split_of, worker_tokenizer
 
 SHORTCUTS = {
     "chats": {"ultrachat": Source(name="HuggingFaceH4/ultrachat_200k", split="train_sft"),
@@ -286,13 +286,13 @@ def check_turns(messages: Messages, last: str) -> Messages:
 # ------------------------------------------------------------------------------------------ tokens
 
 
-def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> Kind:
+def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     """Return what `prepare` needs to know of chats or pairs."""
     sha256 = load_chat_format(tokenizer).sha256
-    return Kind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
-                partial(tokenize_examples, sha256), partial(decode_examples, kind),
-                {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
-                 "examples_version": EXAMPLES_VERSION})
+    return DataKind(kind, partial(read_examples, kind), lambda example: len(text_of(example, "")), text_of,
+                    partial(tokenize_examples, sha256), partial(decode_examples, kind),
+                    {"kind": kind, "chat_format_sha256": sha256, "system_prompt": system_prompt,
+                     "examples_version": EXAMPLES_VERSION})
 
 
 def text_of(example: Example, separator: str = "\n") -> str:
@@ -313,30 +313,29 @@ def split_key(example: Example) -> str:
 
 
 @lru_cache(maxsize=1)
-def _worker_chat_format(encoding: Encoding, sha256: str) -> ChatFormat | TemplateFormat:
+def _worker_chat_format(spec: WorkerSpec, sha256: str) -> ChatFormat | TemplateFormat:
     """Return the chat format of a worker process, made once."""
-    chat_format = load_chat_format(worker_tokenizer(encoding))
+    chat_format = load_chat_format(worker_tokenizer(spec))
     if chat_format.sha256 != sha256:
-        raise DataError(f"{encoding.options.tokenizer_path}: its chat template changed while it was used; "
-                        "start again")
+        raise DataError(f"{spec.tokenizer_path}: its chat template changed while it was used; start again")
     return chat_format
 
 
-def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence[Example]) -> Tokenized:
+def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[Example]) -> ChunkTokens:
     """Return the examples of each split as flat arrays of ids and segments, and the refused examples."""
-    chat_format = _worker_chat_format(encoding, format_sha256)
+    chat_format = _worker_chat_format(spec, format_sha256)
     kept: dict[str, list[Segments]] = {split: [] for split in SPLITS}
     refused = []
     for example in examples:
         try:
-            segments = _segments_of(example, chat_format, encoding.options.system_prompt)
+            segments = _segments_of(example, chat_format, spec.system_prompt)
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
         if fault := _label_fault(example, segments, chat_format):
             raise DataError(f"{example.where}: its labels are wrong, and a model would learn them: {fault}; "
                             "use another chat template or tokenizer")
-        kept[split_of(split_key(example), encoding.options.validation_fraction)].append(segments)
+        kept[split_of(split_key(example), spec.validation_fraction)].append(segments)
 
     # As they are written: ids, and a number for each segment.
     splits = {}
@@ -345,8 +344,8 @@ def tokenize_examples(format_sha256: str, encoding: Encoding, examples: Sequence
         flags = [len(part) << 2 | (number == len(segments)) << 1 | is_target
                  for segments in chosen for number, (part, is_target) in enumerate(segments, 1)]
         targets = sum(len(part) for segments in chosen for part, is_target in segments if is_target)
-        splits[split] = Tokens(np.array(ids, encoding.dtype), len(chosen), np.array(flags, "uint32"), targets)
-    return Tokenized(splits, refused)
+        splits[split] = Tokens(np.array(ids, spec.dtype), len(chosen), np.array(flags, "uint32"), targets)
+    return ChunkTokens(splits, refused)
 
 
 def _segments_of(example: Example, chat_format: ChatFormat | TemplateFormat,

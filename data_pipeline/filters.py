@@ -2,7 +2,7 @@
 
 Both see a text as its runs of words, without punctuation and letter case. Workers examine the texts; what
 needs the documents before is decided in one process, in their order, so that the number of workers does not
-matter. Documents, chats and pairs are filtered alike; `text_of` gives the text of one.
+matter.
 """
 
 import os
@@ -45,25 +45,11 @@ class FilterOptions(NamedTuple):
     evaluation: Source | None = None  # items of which no document may contain 13 words in a row
 
 
-class Examined(NamedTuple):
-    """What a worker found in a chunk of documents."""
-
-    signatures: np.ndarray  # (documents, HASHES) uint8; without columns if they are not asked for
-    overlaps: list[str | None]  # for each document: what it shares with an evaluation item
-
-
-class Removed(NamedTuple):
-    """A document that was left out."""
-
-    reason: str  # of REASONS
-    what: str  # its place and more
-
-
 class Passed(NamedTuple):
     """What is known after a chunk: the fraction of the sources read, and what the filters did."""
 
     fraction: float | None
-    removed: list[Removed]  # of this chunk
+    removed: list[tuple[str, str]]  # documents of this chunk: the reason, and the document's place and more
     signatures: int  # of all documents kept so far
 
 
@@ -99,13 +85,6 @@ def signature_of(words: list[str]) -> np.ndarray:
     return (minima >> np.uint64(32)).astype(np.uint8)
 
 
-def bands_for(similarity: float) -> tuple[int, int]:
-    """Return (bands, rows) for locality-sensitive hashing: the longest bands that miss few enough pairs."""
-    rows = max(rows for rows in range(1, HASHES + 1)
-               if 1 - (1 - similarity ** rows) ** (HASHES // rows) >= BAND_RECALL)
-    return HASHES // rows, rows
-
-
 class NearDuplicates:
     """The signatures of the documents that were kept, and a table that finds those similar to a new one.
 
@@ -114,14 +93,16 @@ class NearDuplicates:
     All follows from the signatures in their order, so that these alone are kept on disk.
     """
 
-    def __init__(self, similarity: float, signatures: np.ndarray | None = None):
-        self.bands, self.rows = bands_for(similarity)
+    def __init__(self, similarity: float, signatures: np.ndarray = np.empty((0, HASHES), np.uint8)):
+        # The longest bands that still find BAND_RECALL of the pairs exactly as similar as the threshold.
+        self.rows = max(rows for rows in range(1, HASHES + 1)
+                        if 1 - (1 - similarity ** rows) ** (HASHES // rows) >= BAND_RECALL)
+        self.bands = HASHES // self.rows
         # Agreeing bytes, of which some agree by chance.
         self.least_equal = HASHES * (similarity + (1 - similarity) / 256)
-        self.count = 0 if signatures is None else len(signatures)
+        self.count = len(signatures)
         self.signatures = np.empty((max(1024, 2 * self.count), HASHES), np.uint8)
-        if signatures is not None:
-            self.signatures[:self.count] = signatures
+        self.signatures[:self.count] = signatures
         self._build_table()
 
     def _build_table(self) -> None:
@@ -129,26 +110,25 @@ class NearDuplicates:
         self.sets = 1 << max(8, (2 * self.count // WAYS).bit_length())
         self.table = np.zeros((self.bands, self.sets, WAYS), np.uint32)  # numbers from 1; 0 = free
         for band in range(self.bands):
-            chosen = self._sets_of(self.signatures[:self.count], band)
+            part = self.signatures[:self.count, band * self.rows:(band + 1) * self.rows]
+            chosen = self._sets_of(part)
             order = np.argsort(chosen, kind="stable")
             chosen = chosen[order]
             way = np.arange(self.count) - np.searchsorted(chosen, chosen)
             fits = way < WAYS
             self.table[band, chosen[fits], way[fits]] = order[fits] + 1
 
-    def _sets_of(self, signatures: np.ndarray, band: int) -> np.ndarray:
-        """Return the set that a band of each signature names."""
-        part = signatures[..., band * self.rows:(band + 1) * self.rows]
-        hashes = np.zeros(part.shape[:-1], np.uint64)
+    def _sets_of(self, bands: np.ndarray) -> np.ndarray:
+        """Return the set that each band, a row of an array, names."""
+        hashes = np.zeros(len(bands), np.uint64)
         for row in range(self.rows):
-            hashes = (hashes + part[..., row]) * SEEDS[0]
+            hashes = (hashes + bands[:, row]) * SEEDS[0]
             hashes ^= hashes >> np.uint64(29)
         return (hashes & np.uint64(self.sets - 1)).astype(np.int64)
 
     def add(self, signature: np.ndarray) -> float | None:
         """Add a document, or return its similarity to the most similar one if that reaches the threshold."""
-        bands = signature[:self.bands * self.rows].reshape(self.bands, self.rows)
-        chosen = self._sets_of(bands, 0)
+        chosen = self._sets_of(signature[:self.bands * self.rows].reshape(self.bands, self.rows))
         listed = self.table[np.arange(self.bands), chosen]
         found = listed[listed > 0]
         if len(found):
@@ -214,8 +194,9 @@ def texts_of_item(record: dict) -> list[str]:
 evaluation_items = lru_cache(maxsize=1)(EvaluationItems)
 
 
-def examine(options: FilterOptions, text_of: Callable[[Any], str], items: list) -> Examined:
-    """Return what each document's text alone tells; runs in a worker."""
+def examine(options: FilterOptions, text_of: Callable[[Any], str],
+            items: list) -> tuple[np.ndarray, list[str | None]]:
+    """Return what each document's text alone tells: its signature, and its overlap. Runs in a worker."""
     signatures = np.empty((len(items), HASHES if options.similarity else 0), np.uint8)
     overlaps: list[str | None] = [None] * len(items)
     for number, item in enumerate(items):
@@ -224,50 +205,45 @@ def examine(options: FilterOptions, text_of: Callable[[Any], str], items: list) 
             signatures[number] = signature_of(words)
         if options.evaluation:
             overlaps[number] = evaluation_items(options.evaluation).overlap(words)
-    return Examined(signatures, overlaps)
+    return signatures, overlaps
 
 
 class Filters:
-    """The filters of one preparation, which continue after what its journal says."""
+    """The filters of one preparation, which continue after `done`, a result of `sync`; {} begins."""
 
     def __init__(self, options: FilterOptions, text_of: Callable[[Any], str], folder: Path, done: dict):
-        """Continue after `done`, a result of `sync`; {} begins."""
         self.options, self.text_of, self.path = options, text_of, folder / SIGNATURES
-        self.removed = done.get("removed") or {reason: {"count": 0, "listed": []} for reason in self.reasons}
+        # Those of REASONS for which documents are removed.
+        used = [reason for reason, is_on in zip(REASONS, (options.similarity, options.evaluation)) if is_on]
+        self.removed = done.get("removed") or {reason: {"count": 0, "listed": []} for reason in used}
         self.on_disk = done.get("signatures", 0)
         if options.similarity:
-            signatures = np.fromfile(self.path, np.uint8, self.on_disk * HASHES) if self.on_disk else None
-            if self.on_disk and len(signatures) < self.on_disk * HASHES:
+            stored = np.fromfile(self.path, np.uint8, self.on_disk * HASHES) if self.on_disk else np.empty(0)
+            if len(stored) < self.on_disk * HASHES:
                 raise DataError(f"{self.path}: is cut off; delete {folder} and start again")
-            self.seen = NearDuplicates(options.similarity,
-                                       None if signatures is None else signatures.reshape(-1, HASHES))
-
-    @property
-    def reasons(self) -> list[str]:
-        """Those of REASONS for which documents are removed."""
-        options = self.options
-        return [reason for reason, used in zip(REASONS, (options.similarity, options.evaluation)) if used]
+            self.seen = NearDuplicates(options.similarity, stored.reshape(-1, HASHES))
 
     def apply(self, chunks: Iterable[tuple[list, float | None]],
               in_order: InOrder) -> Iterator[tuple[list, Passed]]:
         """Yield the chunks without the documents that are removed."""
-        if not self.reasons:
+        if not self.removed:
             yield from ((items, Passed(fraction, [], 0)) for items, fraction in chunks)
             return
         with_items = ((items, (items, fraction)) for items, fraction in chunks)
-        for examined, (items, fraction) in in_order(partial(examine, self.options, self.text_of), with_items):
+        examined = in_order(partial(examine, self.options, self.text_of), with_items)
+        for (signatures, overlaps), (items, fraction) in examined:
             kept, removed = [], []
-            for number, (item, overlap) in enumerate(zip(items, examined.overlaps)):
+            for item, signature, overlap in zip(items, signatures, overlaps):
                 if overlap:
-                    removed.append(Removed("overlaps", f"{item.where}: {overlap}"))
-                elif self.options.similarity and (similar := self.seen.add(examined.signatures[number])):
+                    removed.append(("overlaps", f"{item.where}: {overlap}"))
+                elif self.options.similarity and (similar := self.seen.add(signature)):
                     what = f"{item.where}: {similar:.2f} similar to an earlier one"
-                    removed.append(Removed("near_duplicates", what))
+                    removed.append(("near_duplicates", what))
                 else:
                     kept.append(item)
             yield kept, Passed(fraction, removed, self.seen.count if self.options.similarity else 0)
 
-    def count(self, removed: list[Removed]) -> None:
+    def count(self, removed: list[tuple[str, str]]) -> None:
         """Count and list what was removed from a chunk that is written now."""
         for reason, what in removed:
             self.removed[reason]["count"] += 1
@@ -283,4 +259,4 @@ class Filters:
                 file.flush()
                 os.fsync(file.fileno())
             self.on_disk = signatures
-        return {"signatures": self.on_disk, "removed": self.removed} if self.reasons else {}
+        return {"signatures": self.on_disk, "removed": self.removed} if self.removed else {}

@@ -1,8 +1,8 @@
 """Prepares a set: sources become token shards and a manifest, on all cores, however often it is killed.
 
-What a set holds is a `Kind`: documents (here), chats or preference pairs (tokenize_chats). One process reads
-the sources and hands chunks of items to workers; their tokens are written in the order of the chunks, so that
-the number of workers does not matter. A journal counts what is on disk: a killed preparation continues there.
+What a set holds is a `DataKind`: documents (here), chats or preference pairs (chats). One process reads the
+sources and hands chunks of items to workers; their tokens are written in the order of the chunks, so that the
+number of workers does not matter. A journal counts what is on disk: a killed preparation continues there.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from os.path import realpath
@@ -29,13 +29,19 @@ from common.files import FileLock, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
-from data_pipeline.sources import Document, Reading, Source, identify, kind_of, read_texts, source_of
-from data_pipeline.workers import core_count, open_workers
-from tokenizer import load_tokenizer
+from data_pipeline.sources import Document, Reading, Source, identify, kind_of, read_texts
+from data_pipeline.workers import (
+    SPLITS,
+    ChunkTokens,
+    DataKind,
+    WorkerSpec,
+    open_workers,
+    split_of,
+    worker_tokenizer,
+)
 
 # Part of the key: raise it when the same text would give other tokens, or the same tokens other files.
 CODE_VERSION = 1
-SPLITS = ("train", "validation")
 CHUNK_CHARACTERS = 1_000_000
 # A list of ids becomes an array three times as fast as it becomes a numpy array.
 TYPECODES = {"uint16": "H", "uint32": "I"}
@@ -73,46 +79,13 @@ class PreparationOptions:
             raise SettingsError(f"--near-duplicates {self.near_duplicates}: must be at least 0.5 and at most "
                                 "1, such as 0.8")
 
-    @property
-    def filters(self) -> FilterOptions:
-        """Which documents are removed."""
-        evaluation = Source(path=self.decontaminate, column="") if self.decontaminate else None
-        return FilterOptions(self.near_duplicates, evaluation)
 
-
-class Encoding(NamedTuple):
-    """What a worker needs to know to tokenize."""
-
-    options: PreparationOptions
-    tokenizer_sha256: str
-    dtype: str
-
-
-class Tokenized(NamedTuple):
-    """The result of tokenizing a chunk."""
-
-    splits: dict[str, Tokens]
-    refused: list[tuple[str, str]]  # (where, reason) of items that cannot be used
-
-
-class Kind(NamedTuple):
-    """What a set holds, and how its items are read and tokenized."""
-
-    name: str  # the manifest's "kind"; "" = documents
-    read: Callable[[Source, Reading], Iterator]  # yields the items of a source
-    characters: Callable[[Any], int]  # in an item
-    text: Callable[[Any], str]  # of an item, for the filters; runs in a worker
-    tokenize: Callable[[Encoding, list], Tokenized]  # runs in a worker
-    decode: Callable[[Path, dict, Any, str], list[str]]  # as `decode_documents`
-    settings: dict  # what else decides the tokens; part of the key
-
-
-class Plan(NamedTuple):
+class PreparationPlan(NamedTuple):
     """All that decides the content of a prepared set."""
 
-    kind: Kind
-    source: Source
-    identities: list[dict]  # of `inputs_of` the source and the options
+    kind: DataKind
+    inputs: list[Source]  # the source and, after it, the evaluation items that it is compared with
+    identities: list[dict]  # of the inputs
     tokenizer: Any
     options: PreparationOptions
 
@@ -135,38 +108,22 @@ class Plan(NamedTuple):
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
-    def encoding(self) -> Encoding:
-        """What the workers get."""
-        return Encoding(self.options, self.tokenizer.sha256, dtype_for(self.tokenizer.vocab_size))
+    def dtype(self) -> str:
+        """The type of the ids."""
+        return dtype_for(self.tokenizer.vocab_size)
 
 
-def split_of(text: str, validation_fraction: float) -> str:
-    """Return the split of a document, which depends only on its text."""
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return SPLITS[int.from_bytes(digest[:8], "big") < int(validation_fraction * 2**64)]
-
-
-@lru_cache(maxsize=1)
-def worker_tokenizer(encoding: Encoding):
-    """Return the tokenizer of a worker process, loaded once."""
-    path = encoding.options.tokenizer_path
-    tokenizer = load_tokenizer(path, encoding.options.tokenizer_backend)
-    if tokenizer.sha256 != encoding.tokenizer_sha256:
-        raise DataError(f"{path} changed while it was used; start again")
-    return tokenizer
-
-
-def tokenize_documents(encoding: Encoding, texts: list[Document]) -> Tokenized:
+def tokenize_documents(spec: WorkerSpec, documents: list[Document]) -> ChunkTokens:
     """Return the documents of each split as one flat array of ids, in order."""
-    tokenizer = worker_tokenizer(encoding)
-    ids = {split: array(TYPECODES[encoding.dtype]) for split in SPLITS}
-    documents = dict.fromkeys(SPLITS, 0)
-    for _, text in texts:
-        split = split_of(text, encoding.options.validation_fraction)
+    tokenizer = worker_tokenizer(spec)
+    ids = {split: array(TYPECODES[spec.dtype]) for split in SPLITS}
+    counts = dict.fromkeys(SPLITS, 0)
+    for _, text in documents:
+        split = split_of(text, spec.validation_fraction)
         ids[split].fromlist(tokenizer.encode_document(text))
-        documents[split] += 1
-    return Tokenized({split: Tokens(np.frombuffer(ids[split], encoding.dtype), documents[split])
-                      for split in SPLITS}, [])
+        counts[split] += 1
+    return ChunkTokens({split: Tokens(np.frombuffer(ids[split], spec.dtype), counts[split])
+                        for split in SPLITS}, [])
 
 
 def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[str]:
@@ -174,39 +131,30 @@ def decode_documents(folder: Path, splits: dict, tokenizer, dtype: str) -> list[
     path = folder / splits["train"]["shards"][0]["file"]
     ids = np.fromfile(path, np.dtype(dtype).newbyteorder("<"), EXAMPLE_SEARCH_TOKENS, offset=HEADER_BYTES)
     starts = np.flatnonzero(ids == tokenizer.document_start_id)
-    ends = [*starts[1:], len(ids)]
     return [tokenizer.decode(ids[start:min(end, start + EXAMPLE_TOKENS)].tolist())
-            for start, end in zip(starts[:3], ends)]
+            for start, end in zip(starts[:3], [*starts[1:], len(ids)])]
 
 
-DOCUMENTS = Kind("", read_texts, lambda document: len(document.text), attrgetter("text"),
-                 tokenize_documents, decode_documents, {})
+DOCUMENTS = DataKind("", read_texts, lambda document: len(document.text), attrgetter("text"),
+                     tokenize_documents, decode_documents, {})
 
 
-def inputs_of(source: Source, options: PreparationOptions) -> list[Source]:
-    """Return what is read: the source and, after it, the evaluation items that it is compared with."""
-    return [source, *filter(None, [options.filters.evaluation])]
-
-
-def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
-            options: PreparationOptions) -> Path:
+def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options: PreparationOptions) -> Path:
     """Prepare a set, or find that it was prepared before; return its folder.
 
     Args:
-        source: a path, URL, glob or hub name; or a Source.
         tokenizer: the one that `options` name, loaded.
     """
-    source, output_dir = source_of(source) if isinstance(source, str) else source, Path(output_dir)
     # Else the prepared set would change its own source.
     is_local = source.path and not is_url(source.path)
     if is_local and Path(realpath(output_dir)).is_relative_to(realpath(source.path)):
         raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
                             "a part of it the next time; choose a folder elsewhere")
     # The key names the folder; whoever gets the lock first builds it.
+    inputs = [source, *([Source(path=options.decontaminate, column="")] if options.decontaminate else [])]
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
-        identities = identify_all(inputs_of(source, options), output_dir)
-        plan = Plan(kind, source, identities, tokenizer, options)
+        plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)
         folder = output_dir / plan.key
         if not (folder / MANIFEST).is_file():
             with wait_for_lock(output_dir / f".{plan.key}.lock"):
@@ -220,7 +168,7 @@ def prepare(kind: Kind, source: str | Source, tokenizer, output_dir: str | Path,
     return folder
 
 
-def build(plan: Plan, folder: Path) -> None:
+def build(plan: PreparationPlan, folder: Path) -> None:
     """Prepare a set in a working folder beside `folder`, and give it that name when it is complete."""
     working = folder.with_name(f"tmp-{folder.name}")
     try:
@@ -229,18 +177,18 @@ def build(plan: Plan, folder: Path) -> None:
         if not (working / JOURNAL).is_file():  # there is nothing to continue from
             shutil.rmtree(working, ignore_errors=True)
         raise
-    if identify_all(inputs_of(plan.source, plan.options), folder.parent) != plan.identities:
+    if identify_all(plan.inputs, folder.parent) != plan.identities:
         shutil.rmtree(working)
         raise DataError("a source changed while it was read; start again when nothing writes to it")
-    source = {name: without_passwords(value) for name, value in asdict(plan.source).items() if value}
-    kind, tokenizer, dtype = plan.kind, plan.tokenizer, plan.encoding.dtype
+    kind, tokenizer = plan.kind, plan.tokenizer
+    source = {name: without_passwords(value) for name, value in asdict(plan.inputs[0]).items() if value}
     write_json(working / MANIFEST, {
-        "format": 1, **({"kind": kind.name} if kind.name else {}), "dtype": dtype,
+        "format": 1, **({"kind": kind.name} if kind.name else {}), "dtype": plan.dtype,
         "vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.sha256,
         "tokenizer": without_passwords(plan.options.tokenizer_path),
         "document_start_id": tokenizer.document_start_id, "special_ids": tokenizer.special_ids, **prepared,
-        "source": {"sources": [source | {"identity": plan.identities[0]}]},
-        "settings": plan.settings, "examples": kind.decode(working, prepared["splits"], tokenizer, dtype)})
+        "source": {"sources": [source | {"identity": plan.identities[0]}]}, "settings": plan.settings,
+        "examples": kind.decode(working, prepared["splits"], tokenizer, plan.dtype)})
     working.rename(folder)
     sync_folder(folder.parent)
     # With what a kill in the middle of a write left.
@@ -259,7 +207,7 @@ def identify_all(sources: Sequence[Source], output_dir: Path) -> list[dict]:
     return identities
 
 
-def write_shards(plan: Plan, folder: Path) -> dict:
+def write_shards(plan: PreparationPlan, folder: Path) -> dict:
     """Write all shards into `folder`, continuing from its journal; return the manifest's counts."""
     kind, options, skip_bad = plan.kind, plan.options, plan.options.on_bad_record == "skip"
     journal = read_own_json(folder / JOURNAL) or {"chunks": 0, "splits": {}}
@@ -268,23 +216,26 @@ def write_shards(plan: Plan, folder: Path) -> dict:
     folder.mkdir(exist_ok=True)
 
     # The source is always read from its beginning; what the journal counts is not tokenized again.
-    source = replace(plan.source, revision=plan.identities[0].get("revision", plan.source.revision))
+    source = replace(plan.inputs[0], revision=plan.identities[0].get("revision", plan.inputs[0].revision))
     reading = Reading(skip_bad)
     refused = Reading(skip_bad, **journal.get("refused", {}))  # by workers
     items = islice(kind.read(source, reading), options.max_documents or None)
-    chunks = cut_chunks(items, kind.characters, lambda: reading.fraction)
-    filters = Filters(options.filters, kind.text, folder, journal.get("filters", {}))
+    chunks = islice(cut_chunks(items, kind.characters, reading), journal["chunks"], None)
+    filters = Filters(FilterOptions(options.near_duplicates, *plan.inputs[1:]), kind.text, folder,
+                      journal.get("filters", {}))
+    spec = WorkerSpec(options.tokenizer_path, options.tokenizer_backend, plan.tokenizer.sha256, plan.dtype,
+                      options.validation_fraction, options.system_prompt)
     # Tokens are written in order; now and then they are synced, and the journal says how far.
     with ExitStack() as stack:
         writers = {split: stack.enter_context(closing(SplitWriter(
-            folder, split, options.shard_tokens, plan.encoding.dtype, has_segments=bool(kind.name),
+            folder, split, options.shard_tokens, plan.dtype, has_segments=bool(kind.name),
             done=journal["splits"].get(split)))) for split in SPLITS}
         tokens_before = sum(writer.ids.tokens for writer in writers.values())
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
-        in_order = stack.enter_context(open_workers(options.workers or core_count()))
-        passed = filters.apply(islice(chunks, journal["chunks"], None), in_order)
-        results = stack.enter_context(closing(in_order(partial(kind.tokenize, plan.encoding), passed)))
+        in_order = stack.enter_context(open_workers(options.workers or len(os.sched_getaffinity(0))))
+        passed = filters.apply(chunks, in_order)
+        results = stack.enter_context(closing(in_order(partial(kind.tokenize, spec), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))
         last_sync = last_shown = time.monotonic()
 
@@ -317,26 +268,23 @@ def write_shards(plan: Plan, folder: Path) -> dict:
                "bad_records": reading.bad_records + refused.bad_records}
     if reading.dropped:
         skipped["dropped"] = dict(reading.dropped)
-    removed = {"removed": filters.removed} if filters.removed else {}
-    prepared = {"splits": splits, "skipped": skipped, **removed}
     if not splits["train"]["documents"]:
-        raise DataError(_nothing_to_train_on(plan, prepared))
-    return prepared
+        raise nothing_to_train_on(plan, splits["validation"]["documents"], skipped, filters)
+    return {"splits": splits, "skipped": skipped, **({"removed": filters.removed} if filters.removed else {})}
 
 
-def _nothing_to_train_on(plan: Plan, prepared: dict) -> str:
+def nothing_to_train_on(plan: PreparationPlan, held_out: int, skipped: dict, filters: Filters) -> DataError:
     """Return what became of the documents of a set without any to train on, and what to do."""
-    name = without_passwords(plan.source.path) or plan.source.name
-    held_out, skipped = prepared["splits"]["validation"]["documents"], prepared["skipped"]
+    source, kind = plan.inputs[0], plan.kind.name
     counts = {"fell into validation": held_out, "were empty": skipped["empty"], "were bad": skipped["bad"],
-              "were removed": sum(removed["count"] for removed in prepared.get("removed", {}).values())}
+              "were removed": sum(removed["count"] for removed in filters.removed.values())}
     why = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count) or "the source is empty"
     bad = f" ({skipped['bad_records'][0]})" if skipped["bad"] else ""
-    advice = how_to_get_more(plan.kind.name, [plan.source.path])
+    advice = how_to_get_more(kind, [source.path])
     if held_out:
         advice = f"lower VALIDATION_FRACTION (0 holds nothing out), or {advice}"
-    one = "example" if plan.kind.name else "document"
-    return f"{name}: no {one} is left to train on: {why}{bad}; {advice}"
+    name, item = without_passwords(source.path) or source.name, "example" if kind else "document"
+    return DataError(f"{name}: no {item} is left to train on: {why}{bad}; {advice}")
 
 
 def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
@@ -347,17 +295,17 @@ def how_to_get_more(kind: str | None, paths: Iterable[str]) -> str:
 
 
 def cut_chunks(items: Iterable, characters_of: Callable[[Any], int],
-               fraction: Callable[[], float | None]) -> Iterator[tuple[list, float | None]]:
+               reading: Reading) -> Iterator[tuple[list, float | None]]:
     """Yield chunks of about CHUNK_CHARACTERS, each with the fraction of the source that was read by then."""
     chunk, characters = [], 0
     for item in items:
         chunk.append(item)
         characters += characters_of(item)
         if characters >= CHUNK_CHARACTERS:
-            yield chunk, fraction()
+            yield chunk, reading.fraction
             chunk, characters = [], 0
     if chunk:
-        yield chunk, fraction()
+        yield chunk, reading.fraction
 
 
 def progress_bar(**options) -> tqdm:

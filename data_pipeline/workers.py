@@ -1,4 +1,4 @@
-"""Worker processes that are given chunks, and whose results come back in the order of the chunks."""
+"""The kinds of data that are prepared, and the worker processes that tokenize chunks of it."""
 
 import os
 import signal
@@ -8,14 +8,67 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import sha256
 from multiprocessing import get_context, parent_process
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from common.errors import PaddockError
+from common.errors import DataError, PaddockError
+from data_pipeline.shards import Tokens
+from data_pipeline.sources import Reading, Source
+from tokenizer import load_tokenizer
+
+SPLITS = ("train", "validation")
 
 # in_order(function, chunks) yields (function(items), more) for each chunk (items, more), in their order, with
 # a few per worker in progress.
 InOrder = Callable[[Callable[[list], Any], Iterable[tuple]], Iterator[tuple]]
+
+
+class WorkerSpec(NamedTuple):
+    """What a worker needs to know to tokenize."""
+
+    tokenizer_path: str
+    tokenizer_backend: str
+    tokenizer_sha256: str
+    dtype: str  # of the ids
+    validation_fraction: float
+    system_prompt: str
+
+
+class ChunkTokens(NamedTuple):
+    """The result of tokenizing a chunk."""
+
+    splits: dict[str, Tokens]
+    refused: list[tuple[str, str]]  # (where, reason) of items that cannot be used
+
+
+class DataKind(NamedTuple):
+    """What a set holds, and how its items are read and tokenized."""
+
+    name: str  # the manifest's "kind"; "" = documents
+    read: Callable[[Source, Reading], Iterator]  # yields the items of a source
+    characters: Callable[[Any], int]  # in an item
+    text: Callable[[Any], str]  # of an item, for the filters; runs in a worker
+    tokenize: Callable[[WorkerSpec, list], ChunkTokens]  # runs in a worker
+    decode: Callable[[Path, dict, Any, str], list[str]]  # as `prepare.decode_documents`
+    settings: dict  # what else decides the tokens; part of the key
+
+
+def split_of(text: str, validation_fraction: float) -> str:
+    """Return the split of a document, which depends only on its text."""
+    digest = sha256(text.encode("utf-8")).digest()
+    return SPLITS[int.from_bytes(digest[:8], "big") < int(validation_fraction * 2**64)]
+
+
+@lru_cache(maxsize=1)
+def worker_tokenizer(spec: WorkerSpec):
+    """Return the tokenizer of a worker process, loaded once."""
+    tokenizer = load_tokenizer(spec.tokenizer_path, spec.tokenizer_backend)
+    if tokenizer.sha256 != spec.tokenizer_sha256:
+        raise DataError(f"{spec.tokenizer_path} changed while it was used; start again")
+    return tokenizer
 
 
 @contextmanager
@@ -33,13 +86,16 @@ def open_workers(workers: int) -> Iterator[InOrder]:
         pending: deque = deque()
         try:
             for items, more in chunks:
-                with interrupts_blocked():
+                # A worker that starts here inherits the blocked Ctrl-C: only this process handles it.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
                     pending.append((pool.submit(function, items), more))
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 if len(pending) > 2 * workers:
                     future, more = pending.popleft()
                     yield future.result(), more
-            while pending:
-                future, more = pending.popleft()
+            for future, more in pending:
                 yield future.result(), more
         except BrokenProcessPool as error:
             raise PaddockError("a worker process was killed, maybe for lack of memory; set "
@@ -52,26 +108,10 @@ def open_workers(workers: int) -> Iterator[InOrder]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def core_count() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def exit_with_parent() -> None:
     """Make a worker exit when the process that started it is gone, even by kill -9."""
-
     def watch() -> None:
         parent_process().join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block Ctrl-C. A process that is started meanwhile inherits this: only the parent handles the signal."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

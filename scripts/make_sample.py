@@ -50,7 +50,7 @@ def is_up_to_date(folder: Path, stories: int) -> bool:
 def make(folder: Path, stories: int) -> None:
     """Write the whole sample into an empty folder."""
     from data_pipeline.train_bpe import train_bpe, write_tiktoken
-    from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+    from data_preparation_utils import PreparationOptions, prepare_set
     from scripts.sample.world import parts, texts, write_jsonl
 
     for name, records in parts(stories).items():
@@ -59,11 +59,11 @@ def make(folder: Path, stories: int) -> None:
     write_tiktoken(train_bpe(islice(texts(), stories // 4), RANKS), tokenizer)
     options = PreparationOptions(str(tokenizer), "tiktoken", shard_tokens=100_000_000,
                                  validation_fraction=VALIDATION_FRACTION)
-    prepare_pretrain(str(folder / "stories.jsonl"), folder / "pretrain", options)
+    prepare_set("documents", str(folder / "stories.jsonl"), folder / "pretrain", options)
     for kind, name, output, held_out in (("chats", "questions", "sft", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences", "dpo", EXAMPLES_HELD_OUT),
                                          ("pairs", "preferences-held-out", "dpo-held-out", 0.0)):
-        prepare_examples(kind, str(folder / f"{name}.jsonl"), folder / output,
+        prepare_set(kind, str(folder / f"{name}.jsonl"), folder / output,
                          replace(options, validation_fraction=held_out))
     (folder / STAMP).write_text(json.dumps(made_from(stories), indent=1))
 

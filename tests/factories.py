@@ -22,7 +22,7 @@ import torch
 import train
 from config import Config
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
-from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from learn.objectives import NextToken
@@ -75,7 +75,7 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
               "label": int(dice.random() * 4)} for number in range(10)]
     (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
     options = PreparationOptions(str(folder / "tokenizer.model"), "auto", 100_000, 0.1, workers=1)
-    shards = prepare_pretrain(str(folder / "text.jsonl"), folder / "shards", options)
+    shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
 
 
@@ -143,7 +143,7 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
         file = folder / f"{kind}.jsonl"
         file.write_text("".join(json.dumps(record()) + "\n" for _ in range(count)))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
-        paths.append(prepare_examples(kind, str(file), folder / kind, options))
+        paths.append(prepare_set(kind, str(file), folder / kind, options))
     starts = []
     for name, seed in (("base", 1), ("teacher", 2)):
         run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)

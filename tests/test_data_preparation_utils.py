@@ -17,10 +17,11 @@ import pytest
 
 from common.errors import DataError, PaddockError, SettingsError
 from data_pipeline import prepare as preparation
-from data_pipeline.prepare import DOCUMENTS, describe_prepared, split_of
+from data_pipeline.prepare import DOCUMENTS, describe_prepared
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, TokenizerFacts, open_token_set
 from data_pipeline.sources import Source
-from data_preparation_utils import PreparationOptions, prepare_pretrain
+from data_pipeline.workers import split_of
+from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +47,7 @@ def write_jsonl(path, texts):
 
 
 def prepare(source, tokenizer_path, output, **options):
-    return prepare_pretrain(source, output, PreparationOptions(
+    return prepare_set("documents", source, output, PreparationOptions(
         tokenizer_path, "tiktoken", **{"shard_tokens": 5000, "validation_fraction": 0.1, "workers": 1} | options))
 
 
@@ -142,9 +143,9 @@ def test_a_document_falls_on_the_same_side_wherever_it_comes_from():
 KILLED = """
 import sys
 from data_pipeline import prepare as preparation
-from data_preparation_utils import PreparationOptions, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 preparation.CHUNK_CHARACTERS = 4000
-prepare_pretrain(sys.argv[1], sys.argv[3], PreparationOptions(
+prepare_set("documents", sys.argv[1], sys.argv[3], PreparationOptions(
     sys.argv[2], "tiktoken", 50_000, 0.1, workers=2, journal_seconds=0.0, near_duplicates=float(sys.argv[4])))
 """
 

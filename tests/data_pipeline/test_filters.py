@@ -15,7 +15,6 @@ from data_pipeline.filters import (
     HASHES,
     EvaluationItems,
     NearDuplicates,
-    bands_for,
     hashes_of_runs,
     signature_of,
     words_of,
@@ -23,7 +22,7 @@ from data_pipeline.filters import (
 from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import MANIFEST
 from data_pipeline.sources import Source
-from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("a", "e", "i", "o", "u", "ay", "oo")]
 
@@ -83,6 +82,10 @@ def test_what_is_removed_is_what_all_pairs_show(threshold):
 
 
 def test_bands_miss_few_pairs_and_are_as_long_as_they_can_be():
+    def bands_for(similarity):
+        seen = NearDuplicates(similarity)
+        return seen.bands, seen.rows
+
     assert bands_for(0.8) == (18, 7) and bands_for(1) == (1, 128)
     for similarity in (0.5, 0.7, 0.9):
         bands, rows = bands_for(similarity)
@@ -198,8 +201,8 @@ def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(pr
     def run(output, workers=1, **options):
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=workers, **options)
         if kind == "documents":
-            return prepare_pretrain(str(tmp_path / "x.jsonl"), tmp_path / output, options)
-        return prepare_examples(kind, str(tmp_path / "x.jsonl"), tmp_path / output, options)
+            return prepare_set("documents", str(tmp_path / "x.jsonl"), tmp_path / output, options)
+        return prepare_set(kind, str(tmp_path / "x.jsonl"), tmp_path / output, options)
 
     both = {"near_duplicates": 0.8, "decontaminate": str(tmp_path / "items.jsonl")}
     calm = run("calm", **both)

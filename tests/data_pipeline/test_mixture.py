@@ -15,7 +15,7 @@ import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
 from data_pipeline.mixture import Mixture, describe_sources, read_mixture, source_facts
-from data_pipeline.prepare import DOCUMENTS, Plan, PreparationOptions
+from data_pipeline.prepare import DOCUMENTS, PreparationOptions, PreparationPlan
 from data_pipeline.row_order import Mixing, Phase, RowOrder, rows_of_step, weight_units
 from data_pipeline.sources import Source
 from data_preparation_utils import describe, prepare_mixture, read_mix
@@ -105,14 +105,12 @@ A, B = {"path": "a"}, {"path": "b"}
 @pytest.mark.parametrize("content, reason", [
     ("{", "is not a JSON object"),
     ("[]", "it holds a list"),
-    ({"sources": []}, "expected"),
+    ({"sources": []}, "sources: list should have at least 1"),
     ({"sources": [{"path": "a", "name": "b"}]}, "source 1: give either"),
-    ({"sources": [A, {**B, "wieght": 2}]}, "source 2: unknown field 'wieght'"),
-    ({"sources": [{**A, "weight": 0}]}, "weight=0 must be a number above 0"),
-    ({"sources": [{**A, "column": 1}]}, "column=1 must be a string that is not empty"),
-    ({"sources": [A], "stop": "all_exhausted"}, "leave out 'stop': a mixture is no longer drawn when it is prepared"),
-    ({"sources": [A], "seed": 0}, "leave out 'seed'"),
-    ({"sources": [A], "extra": 1}, "unknown field 'extra'"),
+    ({"sources": [A, {**B, "wieght": 2}]}, r"sources.1.wieght: extra"),
+    ({"sources": [{**A, "weight": 0}]}, "sources.0.weight: input should be greater"),
+    ({"sources": [{**A, "column": 1}]}, "sources.0.column: input should be a valid string"),
+    ({"sources": [A], "stop": "all_exhausted"}, "stop: extra inputs"),
     ({"sources": [A, A]}, "two sources are called 'a'; give each its own label"),
     ({"sources": [{**A, "weight": 1}], "phases": [{"weights": {"a": 1}}]}, "leave out its weight"),
     ({"sources": [A], "phases": []}, "phases: list should have at least 1"),
@@ -159,7 +157,8 @@ def test_the_key_of_a_set_stays_as_it_is():
     """The same command finds what an older version prepared."""
     options = PreparationOptions("tokenizer.model", "auto", 1000, 0.1)
     identity = {"files": [["text", None, 3, "abc"]], "column": "text", "documents": "whole"}
-    assert Plan(DOCUMENTS, Source(path="x"), [identity], SimpleNamespace(sha256="0" * 64), options).key == "782369df4dc5b4a2"
+    plan = PreparationPlan(DOCUMENTS, [Source(path="x")], [identity], SimpleNamespace(sha256="0" * 64), options)
+    assert plan.key == "782369df4dc5b4a2"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.shards import MANIFEST, TokenizerFacts, Verification, header_bytes, open_token_set
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
-from data_preparation_utils import PreparationOptions, prepare_examples
+from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import ExampleRows, TokenRows, open_example_set, validation_batches
 from fused.head import IGNORE_INDEX
 from model import Transformer
@@ -440,7 +440,7 @@ def test_targets_of_prepared_chats_are_the_labels_of_transformers(tmp_path):
               enumerate((["system"] if number % 2 else []) + roles[:2 + 2 * (number % 3)])] for number in range(8)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     options = PreparationOptions(str(tmp_path / "tokenizer.model"), "auto", 200, 0, workers=1)
-    folder = prepare_examples("chats", str(tmp_path / "chats.jsonl"), tmp_path / "sft", options)
+    folder = prepare_set("chats", str(tmp_path / "chats.jsonl"), tmp_path / "sft", options)
     rows = ExampleRows(opened(folder, "chats", vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256), 512)
     batch, expected = rows(np.arange(len(rows))), []
     for chat in chats:

@@ -20,7 +20,7 @@ from data_pipeline.shards import HEADER_BYTES, MANIFEST, Verification, open_toke
 from data_pipeline.sources import Source
 from data_pipeline.templates import ChatFormat, load_chat_format
 from data_pipeline.train_bpe import train_bpe, write_tiktoken
-from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def write_jsonl(path, records):
 
 
 def prepare(kind, source, tokenizer_path, output, **options):
-    return prepare_examples(kind, source, output, PreparationOptions(
+    return prepare_set(kind, source, output, PreparationOptions(
         tokenizer_path, "auto", **{"shard_tokens": 3000, "validation_fraction": 0.1, "workers": 1} | options))
 
 
@@ -239,9 +239,9 @@ def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, token
 KILLED = """
 import sys
 from data_pipeline import prepare as preparation
-from data_preparation_utils import PreparationOptions, prepare_examples
+from data_preparation_utils import PreparationOptions, prepare_set
 preparation.CHUNK_CHARACTERS = 500
-prepare_examples("chats", sys.argv[1], sys.argv[3], PreparationOptions(
+prepare_set("chats", sys.argv[1], sys.argv[3], PreparationOptions(
     sys.argv[2], "auto", 3000, 0.1, workers=1, on_bad_record="skip", journal_seconds=0.0))
 """
 
@@ -353,7 +353,7 @@ def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
     source = tmp_path / "x.jsonl"
     source.write_text("".join(json.dumps({"text": f"Story {number}: naïve"}) + "\n" for number in range(30)))
     options = PreparationOptions(tokenizer_path, "tiktoken", 200, 0.1, workers=1)
-    folder = prepare_pretrain(str(source), tmp_path / "out", options)
+    folder = prepare_set("documents", str(source), tmp_path / "out", options)
     manifest = files_of(folder)[MANIFEST]
     assert folder.name == "6e676ef7073eef29" and "kind" not in manifest
     assert list(manifest["splits"]["train"]) == ["tokens", "documents", "shards"]

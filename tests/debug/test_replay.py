@@ -27,7 +27,7 @@ from factories import (
 import debug.replay
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_pipeline.row_order import rows_of_step
-from data_preparation_utils import PreparationOptions, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from debug.replay import read_settings, replay
 from model_utils import build_model
 from run import folder as run_folder
@@ -168,7 +168,7 @@ def poisoned(prepared, tmp_path_factory) -> Prepared:
     texts[90] = "".join(NOISE[int(dice.random() * len(NOISE))] for _ in range(60))
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.0, workers=1)
-    shards = prepare_pretrain(str(folder / "text.jsonl"), folder / "shards", options)
+    shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
     return Prepared(shards, prepared.tokenizer, prepared.items)
 
 

@@ -11,7 +11,7 @@ from factories import Config
 from torch.utils.flop_counter import FlopCounterMode
 
 import lora
-from data_preparation_utils import PreparationOptions, prepare_examples
+from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from fused.head import IGNORE_INDEX
 from learn.flops import StepFlops, Work, forward_flops, teacher_flops
@@ -162,7 +162,7 @@ def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
     tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
-    rows = ExampleRows(open_example_set(prepare_examples("chats", str(tmp_path / "chats.jsonl"), tmp_path / "chats", options),
+    rows = ExampleRows(open_example_set(prepare_set("chats", str(tmp_path / "chats.jsonl"), tmp_path / "chats", options),
                                         "train", "chats", tokenizer), 96)
     every = rows(np.arange(len(rows)))
     assert every.tokens_BT.numel() - every.padding == rows.tokens and every.padding > 0

@@ -20,7 +20,7 @@ from factories import PATIENCE, prepare
 
 from checkpoint import huggingface
 from config import ModelConfig
-from data_preparation_utils import PreparationOptions, prepare_examples
+from data_preparation_utils import PreparationOptions, prepare_set
 from model import Transformer
 from tokenizer import load_tokenizer
 
@@ -122,7 +122,7 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
     record = json.loads(file.read_text())
     assert [message["content"] for message in record["messages"]][0] == "Hi"
     file.write_text(file.read_text() * 30)
-    prepare_examples("chats", str(file), tmp_path / "chats", PreparationOptions(str(prepared.tokenizer), "auto", 10_000, 0, workers=1))
+    prepare_set("chats", str(file), tmp_path / "chats", PreparationOptions(str(prepared.tokenizer), "auto", 10_000, 0, workers=1))
 
 
 @pytest.mark.parametrize("line, words", [

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from common.errors import DataError, SettingsError
 from common.text import EXIT_UNREAD
 from data_pipeline.mixture import write_mixture
-from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from debug import inspect as statistics
 from debug.inspect import RepeatCounter, begins_at, begins_with, measure
 from scripts import inspect_data
@@ -79,8 +79,8 @@ def make_sets(prepared: Prepared, folder: Path) -> dict[str, Path]:
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
         source = str(folder / f"{kind}.jsonl")
-        made[kind] = (prepare_pretrain(source, folder / "sets", options) if kind == "documents" else
-                      prepare_examples(kind, source, folder / "sets", options))
+        made[kind] = (prepare_set("documents", source, folder / "sets", options) if kind == "documents" else
+                      prepare_set(kind, source, folder / "sets", options))
     made["mixture"] = write_mixture(folder / "sets", ["a", "b"], [made["documents"]] * 2, [{"weights": {"a": 1, "b": 1}}])
     return made
 

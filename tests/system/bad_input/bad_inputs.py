@@ -18,7 +18,7 @@ import lora
 from checkpoint import huggingface, peft
 from config import LoraConfig, ModelConfig
 from data_pipeline.shards import header_bytes
-from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from model import Transformer
 from tokenizer import load_tokenizer
 
@@ -55,9 +55,9 @@ def make_farm(folder: Path) -> None:
     options = PreparationOptions(str(prepared.tokenizer), "auto", 3000, 0.2, workers=1)
     (folder / "x.jsonl").write_text(lines(*[chat(f"Is it {number}?", f"It is {number}.") for number in range(60)]))
     (folder / "y.jsonl").write_text(lines(*[{**PAIR, "prompt": f"Is it {number}?"} for number in range(60)]))
-    sets = {"set": prepare_pretrain(str(folder / "made" / "text.jsonl"), folder / "made", options)}
+    sets = {"set": prepare_set("documents", str(folder / "made" / "text.jsonl"), folder / "made", options)}
     for name, kind, source in (("chats", "chats", "x.jsonl"), ("pairs", "pairs", "y.jsonl")):
-        sets[name] = prepare_examples(kind, str(folder / source), folder / "made", options)
+        sets[name] = prepare_set(kind, str(folder / source), folder / "made", options)
     for name, place in sets.items():
         shutil.copytree(place, folder / name)
     model = Transformer(SHAPE, tokenizer.vocab_size)

@@ -27,7 +27,7 @@ from common.errors import DataError
 from common.files import write_json
 from config import Config
 from data_pipeline import prepare
-from data_preparation_utils import PreparationOptions, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from learn import optim
 from run.log import RunLog
 
@@ -268,7 +268,7 @@ def test_a_disk_that_is_too_small_for_the_shards_is_told_and_the_preparation_goe
     text.write_text("".join(json.dumps({"text": f"The cat number {number} saw the dog. " * 40}) + "\n" for number in range(300)))
 
     def shards_in(folder: Path) -> Path:
-        return prepare_pretrain(str(text), folder, PreparationOptions(
+        return prepare_set("documents", str(text), folder, PreparationOptions(
             str(prepared.tokenizer), "auto", 50_000, 0.1, workers=workers, journal_seconds=0))
 
     small = mount(tmp_path / "small", 500_000)
@@ -355,7 +355,7 @@ def test_what_a_preparation_counts_as_done_is_on_the_disk(near_duplicates, prepa
     monkeypatch.setattr(os, "replace", checked_replace)
     options = PreparationOptions(str(prepared.tokenizer), "auto", 2000, 0.1, workers=1, near_duplicates=near_duplicates,
                                  journal_seconds=0)
-    prepare_pretrain(str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
+    prepare_set("documents", str(prepared.shards.parents[1] / "text.jsonl"), tmp_path / "out", options)
     assert len(unsynced) > 3 and not any(unsynced), unsynced
     assert {number for number, _ in synced} == {(tmp_path / "out").stat().st_ino}
 

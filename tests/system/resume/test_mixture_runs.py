@@ -10,7 +10,7 @@ from factories import UNMEASURED, Prepared, TinyRun, assert_same_run, at_step, d
 
 import train
 from data_pipeline.mixture import write_mixture
-from data_preparation_utils import PreparationOptions, prepare_examples, prepare_pretrain
+from data_preparation_utils import PreparationOptions, prepare_set
 from debug.replay import replay
 from settings.load import read_flags
 
@@ -20,8 +20,8 @@ def mixture_of(kind: str, prepared: Prepared, file: Path, sets: Path, *phases: t
     folders = []
     for count in (0, 60):
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1, max_documents=count)
-        folders.append(prepare_pretrain(str(file), sets, options) if kind == "documents" else
-                       prepare_examples(kind, str(file), sets, options))
+        folders.append(prepare_set("documents", str(file), sets, options) if kind == "documents" else
+                       prepare_set(kind, str(file), sets, options))
     described = [{"until": until, "weights": {"all": one, "few": other}} for until, one, other in phases]
     return write_mixture(sets, ["all", "few"], folders, described)
 
