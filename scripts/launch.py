@@ -183,7 +183,7 @@ def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined:
     Args:
         exit_code: negative for a signal; None = unknown, because a signal ended the job.
         at: when its end was noticed.
-        report: the content of its error file (exit_report.write_error_file); no dictionary if it left none.
+        report: the content of its error file (process.write_error_file); no dictionary if it left none.
         joined: whether it had something to save.
     """
     if isinstance(report, dict):

@@ -76,8 +76,8 @@ def test_a_source_in_the_settings_is_prepared_once_and_trained_on(project, prepa
 
 
 def test_flags_of_the_preparation_are_those_of_its_script(project, monkeypatch):
-    monkeypatch.setattr(project.script.gpus, "choose", lambda *args: None)
-    monkeypatch.setattr(project.script.gpus, "read_gpus", lambda: [])
+    monkeypatch.setattr(project.script.process, "choose", lambda *args: None)
+    monkeypatch.setattr(project.script.process, "read_gpus", lambda: [])
     Path("t.txt").write_text("The cat saw the dog.\n\nThe hen fed the fox.\n\n" * 30)
     *command, folder = project.command("--source", "t.txt", "--documents", "blank", "--gpus", "idle:2", "--max_documents=50",
                                        "--max-steps", "2")
@@ -103,7 +103,7 @@ def test_mistakes_are_told_before_hours_of_preparation(flags, reason, data, proj
 
 
 def test_gpus_that_cannot_be_had_are_told_before_it_too(project, monkeypatch):
-    monkeypatch.setattr(project.script.gpus, "read_gpus", lambda: [])
+    monkeypatch.setattr(project.script.process, "read_gpus", lambda: [])
     with pytest.raises(PaddockError, match="of 0 GPUs 0 are idle"):
         project.command("--source", "corpus", "--gpus", "idle:2")
     assert not Path("data").exists()

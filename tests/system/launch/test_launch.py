@@ -117,7 +117,7 @@ def test_settings_are_read_as_for_all_ranks(tiny_run):
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_were_closed_are_no_file_that_is_opened_later(closed, tmp_path):
-    code = ("import os, sys; from parallel import exit_report; exit_report.open_missing_streams(); file = open(sys.argv[1], 'w'); "
+    code = ("import os, sys; from parallel import process; process.open_missing_streams(); file = open(sys.argv[1], 'w'); "
             "os.write(1, b'lost'); print('lost', flush=True); print('lost', file=sys.stderr); "
             "file.write(f'{file.fileno() > 2} {[os.get_inheritable(stream) for stream in range(3)]}')")
     command = ["bash", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, tmp_path / "file"]
@@ -180,7 +180,7 @@ def test_several_machines_may_be_named_in_the_environment(launcher, monkeypatch,
 
 def test_gpus_and_a_cpu_are_refused(launcher, monkeypatch, tiny_run):
     monkeypatch.setattr(sys, "argv", ["launch.py", "--gpus=0", *tiny_run().argv(DEVICE="cpu")])
-    monkeypatch.setattr(launcher.exit_report, "exit_at_signals", lambda: None)
+    monkeypatch.setattr(launcher.process, "exit_at_signals", lambda: None)
     monkeypatch.setattr(launcher.logging, "disable", lambda level: None)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # as it sets it, but not for good
     with pytest.raises(SettingsError, match="--gpus and DEVICE=cpu contradict each other"):
