@@ -1,0 +1,655 @@
+"""Compare everything that users, scripts and schedulers can notice: a reference commit against this working tree.
+
+    python tests/system/golden.py                    all cases
+    python tests/system/golden.py --only sft help    the cases whose names contain one of these words
+    python tests/system/golden.py --benchmark 5      step, start and save times in 5 pairs of runs
+
+Both versions get the same sources and commands on the CPU, in folders with the same relative paths. The
+reference's results are the expected ones. The working tree must reproduce them from the start, when it
+continues the reference's runs from their middle, and when it is killed and restarted. Only commands and
+files are used; no module of the project is imported, so the modules may move.
+
+A difference is allowed only if it is in INTENDED, with its reason. The exit code is 0 if nothing else
+differs, 1 if something does, 2 if the reference is missing or fails. The working tree's output is kept if
+something differs. With --cache, the reference's output is kept too and used again.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = "7de12f9"
+# (regular expression for "case: fact", reason): what is meant to differ from the reference.
+INTENDED: list[tuple[str, str]] = []
+
+STEPS, MIDDLE = 6, 3
+# Metrics that differ between two equal runs.
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
+# The warm-up is longer than MIDDLE, so that continued runs depend on it too.
+TINY = {"DIM": 32, "N_LAYERS": 2, "N_HEADS": 4, "N_KV_HEADS": 2, "MULTIPLE_OF": 16, "MAX_SEQ_LEN": 96,
+        "MICRO_BATCH_SIZE": 2, "TOTAL_BATCH_SIZE": 768, "MAX_STEPS": STEPS, "LEARNING_RATE": 0.01,
+        "WARMUP_STEPS": 4, "DEVICE": "cpu", "PRECISION": "fp32", "COMPILE": "false", "LOG_EVERY": 1,
+        "VALIDATE_EVERY": 2, "VALIDATION_ROWS": 5, "HELLASWAG_EVERY": 3, "HELLASWAG_BATCH_TOKENS": 128,
+        "SAMPLE_EVERY": 3, "SAMPLE_TOKENS": 4, "SAVE_EVERY": MIDDLE, "KEEP_LAST": 0, "RUN_NAME": "run",
+        "REPORT": "false", "TOKENIZER_PATH": "tokenizer.model",
+        "HELLASWAG_PATH": "items.jsonl"}
+UNMEASURED = {"VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0, "SAMPLE_EVERY": 0, "SAVE_EVERY": 0}
+BASE, TEACHER = (f"runs/{name}/run/checkpoints/step-{STEPS:08d}" for name in ("pretrain", "muon"))
+SFT = {"TRAINING_STAGE": "sft", "PRETRAIN_CHECKPOINT": BASE}
+DPO = {"TRAINING_STAGE": "dpo", "PRETRAIN_CHECKPOINT": BASE}
+LORA = {"LORA_ENABLED": "true", "LORA_RANK": 4, "LORA_DROPOUT": 0.1}
+DISTILLATION = {"DISTILLATION_ENABLED": "true", "TEACHER_MODEL": TEACHER}
+# The other runs start from these two; generation, serving and merging use the runs sft and sft-lora.
+FIRST_RUNS = {"pretrain": {"REPORT": "true"}, "muon": {"OPTIMIZER": "muon", "SEED": 2}}
+RUNS = {"pretrain-2-ranks": {}, "pretrain-2-ranks-full": {"SHARDING": "full"},
+        "muon-2-ranks-full": {"OPTIMIZER": "muon", "SHARDING": "full"}, "pretrain-mixture": {},
+        "sft": SFT, "sft-lora": SFT | LORA, "sft-lora-2-ranks-full": SFT | LORA | {"SHARDING": "full"},
+        "dpo-stored": DPO | {"DPO_REFERENCE": "stored", "REPORT": "true"},
+        "dpo-live": DPO | {"DPO_REFERENCE": "live"}, "dpo-lora-live": DPO | LORA | {"DPO_REFERENCE": "live"},
+        "orpo": DPO | {"PREFERENCE_OBJECTIVE": "orpo"}, "simpo": DPO | {"PREFERENCE_OBJECTIVE": "simpo"},
+        "distill-live": DISTILLATION, "distill-top-k": DISTILLATION | {"DISTILLATION_TOP_K": 8},
+        "distill-sft-live": SFT | DISTILLATION}
+KILLED = ("pretrain", "muon-2-ranks-full", "pretrain-mixture", "sft-lora", "dpo-stored", "distill-top-k")
+# Each kind of prepared data: its script, its source, and the setting that names the prepared folder.
+KINDS = {"text": ("load_pretrain_dataset.py", "--source=text.jsonl", "PRETRAIN_DATA_PATH"),
+         "chats": ("load_instruct_dataset.py", "--source=chats.jsonl", "SFT_DATA_PATH"),
+         "pairs": ("load_dpo_dataset.py", "--source=pairs.jsonl", "DPO_DATA_PATH"),
+         "mixture": ("load_pretrain_dataset.py", "--mix=mix.json", "PRETRAIN_DATA_PATH")}
+SCRIPTS = ("run", "launch", "load_pretrain_dataset", "load_instruct_dataset", "load_dpo_dataset",
+           "load_hellaswag_dataset", "train_tokenizer", "inspect_data", "make_sample", "pipeline", "generate",
+           "chat", "evaluate", "report", "plot_run", "replay_step", "merge_lora", "import_checkpoint",
+           "convert_to_gguf", "verify_checkpoint", "verify_resume", "soak", "plan_scaling", "trace_memory")
+
+Facts = dict[str, Any]
+
+
+class ReferenceFailed(Exception):
+    """The reference is missing or fails, so there is nothing to compare with."""
+
+
+class Side(NamedTuple):
+    """A version of the code, and the folder in which its commands run, without .env."""
+
+    tree: Path
+    folder: Path
+    folders: str  # regular expression for the folders of all versions
+
+    def start(self, script: str, *arguments: Any, limit: str = "", **options: Any) -> subprocess.Popen:
+        """Start a script; `limit` is an argument of ulimit."""
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [str(part) for part in (sys.executable, self.tree / script, *arguments)]
+        if limit:
+            command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *command]
+        return subprocess.Popen(command, cwd=self.folder, env=env, text=True, errors="replace",
+                                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                **options)
+
+    def run(self, script: str, *arguments: Any, **options: Any) -> tuple[int, str]:
+        """Run a script; returns the exit code and the output."""
+        process = self.start(script, *arguments, **options)
+        output = process.communicate()[0]
+        return process.returncode, self.without_paths(output)
+
+    def train(self, case: str, **changes: Any) -> tuple[int, str]:
+        """Run train.py, or the launcher for a case with two ranks."""
+        return self.run(*training_command(self.folder, case, **changes))
+
+    def without_paths(self, text: str) -> str:
+        """Replace the versions' folders."""
+        return re.sub(self.folders, "<folder>", text.replace(str(self.tree), "<tree>"))
+
+    def read(self, path: Path) -> Optional[str]:
+        """Return the text of a file, without paths that differ; None if there is no such file."""
+        return self.without_paths(path.read_text()) if path.exists() else None
+
+
+def training_command(folder: Path, case: str, **changes: Any) -> list[str]:
+    """Return a script and its flags, which no environment variable can change."""
+    settings = {**TINY, **(FIRST_RUNS | RUNS).get(case, {}), "OUTPUT_DIR": f"runs/{case}", "CACHE_DIR": f"cache/{case}"}
+    for kind, (_, _, setting) in KINDS.items():
+        if kind != "mixture" or "mixture" in case:
+            settings[setting] = (folder / f"{kind}.prepared").read_text()
+    flags = [f"--{name.lower().replace('_', '-')}={value}" for name, value in (settings | changes).items()]
+    return [*(["scripts/launch.py", "--nproc-per-node=2"] if "2-ranks" in case else ["train.py"]), *flags]
+
+
+def files_of(folder: Path, fact: Callable[[Path], Any]) -> Facts:
+    """Return a fact about each file below a folder, except locks and notes, whose names begin with a dot."""
+    return {str(path.relative_to(folder)): fact(path) for path in sorted(folder.rglob("*"))
+            if path.is_file() and not path.name.startswith(".")}
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------- the data
+
+
+def write_sources(folder: Path) -> None:
+    """Write small jsonl files: texts, chats of one to three turns, preference pairs, and HellaSwag items."""
+    rng = random.Random(0)
+
+    def words(at_most: int) -> str:
+        return " ".join(rng.choices("cat dog bird fox hen cow saw met fed lost found drew".split(),
+                                    k=rng.randint(1, at_most)))
+
+    def chat() -> list[dict]:
+        return [{"role": role, "content": words(3)} for _ in range(rng.randint(1, 3))
+                for role in ("user", "assistant")]
+
+    records = {"text": [{"text": f"The {words(12)}. A {words(12)}."} for _ in range(200)],
+               "chats": [{"messages": chat()} for _ in range(150)],
+               "pairs": [{"prompt": words(2), "chosen": words(1), "rejected": "ox" * rng.randint(1, 15)}
+                         for _ in range(150)],
+               "items": [{"ind": number, "activity_label": "Farm", "ctx": words(4), "label": rng.randrange(4),
+                          "endings": [words(3) for _ in range(4)]} for number in range(8)],
+               "long": [{"text": f"The {words(40)}. {number}."} for number in range(15_000)]}
+    for name, lines in records.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "mix.json").write_text(json.dumps({
+        "sources": [{"path": "text.jsonl", "label": "a"}, {"path": "long.jsonl", "label": "b"}],
+        "phases": [{"until": 0.5, "weights": {"a": 3, "b": 1}}, {"until": 1, "weights": {"a": 1, "b": 1}}]}))
+
+
+def prepare_flags(kind: str, workers: int = 1, shard_tokens: int = 2000) -> list[str]:
+    script, source, _ = KINDS[kind]
+    return [f"scripts/{script}", source, f"--output=data/{kind}", f"--preparation-workers={workers}",
+            "--tokenizer-path=tokenizer.model", "--validation-fraction=0.1",
+            f"--shard-tokens={20_000 if kind == 'mixture' else shard_tokens}"]
+
+
+def prepare(side: Side, kind: str, **options: Any) -> Facts:
+    """Prepare a kind of data; returns the files of the prepared set, and of the sets that it is mixed from."""
+    setting = KINDS[kind][2]
+    code, output = side.run(*prepare_flags(kind, **options))
+    named = re.search(rf"^{setting}=(.+)$", output, re.MULTILINE)
+    if code or not named:
+        return {"failed": f"exit code {code}: {output}"}
+    (side.folder / f"{kind}.prepared").write_text(named[1])
+    return {"folder": named[1], "files": files_of(side.folder / "data" / kind, sha256),
+            "manifest": side.read(side.folder / named[1] / "manifest.json")}
+
+
+def new_folder(side: Side, name: str) -> Side:
+    """Return the same version with another folder, which has the same sources."""
+    folder = side.folder.parent / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_sources(folder)
+    if (side.folder / "tokenizer.model").exists():
+        shutil.copy(side.folder / "tokenizer.model", folder)
+    return side._replace(folder=folder)
+
+
+def data_facts(side: Side) -> Facts:
+    """Train a tokenizer and prepare all kinds of data."""
+    code, output = side.run("scripts/train_tokenizer.py", "--vocab-size=280", "--output=tokenizer.model", "text.jsonl")
+    facts = {"tokenizer": sha256(side.folder / "tokenizer.model") if code == 0 else {"failed": output}}
+    return facts | {kind: prepare(side, kind) for kind in KINDS}
+
+
+def prepare_in_other_ways(new: Side, old: Side) -> Iterator[tuple[str, Facts]]:
+    """Prepare with two workers, after a kill, and on top of the reference's sets, which are left untouched."""
+    workers = new_folder(new, "workers")
+    for kind in KINDS:
+        yield f"{kind}, 2 workers", prepare(workers, kind, workers=2)
+    killed = new_folder(new, "interrupted")
+    for kind in ("mixture", "text"):  # the mixture's second source is long enough to be killed in it
+        process = killed.start(*prepare_flags(kind), start_new_session=True)
+        while process.poll() is None and len([*killed.folder.glob("data/*/train-*")]) < (20 if kind == "mixture" else 1):
+            time.sleep(0.001)
+        with suppress(ProcessLookupError):  # it was faster
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        yield f"{kind}, killed", prepare(killed, kind)
+    recognised = new_folder(new, "recognised")
+    shutil.rmtree(recognised.folder)
+    shutil.copytree(old.folder, recognised.folder, ignore=shutil.ignore_patterns("runs", "cache"))
+    shards = {path: path.stat().st_mtime_ns for path in recognised.folder.glob("data/*/*/*.bin")}
+    for kind in KINDS:
+        facts = prepare(recognised, kind)
+        if {path: path.stat().st_mtime_ns for path in recognised.folder.glob("data/*/*/*.bin")} != shards:
+            facts["files"] = "shards were written again"
+        yield f"{kind}, prepared by the reference", facts
+
+
+# --------------------------------------------------------------------------------------- the runs
+
+
+def checkpoint_facts(side: Side, checkpoint: Path) -> Facts:
+    """Return the contents of a checkpoint: text where it is text, else SHA-256."""
+    facts: Facts = files_of(checkpoint, lambda path: sha256(path) if path.suffix == ".safetensors" else side.read(path))
+    state = json.loads(facts.pop("trainer_state.json", None) or "{}")
+    if state:
+        state["progress"]["wandb_run_id"] = None  # is random
+    manifest = json.loads(facts.pop("MANIFEST.json", None) or "{}")
+    for entry in ("sha256", "paddock"):
+        manifest.pop(entry, None)
+    for name, entry in manifest.get("files", {}).items():  # paths in the files differ, and so do their hashes
+        entry["sha256"] = entry["sha256"] == sha256(checkpoint / name)
+        entry["size"] = entry["size"] == (checkpoint / name).stat().st_size
+    card = re.sub(r"version: .*|[0-9a-f]{40}", "", (facts.pop("README.md", None) or "").partition("\n---\n")[0])
+    return {**facts, "trainer_state.json": json.dumps(state), "MANIFEST.json": json.dumps(manifest), "card": card}
+
+
+def run_facts(side: Side, case: str, code: int, output: str) -> Facts:
+    """Return everything of a finished run that must be the same; missing files give empty values."""
+    run = side.folder / "runs" / case / "run"
+
+    def lines(name: str) -> list[dict]:
+        return [json.loads(line) for line in (side.read(run / name) or "").splitlines()]
+
+    facts: Facts = {"exit code": code, "error": output[-2000:] if code else "", "ledger.jsonl": side.read(run / "ledger.jsonl")}
+    for checkpoint in sorted(run.glob("checkpoints/step-*")):
+        facts |= {f"{checkpoint.name}/{name}": fact for name, fact in checkpoint_facts(side, checkpoint).items()}
+    facts["metrics"] = [{key: value for key, value in line.items() if not CLOCKS.fullmatch(key)}
+                        for line in lines("metrics.jsonl")]
+    for name in ("samples.jsonl", "evaluations.jsonl", "config.json", "data.json"):
+        facts[name] = side.read(run / name)
+    facts["stored outputs"] = files_of(side.folder / "cache" / case, sha256)
+    # What a continued run writes differently, below.
+    facts["keys of metrics"] = [list(line) for line in lines("metrics.jsonl")]
+    facts["keys of events"] = [[line["event"], *line] for line in lines("events.jsonl") if "slow" not in line["event"]]
+    facts["console"] = re.findall(r"(?:Step|Validation|HellaSwag) \[\d+/\d+\].*?(?= \| Tok/s|\n)", output)
+    facts["names of files"] = [name for name in files_of(run, sha256) if not name.startswith("profile")]
+    page = re.search(r'<script type="application/json" id="report">(.*?)</script>', side.read(run / "report.html") or "", re.DOTALL)
+    facts["keys of the report"] = keys_of(json.loads(page[1])) if page else None
+    return facts
+
+
+def keys_of(value: Any) -> Any:
+    """Return the names in nested mappings, without values; of a list, those of its first element."""
+    if isinstance(value, dict):
+        return {key: keys_of(one) for key, one in value.items()}
+    return [keys_of(value[0])] if isinstance(value, list) and value else None
+
+
+BELOW_CONTINUED = ("keys of metrics", "keys of events", "console", "names of files", "keys of the report", "config.json")
+
+
+def train_case(side: Side, case: str) -> Facts:
+    shutil.rmtree(side.folder / "runs" / case, ignore_errors=True)
+    return run_facts(side, case, *side.train(case))
+
+
+def continued(new: Side, old: Side, case: str) -> Facts:
+    """Continue a copy of the reference's run from its middle, as after a kill: the logs go beyond it."""
+    side = copied_folder(new, f"continued_{case}", case)
+    run, cache = side.folder / "runs" / case / "run", side.folder / "cache" / case
+    shutil.copytree(old.folder / "runs" / case / "run", run)
+    if (old.folder / "cache" / case).exists():
+        shutil.copytree(old.folder / "cache" / case, cache)
+    stored = files_of(cache, lambda path: path.stat().st_mtime_ns)
+    for checkpoint in (run / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > MIDDLE:
+            shutil.rmtree(checkpoint)
+    facts = run_facts(side, case, *side.train(case))
+    if files_of(cache, lambda path: path.stat().st_mtime_ns) != stored:
+        facts["stored outputs"] = "were computed again"
+    return facts
+
+
+def killed(new: Side, case: str) -> Facts:
+    """Kill rank 0 with SIGKILL after the checkpoint in the middle, and start the run again."""
+    side = copied_folder(new, f"killed_{case}", case)
+    run = side.folder / "runs" / case / "run"
+    for _ in range(5):
+        process = side.start(*training_command(side.folder, case))
+        threading.Thread(target=process.communicate, daemon=True).start()
+        while process.poll() is None and not (run / "checkpoints" / f"step-{MIDDLE:08d}").exists():
+            time.sleep(0.001)
+        holder = re.match(r"process (\d+) ", (run / "run.lock").read_text()) if process.poll() is None else None
+        if holder:
+            os.kill(int(holder[1]), signal.SIGKILL)
+        if process.wait() and not (run / "checkpoints" / f"step-{STEPS:08d}").exists():
+            return run_facts(side, case, *side.train(case))
+        shutil.rmtree(run.parent, ignore_errors=True)  # it ended before it was killed
+    return {"exit code": "the run always ended before it could be killed"}
+
+
+def copied_folder(new: Side, name: str, case: str) -> Side:
+    """Return the new version with a folder that has its data, and the runs that others start from."""
+    folder = new.folder.parent / name
+    (folder / "runs").mkdir(parents=True)
+    shutil.copytree(new.folder / "data", folder / "data")
+    for name in ("tokenizer.model", "items.jsonl", *(f"{kind}.prepared" for kind in KINDS)):
+        shutil.copy(new.folder / name, folder)
+    for name in FIRST_RUNS if case in RUNS else ():
+        shutil.copytree(new.folder / "runs" / name, folder / "runs" / name)
+    return new._replace(folder=folder)
+
+
+# -------------------------------------------------------------------------- commands, faults, the server
+
+
+def help_facts(side: Side) -> Facts:
+    facts = {}
+    for script in ("train.py", *(f"scripts/{name}.py" for name in SCRIPTS)):
+        code, output = side.run(script, "--help")
+        facts[f"{script}: flags"] = [code, *re.findall(r"^ +(-[-\w]+(?:, -[-\w]+)*)", output, re.MULTILINE)]
+        facts[f"{script}: text"] = output
+    return facts
+
+
+def check_facts(side: Side) -> Facts:
+    """Return the output of --check, without the machine's speed and free space."""
+    facts = {}
+    for case in ("pretrain", "muon", "sft-lora", "dpo-stored", "distill-top-k"):
+        code, output = side.train(case, CHECK="true", OUTPUT_DIR="checked")
+        output = re.sub(r"(ok    speed:).*|has [\d.]+$|and [\d.]+ are free", r"\1", output, flags=re.MULTILINE)
+        facts[case] = [code, *output.splitlines()]
+    return facts
+
+
+def use_facts(side: Side) -> Facts:
+    """Generate text, merge adapters, evaluate, and verify a checkpoint."""
+    last = f"run/checkpoints/step-{STEPS:08d}"
+    facts = {"generate": side.run("scripts/generate.py", BASE, "--seed=7", "--prompt", "cat"),
+             "generate from a chat": side.run("scripts/generate.py", f"runs/sft/{last}", "--chat", "--seed=7", "--prompt", "cat"),
+             "evaluate": side.run("scripts/evaluate.py", BASE, "--hellaswag-path=items.jsonl"),
+             "verify": side.run("scripts/verify_checkpoint.py", BASE)[0]}
+    shutil.rmtree(side.folder / "merged", ignore_errors=True)
+    code, _ = side.run("scripts/merge_lora.py", f"runs/sft-lora/{last}", "--output=merged")
+    facts["merge"] = [code, files_of(side.folder / "merged", lambda path: path.name == "README.md" or sha256(path))]
+    return facts
+
+
+def fault_facts(side: Side) -> Facts:
+    """Return the exit code of each fault."""
+    damaged = side.folder / "damaged"
+    shutil.rmtree(damaged, ignore_errors=True)
+    shutil.copytree(side.folder / BASE, damaged)
+    with open(damaged / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+    cut = side.folder / "cut"
+    shutil.rmtree(cut, ignore_errors=True)
+    shutil.copytree(side.folder / (side.folder / "text.prepared").read_text(), cut)
+    os.truncate(cut / "train-00000.bin", 100)
+    (side.folder / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    faults = {"no room for the weights": ("pretrain", {"DIM": 65536, "limit": "-v 8000000"}),
+              "a value that is not a number": ("pretrain", {"DIM": "many"}),
+              "settings that conflict": ("pretrain", {"TOTAL_BATCH_SIZE": 769}),
+              "data that is missing": ("pretrain", {"PRETRAIN_DATA_PATH": "nowhere"}),
+              "a shard that is cut": ("pretrain", {"PRETRAIN_DATA_PATH": "cut"}),
+              "a loss that is NaN": ("pretrain", {"LEARNING_RATE": 1e30, "MAX_GRAD_NORM": 0}),
+              "a loss that is NaN on 2 ranks": ("pretrain-2-ranks", {"LEARNING_RATE": 1e30, "MAX_GRAD_NORM": 0}),
+              "a checkpoint that is missing": ("sft", {"PRETRAIN_CHECKPOINT": "nowhere/step-00000001"}),
+              "a checkpoint that is damaged": ("sft", {"PRETRAIN_CHECKPOINT": "damaged"}),
+              "another shape than the run's": ("pretrain", {"DIM": 64, "OUTPUT_DIR": "runs/pretrain"}),
+              "a run that is finished": ("pretrain", {"OUTPUT_DIR": "runs/pretrain"})}
+    facts: Facts = {}
+    for what, (case, changes) in faults.items():
+        limit = changes.pop("limit", "")
+        shutil.rmtree(side.folder / "faults", ignore_errors=True)
+        command = training_command(side.folder, case, **{"OUTPUT_DIR": "faults"} | changes)
+        facts[what] = side.run(*command, limit=limit)[0]
+    facts["a record that is not JSON"] = side.run("scripts/load_pretrain_dataset.py", "--source=bad.jsonl", "--output=bad",
+                                                  "--tokenizer-path=tokenizer.model")[0]
+    return facts
+
+
+def signal_facts(side: Side) -> Facts:
+    """Return the exit codes after SIGTERM, and after SIGSTOP of a rank, which is a hang."""
+    facts = {}
+    for what, case in (("SIGTERM", "pretrain"), ("SIGTERM to the launcher", "pretrain-2-ranks"),
+                       ("SIGSTOP of a rank", "pretrain-2-ranks")):
+        run = side.folder / "signals" / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        process = side.start(*training_command(side.folder, case, **UNMEASURED, MAX_STEPS=10**6, OUTPUT_DIR="signals",
+                                               DISTRIBUTED_TIMEOUT=5))
+        threading.Thread(target=process.communicate, daemon=True).start()
+        while process.poll() is None and not (side.read(run / "ledger.jsonl") or "").count("\n") > 2:
+            time.sleep(0.05)
+        if what == "SIGSTOP of a rank" and process.poll() is None:
+            os.kill(int(re.match(r"process (\d+) ", (run / "run.lock").read_text())[1]), signal.SIGSTOP)
+        elif process.poll() is None:
+            process.terminate()
+        facts[what] = [process.wait(), len([*run.glob("checkpoints/step-*")])]
+    return facts
+
+
+def serve_facts(side: Side) -> Facts:
+    """Return what an OpenAI client gets from a served model."""
+    import openai
+
+    process = side.start("scripts/chat.py", f"runs/sft/run/checkpoints/step-{STEPS:08d}", "--serve", "--port=0")
+    output = ""
+    try:
+        while not (url := re.search(r"http://[\d.]+:\d+", output)) and process.poll() is None:
+            output += process.stdout.readline()
+        client = openai.OpenAI(base_url=f"{url[0]}/v1", api_key="none", max_retries=0)
+        model = client.models.list().data[0].id
+        ask = {"model": model, "max_tokens": 8, "temperature": 0.5, "seed": 3}
+        chat = {**ask, "messages": [{"role": "user", "content": "cat"}]}
+        answers = {"chat": client.chat.completions.create(**chat),
+                   "text": client.completions.create(**ask, prompt="The cat")}
+        facts = {what: answer.model_dump(exclude={"id", "created"}) for what, answer in answers.items()}
+        chunks = [*client.chat.completions.create(**chat, stream=True)]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)  # is cut by the clock
+        facts |= {"models": model, "streamed": [text, chunks[-1].model_dump(exclude={"id", "created"})]}
+        try:
+            client.chat.completions.create(**{**chat, "temperature": -1})
+        except openai.APIStatusError as error:
+            facts["a wrong request"] = error.status_code
+        return facts
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def power_facts(side: Side) -> Facts:
+    """Return the header of power.csv as the code has it, because this machine may have no meter."""
+    texts = (path.read_text() for path in side.tree.rglob("*.py") if "tests" not in path.relative_to(side.tree).parts)
+    return {"header of power.csv": sorted({found for text in texts for found in re.findall(r'"(time,gpu,[^"]*)"', text)})}
+
+
+# ---------------------------------------------------------------------------------------- comparison
+
+
+class Comparison:
+    """The two versions, and what was compared so far."""
+
+    def __init__(self, old: Side, new: Side):
+        self.old, self.new = old, new
+        self.same, self.differences, self.lock = 0, [], threading.Lock()
+
+    def expected(self, case: str, find: Callable[[Side], Facts]) -> Facts:
+        """Return the reference's facts, from its folder if they were found before."""
+        path = self.old.folder / "facts" / f"{case}.json"
+        if not path.exists():
+            facts = find(self.old)
+            if facts.get("exit code", 0) != 0 or '"failed"' in json.dumps(facts):
+                raise ReferenceFailed(f"{case}: {facts} (in {self.old.folder})")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(facts))
+        return json.loads(path.read_text())
+
+    def compare(self, case: str, old: Facts, new: Facts, begun: float) -> None:
+        """Record and print which facts differ."""
+        new = json.loads(json.dumps(new))
+        found = []
+        for fact in {**old, **new}:
+            one, other = old.get(fact, "(missing)"), new.get(fact, "(missing)")
+            if json.dumps(one) != json.dumps(other):  # as JSON, so that the order of keys counts
+                name = f"{case}: {fact}"
+                reason = next((reason for pattern, reason in INTENDED if re.search(pattern, name)), None)
+                found.append((name, first_difference(one, other), reason))
+        with self.lock:
+            self.same += len({**old, **new}) - len(found)
+            self.differences += found
+            print(f"{time.monotonic() - begun:6.1f} s  {case}: "
+                  + (f"{len(found)} of {len({**old, **new})} DIFFER" if found else f"{len(old)} the same"), flush=True)
+            for name, where, reason in found:
+                print(f"          {f'intended ({reason})' if reason else 'DIFFERS'}: {name} {where}", flush=True)
+
+    def check(self, case: str, find: Callable[[Side], Facts]) -> Facts:
+        begun = time.monotonic()
+        old = self.expected(case, find)
+        self.compare(case, old, find(self.new), begun)
+        return old
+
+    def check_run(self, case: str) -> None:
+        """Compare a run from the start, continued from the reference's middle checkpoint, and killed."""
+        old = self.check(case, lambda side: train_case(side, case))
+        ways = {"continued": lambda: continued(self.new, self.old, case)}
+        if case in KILLED:
+            ways["killed"] = lambda: killed(self.new, case)
+        for way, find in ways.items():
+            begun = time.monotonic()
+            facts = [{name: value for name, value in side.items() if name not in BELOW_CONTINUED} for side in (old, find())]
+            self.compare(f"{case}, {way}", *facts, begun)
+
+    def check_data(self, all_ways: bool) -> None:
+        old = self.check("data", data_facts)
+        if all_ways:
+            begun = time.monotonic()
+            for what, facts in prepare_in_other_ways(self.new, self.old):
+                self.compare(f"data: {what}", old[what.partition(",")[0]], facts, begun)
+
+
+def first_difference(old: Any, new: Any, where: str = "") -> str:
+    """Return where two values differ first, and both values there."""
+    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+        old, new = old.splitlines(), new.splitlines()
+    if isinstance(old, list) and isinstance(new, list):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in {**old, **new}:
+            one, other = old.get(key, "(missing)"), new.get(key, "(missing)")
+            if one != other:
+                return first_difference(one, other, f"{where}[{key}]")
+        return f"{where} the order differs"
+    if isinstance(old, str) and isinstance(new, str):
+        same = len(os.path.commonprefix([old, new]))
+        old, new = old[max(0, same - 40):], new[max(0, same - 40):]
+    return f"{where}\n            reference: {old!r:.160}\n            now:       {new!r:.160}"
+
+
+# ----------------------------------------------------------------------------------------- benchmark
+
+
+def benchmark(old: Side, new: Side, pairs: int) -> None:
+    """Print the ratios of times, new to old, of runs that are taken in turns."""
+    sizes = {"DIM": 256, "N_LAYERS": 6, "MAX_SEQ_LEN": 256, "TOTAL_BATCH_SIZE": 1024, "MAX_STEPS": 30, **UNMEASURED,
+             "SAVE_EVERY": 5, "OUTPUT_DIR": "benchmark"}
+    ratios: dict[str, list[float]] = {"step": [], "time to the first step": [], "save": []}
+    for number in range(pairs):
+        times = {}
+        for side in (old, new) if number % 2 == 0 else (new, old):
+            shutil.rmtree(side.folder / "benchmark", ignore_errors=True)
+            begun = time.time()
+            code, output = side.train("pretrain", **sizes)
+            assert code == 0, output
+            lines, events = ([json.loads(line) for line in (side.folder / "benchmark/run" / name).read_text().splitlines()]
+                             for name in ("metrics.jsonl", "events.jsonl"))
+            times[side] = (statistics.median(line["step_seconds"] for line in lines[3:]), lines[0]["time"] - begun,
+                           statistics.median(line["seconds"] for line in events if line["event"] == "save"))
+        for what, before, after in zip(ratios, times[old], times[new]):
+            ratios[what].append(after / before)
+        print(f"pair {number + 1}: " + ", ".join(f"{what} {values[-1]:.3f} ({after:.4f} s)" for (what, values), after
+                                                in zip(ratios.items(), times[new])), flush=True)
+    for what, values in ratios.items():
+        print(f"{what:<24}{statistics.median(values):.3f} of the reference (median; {min(values):.3f} to {max(values):.3f})")
+
+
+# ---------------------------------------------------------------------------------------------- main
+
+
+@contextmanager
+def opened_sides(args: argparse.Namespace) -> Iterator[tuple[Side, Side]]:
+    """Unpack the reference, and write the sources of both sides; what was written is kept after a failure."""
+    commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short=12", f"{args.rev}^{{commit}}"], text=True,
+                            capture_output=True)
+    if commit.returncode:
+        raise ReferenceFailed(f"{commit.stderr.strip()}; a shallow clone lacks it: git fetch --unshallow")
+    work = Path(tempfile.mkdtemp(prefix="golden-"))
+    reference = args.cache.resolve() / commit.stdout.strip() if args.cache else work / "reference"
+    folders = rf"(?:{re.escape(str(work))}|{re.escape(str(reference))})/[-\w]+"
+    old = Side(reference / "tree", reference / "old", folders)
+    if not (reference / "unpacked").exists():
+        shutil.rmtree(reference, ignore_errors=True)
+        old.tree.mkdir(parents=True)
+        archive = subprocess.run(["git", "-C", str(ROOT), "archive", args.rev], stdout=subprocess.PIPE, check=True)
+        subprocess.run(["tar", "-x", "-C", str(old.tree)], input=archive.stdout, check=True)
+        new_folder(old, "old")
+        (reference / "unpacked").touch()
+    yield old, new_folder(Side(args.tree.resolve(), work / "new", folders), "new")
+    shutil.rmtree(work)
+
+
+def compare_all(comparison: Comparison, only: list[str], jobs: int) -> None:
+    """Compare the cases whose names contain one of the words, after what they need."""
+    def wanted(name: str) -> bool:
+        return not only or any(word in name for word in only)
+
+    comparison.check_data(wanted("data"))
+    cases: dict[str, Callable] = {}
+    others: Mapping[str, Callable] = {"signals": signal_facts, "faults": fault_facts, "help": help_facts,
+                                      "check": check_facts, "power": power_facts}
+    last: Mapping[str, Callable] = {"use": use_facts, "serve": serve_facts}
+    needed = {"sft", "sft-lora"} if any(map(wanted, last)) else set()
+    for name in RUNS:
+        if wanted(name) or name in needed:
+            cases[name] = lambda name=name: comparison.check_run(name)
+    first = [name for name in FIRST_RUNS if wanted(name) or cases or any(map(wanted, ("signals", "faults", "check")))]
+    stages = [{name: lambda name=name: comparison.check_run(name) for name in first},
+              {name: lambda name=name: comparison.check(name, others[name]) for name in others if wanted(name)} | cases,
+              {name: lambda name=name: comparison.check(name, last[name]) for name in last if wanted(name)}]
+    with ThreadPoolExecutor(jobs) as pool:
+        for stage in stages:
+            for done in [pool.submit(find) for find in stage.values()]:
+                done.result()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rev", default=REFERENCE, help="the reference commit (default: %(default)s)")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the code to compare (default: this working tree)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="cases whose names contain one of these")
+    parser.add_argument("--cache", type=Path, metavar="FOLDER", help="keep the reference's output here and use it again")
+    parser.add_argument("--jobs", type=int, default=2, help="commands at a time (default: %(default)s)")
+    parser.add_argument("--benchmark", type=int, metavar="PAIRS", help="compare only times, in this many pairs of runs")
+    args = parser.parse_args()
+    begun = time.monotonic()
+    try:
+        with opened_sides(args) as (old, new):
+            comparison = Comparison(old, new)
+            if args.benchmark:
+                comparison.check_data(False)
+                benchmark(old, new, args.benchmark)
+                return 0
+            compare_all(comparison, args.only, args.jobs)
+            unexpected = [name for name, _, reason in comparison.differences if reason is None]
+            print(f"{comparison.same} facts are the same as with {args.rev}, {len(comparison.differences) - len(unexpected)} "
+                  f"differ as intended, {len(unexpected)} differ, in {time.monotonic() - begun:.0f} s", *unexpected, sep="\n  ")
+            if unexpected:
+                print(f"what was written is in {new.folder.parent}")
+                return 1
+    except ReferenceFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
