@@ -2,40 +2,28 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 
 from checkpoint import peft, store
-from checkpoint.item_scores import error_of_share
 from common.errors import DataError, SettingsError, requires_package
 from config import Config, evaluation_rules
 from data_pipeline.mixture import is_mixture, read_mixture
 from data_pipeline.shards import prepared_folder, read_manifest
 from dataloaders import open_rows
-from evaluation.during_run import generation, multiple_choice, validation
+from evaluation.during_run import Row
 from model_utils import choose_dtype
-from parallel.ranks import RunContext
+from parallel.ranks import RunContext, collective
 from run.adapters import load_for_use, merge
 from run.folder import RunFolder
 from run.life import Base, Inputs, Progress, Run, choose_objective, read_measured
 from settings.load import Layer, validate
 from tokenizer import load_tokenizer
-
-
-class Row(NamedTuple):
-    """A line of the table of results."""
-
-    name: str
-    metric: str
-    value: float
-    stderr: Optional[float] = None
-    chance: Optional[float] = None
-    n: Optional[int] = None
 
 
 # -------------------------------------------------------------------------------------------- settings
@@ -88,11 +76,9 @@ def stage_of(data: Path) -> str:
 # ------------------------------------------------------------------------------------------ evaluation
 
 
+@collective
 def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext) -> Run:
-    """Return the model of a folder with what the settings evaluate, as a run that takes no step.
-
-    Collective: every rank must call it.
-    """
+    """Return the model of a folder with what the settings evaluate, as a run that takes no step."""
     ranks = context.ranks
     dtype = choose_dtype(config, ranks.device.type)
     tokenizer = ranks.raise_on_all(lambda: load_tokenizer(config.tokenizer_path, config.tokenizer_backend))
@@ -119,29 +105,6 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         objective, inputs = choose_objective(config, inputs, model, dtype, of_run, context)
     return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
                folder)
-
-
-def evaluate_model(run: Run) -> Iterator[tuple[dict[str, float], list[Row]]]:
-    """Yield the metrics, named as in metrics.jsonl, and the rows of the table of each evaluation.
-
-    Collective: every rank must call it.
-    """
-    if run.inputs.validation_rows is not None:
-        metrics, line = validation(run)
-        rows = [Row("validation", name.removeprefix("val_"), value) for name, value in metrics.items()
-                if name != "val_loss_stderr"]
-        rows[0] = rows[0]._replace(stderr=metrics.get("val_loss_stderr"), n=sum(line["count"]))
-        yield metrics, rows
-    for choices in run.inputs.choice_sets:
-        metrics, _ = multiple_choice(run, choices)
-        n, shares = len(choices.tasks), [metrics[f"{choices.name}_{name}"] for name in ("acc", "acc_norm")]
-        yield metrics, [Row(choices.title, name, share, error_of_share(share, n), choices.chance, n)
-                        for name, share in zip(("acc", "acc_norm"), shares)]
-    if run.inputs.held_out:
-        metrics, _ = generation(run)
-        yield metrics, [Row("generation", name, metrics[f"generation_{name}"],
-                            metrics.get(f"generation_{name}_stderr"), None, metrics["generation_n"])
-                        for name in ("exact_match", "rouge_l", "bleu")]
 
 
 # ----------------------------------------------------------------------------- lm-evaluation-harness

@@ -30,7 +30,7 @@ from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
 from checkpoint.tensors import LazyTensor
 from common import __version__
-from common.errors import CheckpointError, SettingsError
+from common.errors import CheckpointError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
 from data_pipeline.row_order import RowOrder, permutation
@@ -91,7 +91,6 @@ from run.start import (
     start_from,
     weights_sha256,
 )
-from run.text_scores import import_scorers
 from settings.load import Loaded
 from tokenizer import load_tokenizer
 
@@ -611,7 +610,10 @@ def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
         rows = open_rows(config, "validation", tokenizer, verify)
     if config.generation_eval_every:
         if verify != "never":  # one rank scores for all
-            import_scorers()
+            with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
+                import rouge_score.rouge_scorer  # noqa: F401
+            with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
+                import sacrebleu  # noqa: F401
         held_out = read_held_out(rows, config.generation_eval_examples)
     named_sets = config.choice_sets if config.hellaswag_every else ()
     return {"validation_rows": rows if config.validate_every else None,

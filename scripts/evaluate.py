@@ -70,7 +70,8 @@ def main() -> None:
     # Here, because torch's import takes seconds.
     from types import SimpleNamespace
 
-    from evaluation.standalone import Harness, evaluate_model, open_model, settings_for
+    from evaluation.during_run import evaluations
+    from evaluation.standalone import Harness, open_model, settings_for
     from model_utils import choose_dtype, find_model
     from parallel.ranks import RunContext, StopSignals, joined_ranks
     from run.life import prepare_device
@@ -90,9 +91,10 @@ def main() -> None:
         # Not entered, so that Ctrl-C ends it at once: there is nothing to save.
         context = RunContext(ranks, StopSignals(), SimpleNamespace(info=say, warn=say))
         run = open_model(folder, config, args.base, context)
-        for metrics, found in evaluate_model(run):
-            results |= metrics
-            rows += found
+        for evaluation in evaluations(run):
+            result = evaluation.measure()
+            results |= result.metrics
+            rows += result.table
         step, is_rank0 = run.progress.step, ranks.is_rank0
     problem = None
     if harness:

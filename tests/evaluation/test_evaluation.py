@@ -22,6 +22,7 @@ from evaluation.during_run import validation_loss
 from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
 from model_utils import load_model
+from parallel import ranks
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run import life
 from settings.load import load_config
@@ -73,6 +74,8 @@ def test_a_tokenizer_that_is_not_byte_level_gives_no_bits_per_byte_and_a_hopeles
     context = RunContext(Ranks(), StopSignals(), None)
     assert validation_loss(no_model, NextToken(), [batch], context)[:2] == (0, {"perplexity": 1})
     assert validation_loss(no_model, Hopeless(), [batch], context)[1] == {"perplexity": math.inf}
+    *_, blocks_B2 = validation_loss(no_model, NextToken(), [batch, batch.ignore_from(0)], context)
+    assert blocks_B2.tolist() == [[0, 1]], "blocks of padding are left out"
 
 
 def test_the_perplexity_of_pairs_is_by_token_of_the_chosen_answers(measured):
@@ -241,14 +244,10 @@ def test_a_set_that_cannot_be_read_is_named_by_check_too(tiny_run, tmp_path, cap
 
 def test_a_long_evaluation_tells_how_far_it_is(monkeypatch):
     told, clock = [], iter(range(0, 1000, 40))
-    monkeypatch.setattr(during_run.time, "perf_counter", lambda: next(clock))
-    assert [*during_run.reporting("abcd", 4, "Validation", SimpleNamespace(info=told.append))] == [*"abcd"]
+    monkeypatch.setattr(ranks.time, "perf_counter", lambda: next(clock))
+    context = RunContext(Ranks(), StopSignals(), SimpleNamespace(info=told.append))
+    assert [*context.progress("abcd", 4, "Validation")] == [*"abcd"]
     assert told == ["Validation: 25% | ETA: 4:00", "Validation: 50% | ETA: 2:00", "Validation: 75% | ETA: 0:53"]
-
-
-def test_blocks_of_padding_are_left_out():
-    own_B2 = torch.tensor([[4, 8], [0, 0]], dtype=torch.float64)  # units and sums
-    assert during_run.gather_blocks(own_B2, SimpleNamespace(ranks=Ranks())).tolist() == [[2, 4]]
 
 
 # --------------------------------------------------------------------------------------- DETERMINISTIC
