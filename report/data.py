@@ -1,34 +1,4 @@
-"""Text files that grow: each call reads what was appended since the last one.
-
-Whether a run goes on, without touching its lock.
-
-Goodput: which share of all time since a run's first start went into steps that count.
-
-Of the chronicle `events.jsonl`, each `start` begins a *process*. Its last sign of life is its `end` event;
-after a kill, it is the latest of its other events, its lines in metrics.jsonl and the `previous_time` of the
-next start. All time is that from the first `start` to the last sign of life, but not that between a run which
-had finished and its continuation. It is divided into:
-
-- steps: the sum over the logged lines of `step_seconds` * steps since the line before, of the same process;
-- evaluation, saving: the `seconds` of these events;
-- repeated steps: if the next process resumes from an older step than the last logged one, all time between
-  the save of that step (or the last line that was kept) and the last sign of life;
-- start-up: from the `start` event to the first step, with the `seconds` that the event may name for what came
-  before it (imports, reading and verifying, building the model);
-- away: between the last sign of life of a process and the start of the next one;
-- other: what is left.
-
-goodput = steps / all time.
-
-Clocks can be set back, and those of two machines differ. So the order of lines and steps decides what came
-first, and a negative time counts as zero; `clock_steps` lists these places.
-
-
-The power trace of a run, power.csv, on one time axis with the marks of the phases.
-
-What a run's folder says besides its logs: settings, segments, sources, and the size of its model.
-
-A run's folder, read as it grows, as the part of the page's data that tells of this run."""
+"""A run's folder, read as it grows, and as the part of the page's data that describes this run."""
 
 import math
 import os
@@ -39,12 +9,11 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import pairwise
+from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, BinaryIO, Optional
 
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -68,296 +37,66 @@ from common.files import LARGEST_TEXT, plain, read_json, read_text
 from common.text import duration
 from config import Config
 from report.curves import Curve, as_json, rounded
+from report.goodput import KILLED, Process, clock_steps, elapsed, goodput
 from settings.load import describe_settings
 
 TAIL_BYTES = 256  # compared, to notice that a file was replaced
 
 
 class GrowingFile:
-    """A text file that another process appends to, and that a resumed run replaces by a shorter one.
+    """A text file that another process appends to, and that a resumed run replaces by a shorter one."""
 
-    Args:
-        restart: called before the first line, and again before the first line of a file that was replaced.
-        add: called with each complete line; a line that is being written is left for the next call. A line
-            for which it raises a ValueError is set aside and counted.
-    """
+    def __init__(self, path: Path):
+        self.path, self.offset, self.tail = path, 0, b""
+        self.set_aside = 0  # lines that are not valid, as the reader counts them
 
-    def __init__(self, path: Path, restart: Callable[[], None], add: Callable[[bytes], None]):
-        self.path, self.restart, self.add = path, restart, add
-        self.offset, self.tail, self.set_aside = 0, b"", 0
+    def is_replaced(self) -> bool:
+        """Whether the file no longer has what was read of it."""
+        with self._open() as file:
+            file.seek(self.offset - len(self.tail))
+            return file.read(len(self.tail)) != self.tail
 
-    def read(self) -> None:
-        """Read what is new."""
+    def new_lines(self) -> Iterator[bytes]:
+        """Yield the complete lines since the last call; a line that is being written is left for the next."""
+        with self._open() as file:
+            file.seek(self.offset)
+            while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+                self.offset, self.tail = self.offset + len(line), line[-TAIL_BYTES:]
+                yield line
+
+    def _open(self) -> BinaryIO:
         try:
-            with open(self.path, "rb", opener=plain) as file:
-                file.seek(self.offset - len(self.tail))
-                if not self.offset or file.read(len(self.tail)) != self.tail:
-                    self._begin()
-                    file.seek(0)
-                while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n") or len(line) == MAX_LINE_BYTES:
-                    self.offset += len(line)
-                    self.tail = line[-TAIL_BYTES:]
-                    try:
-                        self.add(line)
-                    except ValueError:
-                        self.set_aside += 1
+            return open(self.path, "rb", opener=plain)
         except FileNotFoundError:
-            self._begin()
-        except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}; check what is at "
-                                  "this path") from error
-
-    def _begin(self) -> None:
-        self.offset, self.tail, self.set_aside = 0, b"", 0
-        self.restart()
+            return BytesIO()
 
 
-def signature(paths: list[Path], contents: bool = True) -> tuple:
-    """Return what changes when one of these files is replaced or removed, and, with `contents`, written."""
-    found = []
-    for path in paths:
-        try:
-            facts = os.stat(path)
-            found.append((str(path), facts.st_ino, contents and (facts.st_size, facts.st_mtime_ns)))
-        except OSError:
-            found.append((str(path), None))
-    return tuple(found)
-
-
-FRESH_SECONDS = 900  # since the last sign of life of a run on another machine, which may be evaluating
-KILLED = "ended without a word (killed, or the machine failed)"
-
-
-def holder_runs(lock: Path) -> Optional[bool]:
-    """Whether the process whose name is in a run's lock runs; None if that is another machine's.
-
-    The lock is not tried, because a job that starts at that moment would find it taken.
-    """
-    try:
-        named = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
-    except (OSError, ValueError):
-        return False
-    if not named:
-        return False
-    if named[2] != socket.gethostname():
-        return None
-    try:
-        opened = os.listdir(f"/proc/{named[1]}/fd")
-    except PermissionError:  # another user's process
-        return True
-    except OSError:
-        return False
-    for descriptor in opened:  # another process may have its number by now
-        with suppress(OSError):
-            if os.path.samestat(os.stat(f"/proc/{named[1]}/fd/{descriptor}"), os.stat(lock)):
-                return True
-    return False
-
-
-class Ending(NamedTuple):
-    """What the newest process of a run left."""
-
-    reason: Optional[str]  # of its end; None: it runs, was killed, or is of an older version
-    has_events: bool  # so that an end would have been recorded
-    last_sign: Optional[float]  # the time of its last sign of life
-
-
-def run_state(folder: Path, ending: Ending, step: int, max_steps: int) -> tuple[str, str]:
-    """The state of a run as in the page's data, and the sentence that tells it."""
-    reason, last_sign = ending.reason, ending.last_sign
-    done = f"{step:,} of {max_steps:,} steps"
-    running = holder_runs(folder / "run.lock") if reason is None else False
-    if running:
-        return "running", f"running: {done} are done"
-    if reason is None and running is None and last_sign:
-        silent = time.time() - last_sign
-        if silent < FRESH_SECONDS:
-            return "running", f"running on another machine: {done} are done"
-        return "unknown", (f"no sign of life for {duration(silent)} after {done}; it ran on another machine, "
-                           "where it may go on")
-    if reason == "finished" or (reason is None and step >= max_steps > 0):
-        return "finished", f"finished after {done}"
-    if reason == "early stopping":
-        return "finished", f"stopped early after {done}"
-    if reason == "stopped by a signal":
-        return "stopped", f"stopped by a signal after {done}"
-    if reason:
-        return "failed", f"failed after {done}: {reason}"
-    if ending.has_events:
-        return "failed", f"{KILLED} after {done}"
-    return "stopped", f"not running; {done} are done"
-
-
-Event = dict[str, Any]
-CLOCK_SECONDS = 1.0  # a smaller step back of the clock is not reported
-PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
-
-
-@dataclass
-class Measured:
-    """What the lines of metrics.jsonl say of one process."""
-
-    steps_seconds: float = 0.0
-    first_time: Optional[float] = None  # of the first line with steps
-    first_seconds: float = 0.0  # of the steps before that line
-    last_time: Optional[float] = None
-    last_step: int = 0
-    clock_steps: list[tuple[int, float]] = field(default_factory=list)  # see `clock_steps`
-
-    def add(self, step: int, time: float, step_seconds: float) -> None:
-        """Count a logged line."""
-        seconds = max(0.0, step_seconds) * max(0, step - self.last_step)
-        self.steps_seconds += seconds
-        if self.first_time is None and seconds:
-            self.first_time, self.first_seconds = time, seconds
-        if self.last_time is not None and time < self.last_time - CLOCK_SECONDS:
-            self.clock_steps.append((step, self.last_time - time))
-        self.last_time, self.last_step = time, step
-
-
-def split_processes(events: list[Event]) -> list[list[Event]]:
-    """The events of each process, its start first."""
-    processes: list[list[Event]] = []
-    for event in events:
-        if event["event"] == "start":
-            processes.append([])
-        if processes:
-            processes[-1].append(event)
-    return processes
-
-
-def end_of(process: list[Event]) -> Optional[Event]:
-    """The event that says why a process ended; None if it was killed, or runs."""
-    return next((event for event in process if event["event"] == "end"), None)
-
-
-def last_sign(process: list[Event], measured: Measured, following: Optional[Event]) -> float:
-    """The time of the last sign of life of a process."""
-    if end := end_of(process):
-        return end["time"]
-    previous = (following or {}).get("previous_time") or 0.0
-    return max([event["time"] for event in process] + [measured.last_time or 0.0, previous])
-
-
-def elapsed(processes: list[list[Event]], measured: list[Measured]) -> float:
-    """The seconds from a run's first start to its last sign of life."""
-    seconds, before = 0.0, None
-    for index, process in enumerate(processes):
-        following = processes[index + 1][0] if index + 1 < len(processes) else None
-        start, lasted = process[0]["time"], last_sign(process, measured[index], following)
-        seconds += max(0.0, lasted - start) + max(0.0, start - (start if before is None else before))
-        before = lasted
-    return seconds
-
-
-def clock_steps(processes: list[list[Event]], measured: list[Measured]) -> Iterator[tuple[int, float]]:
-    """Yield where the clock stepped back: the step that followed, and by how many seconds at least."""
-    for index, (process, lines) in enumerate(zip(processes, measured)):
-        events = [(after["step"], before["time"] - after["time"]) for before, after in pairwise(process)]
-        yield from lines.clock_steps or [back for back in events if back[1] > CLOCK_SECONDS]
-        if index + 1 < len(processes):
-            following = processes[index + 1][0]
-            back = last_sign(process, lines, following) - following["time"]
-            if back > CLOCK_SECONDS:
-                yield following["step"], back
-
-
-def goodput(processes: list[list[Event]], measured: list[Measured]) -> Optional[dict[str, Any]]:
-    """The goodput of a run as in the page's data; None if nothing is known of its time.
-
-    Args:
-        measured: what the lines of metrics.jsonl that are left say of each process.
-    """
-    if not any(each.steps_seconds for each in measured):
-        return None
-    parts = dict.fromkeys(PARTS, 0.0)
-    interruptions = []
-    for index, process in enumerate(processes):
-        following = processes[index + 1][0] if index + 1 < len(processes) else None
-        lasted = last_sign(process, measured[index], following)
-        own = parts_of(process, measured[index], following, lasted)
-        for name, seconds in own.items():
-            parts[name] += seconds
-        reason = (end_of(process) or {}).get("reason")
-        if following and reason != "finished":
-            parts["away"] += max(0.0, began(following) - lasted)
-            interruptions.append(interruption(following, lasted, reason, measured[index].last_step))
-    seconds = sum(parts.values())
-    return {"share": parts["steps"] / seconds if seconds else 0.0, "seconds": seconds,
-            "parts": [{"name": name, "seconds": part} for name, part in parts.items()],
-            "interruptions": interruptions}
-
-
-def began(start: Event) -> float:
-    """When a process began: before its start event, if that says how long its set-up took."""
-    return start["time"] - max(0.0, start.get("seconds") or 0.0)
-
-
-def parts_of(process: list[Event], measured: Measured, following: Optional[Event],
-             lasted: float) -> dict[str, float]:
-    """How a process spent its time.
-
-    Args:
-        following: the start of the next one.
-        lasted: the time of its last sign of life.
-    """
-    start = process[0]
-    kept_until, kept = lasted, process
-    previous = (following or {}).get("previous_step")
-    if previous is not None and following["step"] < previous:
-        kept = [event for event in process if event["step"] <= following["step"]]
-        saved = [event["time"] for event in kept if event["event"] == "save"]
-        reached = max([*saved[-1:], measured.last_time or start["time"]])
-        kept_until = min(max(start["time"], reached), lasted)
-    sums = {"evaluation": 0.0, "saving": 0.0}
-    before_first_line = measured.first_seconds
-    for event in kept:
-        if name := {"evaluation": "evaluation", "save": "saving"}.get(event["event"]):
-            seconds = max(0.0, event.get("seconds") or 0.0)
-            sums[name] += seconds
-            if measured.first_time and event["time"] <= measured.first_time:
-                before_first_line += seconds
-    left = max(0.0, kept_until - start["time"] - measured.steps_seconds - sum(sums.values()))
-    start_up = 0.0
-    if measured.first_time:
-        start_up = min(left, max(0.0, measured.first_time - before_first_line - start["time"]))
-    return {"steps": measured.steps_seconds, **sums, "start-up": start_up + start["time"] - began(start),
-            "repeated steps": max(0.0, lasted - kept_until), "other": left - start_up}
-
-
-def interruption(following: Event, lasted: float, reason: Optional[str], last_step: int) -> dict[str, Any]:
-    """An interruption as in the page's data, from the start that followed it."""
-    step = max(following.get("previous_step") or 0, last_step, following["step"])
-    is_back = following["time"] < lasted - CLOCK_SECONDS
-    return {"time": lasted, "step": step, "resumed_from": following["step"],
-            "resumed_time": following["time"], "reason": reason or KILLED,
-            "away_seconds": None if is_back else max(0.0, began(following) - lasted),
-            "repeated_steps": max(0, step - following["step"])}
-
+# ---------------------------------------------------------------------------------------- the power trace
 
 MOST_VALUES = 12_000  # of all GPUs together
 MOST_WATTS = 1e9
 MOST_MARKS = 1000  # the newest
-COLUMNS = ("time", "gpu", "watts", "phase", "step")
+COLUMNS = {"time", "gpu", "watts", "phase", "step"}
 FAST_SECONDS = 0.3  # samples that are closer than this belong to a window of POWER_HZ
 
 
 class PowerTrace:
     """The power files of a run, read as they grow; of a long trace, each bucket of time keeps its extremes.
 
-    Windows of fast samples have buckets of their own, so that they stay sharp in a trace of days.
+    Windows of fast samples have separate buckets, so that they stay sharp in a trace of days.
     """
 
     def __init__(self, folder: Path):
-        self.folder, self.files, self.found = folder, {}, ()
-        self._restart()
+        self.folder = folder
+        self._restart([])
 
-    def _restart(self) -> None:
+    def _restart(self, paths: list[Path]) -> None:
+        self.files = [GrowingFile(path) for path in paths]
+        self.columns: dict[Path, list[str]] = {}  # of each file, from its header
         self.start: Optional[float] = None
         self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
         self.before: dict[str, float] = {}  # the time of each GPU's last sample
         self.marks: deque = deque(maxlen=MOST_MARKS)
-        self.waiting: dict[tuple[str, bool], list[tuple[int, float]]] = {}  # not in the curves yet
 
     def paths(self) -> list[Path]:
         """The power files, oldest first: ..., power.1.csv, power.csv, then those of other ranks."""
@@ -368,53 +107,46 @@ class PowerTrace:
         return sorted(self.folder.glob("power*.csv"), key=order)
 
     def read(self) -> None:
-        """Read what is new; everything again if a file was rotated. Raises CheckpointError."""
+        """Read what is new; everything again if a file was rotated."""
         paths = self.paths()
-        found = signature(paths, contents=False)
-        if self.found != found:
-            self.found = found
-            self._restart()
-            self.files = {path: self._file(path) for path in paths}
-        for file in self.files.values():
-            file.read()
-            for (gpu, is_fast), points in self.waiting.items():
+        if [file.path for file in self.files] != paths or any(file.is_replaced() for file in self.files):
+            self._restart(paths)
+        for file in self.files:
+            samples: dict[tuple[str, bool], list[tuple[int, float]]] = {}
+            for line in file.new_lines():
+                try:
+                    self._add(file.path, line.decode(errors="replace").rstrip("\r\n").split(","), samples)
+                except ValueError:
+                    file.set_aside += 1
+            for (gpu, is_fast), points in samples.items():
                 x, y = zip(*sorted(points))
                 self.gpus[gpu][is_fast].add(x, np.array(y))
-            self.waiting = {}
 
-    def _file(self, path: Path) -> GrowingFile:
-        rank = path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-")
-        columns: list[str] = []
-
-        def add(line: bytes) -> None:
-            values = line.decode(errors="replace").rstrip("\r\n").split(",")
-            if values[0] == "time":
-                columns[:] = values
-            elif len(values) != len(columns) or not {*COLUMNS} <= {*columns}:
-                raise ValueError("not the columns of a trace")
-            else:
-                self._add(dict(zip(columns, values)), rank)
-
-        def restart() -> None:
-            columns.clear()
-
-        return GrowingFile(path, restart, add)
-
-    def _add(self, row: dict[str, str], rank: str) -> None:
+    def _add(self, path: Path, values: list[str],
+             samples: dict[tuple[str, bool], list[tuple[int, float]]]) -> None:
+        """Add a line: a header, a mark, or a sample, which goes into `samples`."""
+        if values[0] == "time":
+            self.columns[path] = values
+            return
+        columns = self.columns.get(path, [])
+        if len(values) != len(columns) or not COLUMNS <= {*columns}:
+            raise ValueError("not the columns of a trace")
+        row = dict(zip(columns, values))
         time, step, watts = float(row["time"]), int(row["step"] or 0), float(row["watts"] or "0")
         if not (abs(time) < MOST_SECONDS and 0 <= step < 1 << 53 and abs(watts) < MOST_WATTS):
             raise ValueError("not a time, a step and a power")
-        watts = watts if row["watts"] else np.nan
         self.start = time if self.start is None else self.start
-        if not row["gpu"]:
+        gpu = row["gpu"]
+        if not gpu:
             self.marks.append([round(time - self.start, 6), row["phase"], step])
             return
-        device = f"GPU {row['gpu']}" if row["gpu"].isdecimal() else row["gpu"]
-        gpu = f"rank {rank}, {device}" if rank else row["gpu"]
+        if rank := path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-"):
+            gpu = f"rank {rank}, GPU {gpu}" if gpu.isdecimal() else f"rank {rank}, {gpu}"
         self.gpus.setdefault(gpu, (Curve(), Curve()))
         is_fast = time - self.before.get(gpu, -np.inf) < FAST_SECONDS
         self.before[gpu] = time
-        self.waiting.setdefault((gpu, is_fast), []).append((round(1000 * (time - self.start)), watts))
+        point = round(1000 * (time - self.start)), watts if row["watts"] else np.nan
+        samples.setdefault((gpu, is_fast), []).append(point)
 
     def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
         """The trace as in the page's data; None without a sample.
@@ -427,46 +159,43 @@ class PowerTrace:
         most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))
         rows = sorted((*self._rows(False, most), *self._rows(True, most)), key=lambda row: row[0])
         columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus, 1)}
-        return {"files": [path.name for path in self.files], "start": self.start,
+        return {"files": [file.path.name for file in self.files], "start": self.start,
                 "time": [round(row[0] / 1000, 3) for row in rows], "gpus": columns,
                 "marks": [*self.marks][-round(share * MOST_MARKS):]}
 
     def _rows(self, fast: bool, most: int) -> list[list[float]]:
         """(ms, watts of each GPU) of the slow or the fast samples: of a bucket one row, or its extremes."""
-        curves = [pair[fast] for pair in self.gpus.values()]
-        points = [curve.points(most) for curve in curves]
-        spans = [np.ptp(each.x) for each in points if len(each.x)]
-        width = max([1.0, *(2 * span / most for span in spans)])
-        buckets: dict[int, list[list]] = {}
+        points = [pair[fast].points(most) for pair in self.gpus.values()]
+        width = max([1.0, *(2 * np.ptp(each.x) / most for each in points if len(each.x))])
+        buckets: dict[int, list[list[tuple[float, float]]]] = {}  # (ms, watts) of each GPU
         for gpu, each in enumerate(points):
             for x, low, high in np.stack((each.x, each.low, each.high), 1).tolist():
-                inside = buckets.setdefault(int(x // width), [[] for _ in curves])[gpu]
-                inside += [(x, low), (x, high)] if low < high else [(x, low)]
+                samples = buckets.setdefault(int(x // width), [[] for _ in points])[gpu]
+                samples += [(x, low), (x, high)] if low < high else [(x, low)]
+
         rows = []
-        for index, inside in buckets.items():
-            first = min(x for own in inside for x, _ in own)
-            several = max(map(len, inside)) > 1
-            kept = [_extremes(own) for own in inside]
+        for index, samples in buckets.items():
+            first = min(x for of_gpu in samples for x, _ in of_gpu)
+            kept = [_extremes(of_gpu) for of_gpu in samples]
             rows.append((first, *(pair[0] for pair in kept)))
-            if several:
+            if max(map(len, samples)) > 1:
                 rows.append(((first + (index + 1) * width) / 2, *(pair[1] for pair in kept)))
         if not rows:
             return []
+
+        # Interpolate where only other GPUs have a sample, unless this one was not sampled for longer.
         table = np.array(sorted(rows))
-        for column in table.T[1:]:
-            _fill(table[:, 0], column)
+        time = table[:, 0]
+        for watts in table.T[1:]:
+            known = np.isfinite(watts)
+            if known.sum() < 2:
+                continue
+            at = time[known]
+            after = np.searchsorted(at, time).clip(1, len(at) - 1)
+            gaps = np.diff(at)
+            inside = (time >= at[0]) & (time <= at[-1]) & (gaps[after - 1] <= 3 * np.median(gaps))
+            watts[:] = np.where(known | ~inside, watts, np.interp(time, at, watts[known]))
         return table.tolist()
-
-
-def _fill(time: np.ndarray, watts: np.ndarray) -> None:
-    """Interpolate where only other GPUs have a sample, but not where this one was not sampled for longer."""
-    known = np.isfinite(watts)
-    if known.sum() < 2:
-        return
-    at = time[known]
-    after = np.searchsorted(at, time).clip(1, len(at) - 1)
-    inside = (time >= at[0]) & (time <= at[-1]) & (np.diff(at)[after - 1] <= 3 * np.median(np.diff(at)))
-    watts[:] = np.where(known | ~inside, watts, np.interp(time, at, watts[known]))
 
 
 def _extremes(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -474,9 +203,12 @@ def _extremes(points: list[tuple[float, float]]) -> tuple[float, float]:
     finite = [(x, y) for x, y in points if y == y]
     if not finite:
         return np.nan, np.nan
-    pair = sorted((min(finite, key=lambda point: point[1]), max(finite, key=lambda point: point[1])))
-    return pair[0][1], pair[1][1]
+    (_, first), (_, last) = sorted((min(finite, key=lambda point: point[1]),
+                                    max(finite, key=lambda point: point[1])))
+    return first, last
 
+
+# -------------------------------------------------------------------------- settings, sources, weights
 
 NOT_COMPARED = ("WORLD_SIZE", "RUN_NAME", "OUTPUT_DIR", "RESUME", "PRESET", "ALLOW_RESUME_MISMATCH")
 TENSORS = TypeAdapter(dict[str, Tensor])  # the header of a safetensors file
@@ -512,35 +244,27 @@ def spelt(value: Any) -> str:
 def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Every setting that the run's version had, with its default of today and its meaning."""
     known = {line.name: line for line in describe_settings()}
-    order = {name: place for place, name in enumerate(known)}
     lines = []
-    for name in sorted(settings, key=lambda name: order.get(name, len(order))):
-        line, value = known.get(name), spelt(settings[name])
-        default = Config.model_fields[name.lower()].default if line else None
-        lines.append({"name": name, "value": value, "default": spelt(default),
-                      "changed": line is not None and settings[name] != default,
-                      "meaning": line.meaning if line else "of another version of Paddock"})
+    for name in [*filter(settings.__contains__, known), *sorted(settings.keys() - known.keys())]:
+        default = Config.model_fields[name.lower()].default if name in known else None
+        lines.append({"name": name, "value": spelt(settings[name]), "default": spelt(default),
+                      "changed": name in known and settings[name] != default,
+                      "meaning": known[name].meaning if name in known else "of another version of Paddock"})
     return lines
-
-
-def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The settings that both have with different values; names and places are left out."""
-    return [name for name in after if name in before and before[name] != after[name]
-            and name not in NOT_COMPARED]
 
 
 def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
     """Yield each part of a run: its first step, its ranks, and which settings changed there."""
-    before = None
+    before: dict[str, Any] = {}
     for path in sorted((folder / "configs").glob("step-*.json")):
         first = path.stem.removeprefix("step-")
         if not first.isdecimal():
             continue
         settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
-        names = differing(before, settings) if before is not None else []
-        yield {"step": int(first), "world_size": settings.get("WORLD_SIZE"),
-               "changes": [{"name": name, "before": spelt(before[name]), "after": spelt(settings[name])}
-                           for name in names]}
+        changes = [{"name": name, "before": spelt(before[name]), "after": spelt(value)}
+                   for name, value in settings.items()
+                   if name in before and before[name] != value and name not in NOT_COMPARED]
+        yield {"step": int(first), "world_size": settings.get("WORLD_SIZE"), "changes": changes}
         before = settings
 
 
@@ -572,7 +296,36 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
     return total or None
 
 
+def holder_runs(lock: Path) -> Optional[bool]:
+    """Whether the process whose name is in a run's lock runs; None if that is another machine's.
+
+    The lock is not tried, because a job that starts at that moment would find it taken.
+    """
+    try:
+        named = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
+    except (OSError, ValueError):
+        return False
+    if not named:
+        return False
+    if named[2] != socket.gethostname():
+        return None
+    try:
+        opened = os.listdir(f"/proc/{named[1]}/fd")
+    except PermissionError:  # another user's process
+        return True
+    except OSError:
+        return False
+    for descriptor in opened:  # another process may have its number by now
+        with suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/{named[1]}/fd/{descriptor}"), os.stat(lock)):
+                return True
+    return False
+
+
+# ------------------------------------------------------------------------------------------- the run
+
 LOGS = ("events", "metrics", "ledger", "samples")  # in this order: the starts divide the metrics
+FRESH_SECONDS = 900  # since the last sign of life of a run on another machine, which may be evaluating
 MOST_SAMPLES, MOST_ALARMS = 40, 200
 SAMPLE_CHARACTERS = 2000
 LINES_AT_ONCE = 1000
@@ -587,48 +340,73 @@ class RunReader:
 
     def __init__(self, folder: Path, name: str):
         self.folder, self.name = Path(folder), name
-        self.check_folder()
+        self.power = PowerTrace(self.folder)
+        self.bad_scores: Counter[str] = Counter()  # lines of evaluations.jsonl, if it was read
         self._read_settings()
         if not (self.folder / "metrics.jsonl").exists() and "TRAINING_STAGE" not in self.settings:
             bad = ", ".join(self.aside)
             raise CheckpointError(f"{folder} is not a run: it has neither a metrics.jsonl nor a config.json "
                                   f"with the settings of a run{bad and f'; these are not valid: {bad}'}")
-        self.files = [self._log(name) for name in LOGS]
-        self.power = PowerTrace(self.folder)
-        self.bad_scores: Counter[str] = Counter()  # lines of evaluations.jsonl, if it was read
+        self._restart()
 
-    def _log(self, name: str) -> GrowingFile:
-        path, add = self.folder / f"{name}.jsonl", getattr(self, f"_add_{name}")
-        schema = SCHEMAS[path.name]
-        return GrowingFile(path, getattr(self, f"_restart_{name}"),
-                           lambda line: add(schema.model_validate_json(line)))
-
-    def check_folder(self) -> None:
-        """Raise CheckpointError if there is no such folder (any more)."""
+    def _read_settings(self) -> None:
         if not self.folder.is_dir():
             raise CheckpointError(f"there is no run {str(self.folder)!r}: name the folder of a run, or a run "
                                   "in OUTPUT_DIR")
-
-    def read(self) -> None:
-        """Read what is new. Raises CheckpointError if a file cannot be read."""
-        self.check_folder()
-        self._read_settings()
-        for file in self.files:
-            file.read()
-        self._fill_curves()
-        self.power.read()
-
-    def signature(self) -> tuple:
-        """What differs when the run has written something, or has ended."""
-        others = [self.folder / "config.json", self.folder / "data.json", self.folder / "evaluations.jsonl"]
-        logs = [file.path for file in self.files]
-        return holder_runs(self.folder / "run.lock"), signature([*logs, *others, *self.power.paths()])
-
-    def _read_settings(self) -> None:
         self.aside: Counter[str] = Counter()  # what is not valid in files other than logs
         self.settings = read_fields(self.folder / "config.json", RunSettings, self.aside)
         self.segments = [*segments(self.folder, self.aside)]
         self.sources = sources(self.folder, self.settings, self.aside)
+
+    def _restart(self) -> None:
+        """Forget all logs."""
+        self.logs = {name: GrowingFile(self.folder / f"{name}.jsonl") for name in LOGS}
+        # events.jsonl
+        self.events: list[dict[str, Any]] = []
+        self.processes: list[Process] = []
+        self.resumed: list[tuple[int, int]] = []  # (step, number) of the starts from which lines may be left
+        # metrics.jsonl
+        self.curves: dict[str, Curve] = {}
+        self.newest = -1  # step
+        self.recent: deque = deque(maxlen=RECENT_LINES)  # (step, time)
+        self.waiting: list[dict[str, Any]] = []  # lines that are not in the curves yet
+        self.bad_values: Counter[str] = Counter()  # by the metric's name
+        self.clock: Optional[tuple[float, float]] = None  # time of the last line, seconds since the first one
+        # ledger.jsonl and samples.jsonl
+        self.bad_steps: deque[LedgerLine] = deque(maxlen=MOST_ALARMS)
+        self.ledger_step = 0
+        self.samples: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        """Read what is new; everything again if a resumed run has replaced a log."""
+        self._read_settings()
+        try:
+            if any(file.is_replaced() for file in self.logs.values()):
+                self._restart()
+            for name, file in self.logs.items():
+                schema, add = SCHEMAS[file.path.name], getattr(self, f"_add_{name}")
+                for line in file.new_lines():
+                    try:
+                        add(schema.model_validate_json(line))
+                    except ValueError:
+                        file.set_aside += 1
+            self._fill_curves()
+            self.power.read()
+        except OSError as error:
+            raise CheckpointError(f"{error.filename or self.folder} cannot be read: "
+                                  f"{error.strerror or error}; check what is at this path") from error
+
+    def signature(self) -> tuple:
+        """What differs when the run has written something, or has ended."""
+        names = (*(f"{name}.jsonl" for name in (*LOGS, "evaluations")), "config.json", "data.json")
+        found = []
+        for path in (*(self.folder / name for name in names), *self.power.paths()):
+            try:
+                facts = os.stat(path)
+                found.append((path, facts.st_ino, facts.st_size, facts.st_mtime_ns))
+            except OSError:
+                found.append((path,))
+        return holder_runs(self.folder / "run.lock"), found
 
     def item_scores(self) -> Iterator[ItemScores]:
         """Yield the run's evaluations item by item."""
@@ -637,18 +415,11 @@ class RunReader:
 
     def set_aside(self) -> list[str]:
         """What was not valid in the run's files and is left out, each with its count."""
-        files = [*self.files, *self.power.files.values()]
+        files = [*self.logs.values(), *self.power.files]
         lines = {file.path.name: file.set_aside for file in files} | self.bad_scores
         return [*(f"{count} {word}{'s' if count > 1 else ''} of {name}"
                   for word, counts in (("line", lines), ("value", self.bad_values))
                   for name, count in counts.items() if count), *self.aside]
-
-    # ------------------------------------------------------------------------------------- the logs
-
-    def _restart_events(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.starts: list[dict[str, Any]] = []
-        self.resumed: list[tuple[int, int]] = []  # (step, number) of the starts from which lines may be left
 
     def _add_events(self, line: EventLine) -> None:
         event = line.model_dump(exclude_unset=True)
@@ -656,16 +427,12 @@ class RunReader:
         if line.event == "start":
             while self.resumed and self.resumed[-1][0] >= line.step:  # its lines were written again
                 self.resumed.pop()
-            self.resumed.append((line.step, len(self.starts)))
-            self.starts.append(event)
-
-    def _restart_metrics(self) -> None:
-        self.curves: dict[str, Curve] = {}
-        self.newest, self.measured = -1, {}  # the newest step; by the number of the process
-        self.recent: deque = deque(maxlen=RECENT_LINES)  # (step, time)
-        self.waiting: list[dict[str, Any]] = []  # lines that are not in the curves yet
-        self.bad_values: Counter[str] = Counter()  # by the metric's name
-        self.clock: Optional[tuple[float, float]] = None  # time of the last line, seconds since the first one
+            self.resumed.append((line.step, len(self.processes)))
+            if self.processes:
+                self.processes[-1].following = event
+            self.processes.append(Process([event]))
+        elif self.processes:
+            self.processes[-1].events.append(event)
 
     def _add_metrics(self, line: Line) -> None:
         if line.step <= self.newest:
@@ -702,56 +469,21 @@ class RunReader:
         place = bisect_left(self.resumed, (step, -1)) - 1
         if place < 0 and (step > 0 or not self.resumed or self.resumed[0][0] > 0):
             return  # of a version without events
-        process = self.resumed[max(0, place)][1]
-        if process not in self.measured:
-            start = self.starts[process]
-            self.measured[process] = Measured(last_step=start["step"], last_time=start["time"])
+        process = self.processes[self.resumed[max(0, place)][1]]
+        if process.last_time is None:
             self.recent = deque([self.recent[-1]], maxlen=RECENT_LINES)
-        self.measured[process].add(step, at, step_seconds)
-
-    def _restart_ledger(self) -> None:
-        self.bad_steps: deque = deque(maxlen=MOST_ALARMS)
-        self.ledger_step = 0
+        process.add_line(step, at, step_seconds)
 
     def _add_ledger(self, line: LedgerLine) -> None:
         self.ledger_step = line.step
         if not line.updated or "spike" in line.model_extra:
             self.bad_steps.append(line)
 
-    def _restart_samples(self) -> None:
-        self.samples: list[dict[str, Any]] = []
-
     def _add_samples(self, line: SampleLine) -> None:
         self.samples.append({"step": line.step, "prompt": line.prompt[:SAMPLE_CHARACTERS],
                              "text": line.text[:SAMPLE_CHARACTERS]})
 
-    # ------------------------------------------------------------------------------------- its parts
-
-    @property
-    def step(self) -> int:
-        """The newest logged step."""
-        return max(0, self.newest)
-
-    @property
-    def max_steps(self) -> int:
-        """MAX_STEPS."""
-        return self.settings.get("MAX_STEPS") or 0
-
-    def processes(self) -> tuple[list[list[dict]], list[Measured]]:
-        """The events of each process, and what metrics.jsonl says of it."""
-        processes = split_processes(self.events)
-        return processes, [self.measured.get(number, Measured()) for number in range(len(processes))]
-
-    def state(self) -> tuple[str, str]:
-        """The run's state and its sentence."""
-        processes, measured = self.processes()
-        if processes:
-            end = end_of(processes[-1]) or {}
-            ending = Ending(end.get("reason"), True, last_sign(processes[-1], measured[-1], None))
-        else:
-            path = self.folder / "metrics.jsonl"
-            ending = Ending(None, False, path.stat().st_mtime if path.exists() else None)
-        return run_state(self.folder, ending, self.step, self.max_steps)
+    # ------------------------------------------------------------------------------ the page's data
 
     def data(self, most_points: int, share: float = 1.0, all_settings: bool = True) -> dict[str, Any]:
         """The run as in the page's data.
@@ -761,22 +493,21 @@ class RunReader:
             share: of the samples, alarms and power values that a page may have.
             all_settings: list also those at their defaults.
         """
-        state, sentence = self.state()
-        eta = None
+        step, max_steps, eta = max(0, self.newest), self.settings.get("MAX_STEPS") or 0, None
+        state, sentence = self.state(step, max_steps)
         if state == "running" and len(self.recent) > 1:
             (first, began), (last, ended) = self.recent[0], self.recent[-1]
-            eta = (self.max_steps - last) * (ended - began) / max(1, last - first)
+            eta = (max_steps - last) * (ended - began) / max(1, last - first)
         curves = {name: as_json(curve.points(most_points)) for name, curve in self.curves.items()}
         recent = {name: rounded(np.median(self.curves[name].recent)) for name in SPEEDS if self.value(name)}
         best = self.curves["val_loss"].lowest if "val_loss" in self.curves else None
-        samples = self.chosen_samples(max(4, round(MOST_SAMPLES * share)))
         alarms = self.alarms()[-max(10, round(MOST_ALARMS * share)):]
         settings = [line for line in setting_lines(self.settings) if all_settings or line["changed"]]
-        return {"name": self.name, "state": state, "sentence": sentence, "step": self.step,
-                "max_steps": self.max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
+        return {"name": self.name, "state": state, "sentence": sentence, "step": step,
+                "max_steps": max_steps, "eta_seconds": eta, "facts": [*self.facts()], "curves": curves,
                 "recent": recent, "best": best, "failure": self.failure() if state == "failed" else None,
-                "samples": samples, "settings": settings, "segments": self.segments,
-                "sources": self.sources, "goodput": goodput(*self.processes()),
+                "samples": self.chosen_samples(max(4, round(MOST_SAMPLES * share))), "settings": settings,
+                "segments": self.segments, "sources": self.sources, "goodput": goodput(self.processes),
                 "alarms": alarms, "power": self.power.data(share)}
 
     def value(self, name: str) -> Optional[float]:
@@ -784,12 +515,39 @@ class RunReader:
         newest = self.curves[name].newest if name in self.curves else None
         return newest and newest[0]
 
+    def state(self, step: int, max_steps: int) -> tuple[str, str]:
+        """The run's state, and the sentence that describes it."""
+        reason, last_sign, log = None, None, self.folder / "metrics.jsonl"
+        if self.processes:
+            reason, last_sign = self.processes[-1].end.get("reason"), self.processes[-1].last_sign
+        elif log.exists():
+            last_sign = log.stat().st_mtime
+        done = f"{step:,} of {max_steps:,} steps"
+        running = holder_runs(self.folder / "run.lock") if reason is None else False
+        if running:
+            return "running", f"running: {done} are done"
+        if reason is None and running is None and last_sign:
+            silent = time.time() - last_sign
+            if silent < FRESH_SECONDS:
+                return "running", f"running on another machine: {done} are done"
+            return "unknown", (f"no sign of life for {duration(silent)} after {done}; it ran on another "
+                               "machine, where it may go on")
+        if reason == "finished" or (reason is None and step >= max_steps > 0):
+            return "finished", f"finished after {done}"
+        if reason == "early stopping":
+            return "finished", f"stopped early after {done}"
+        if reason == "stopped by a signal":
+            return "stopped", f"stopped by a signal after {done}"
+        if reason:
+            return "failed", f"failed after {done}: {reason}"
+        if self.processes:
+            return "failed", f"{KILLED} after {done}"
+        return "stopped", f"not running; {done} are done"
+
     def failure(self) -> dict[str, Any]:
         """What ended the run, what is saved, and the command that takes the step again."""
-        newest, end = self.newest_checkpoint(), {}
-        if self.starts:
-            end = end_of(self.processes()[0][-1]) or {}
-        step = end["step"] if end else max([self.step, self.ledger_step])
+        newest, end = self.newest_checkpoint(), self.processes[-1].end if self.processes else {}
+        step = end["step"] if end else max(0, self.newest, self.ledger_step)
         where, command = f"after step {step:,}", None
         if (self.folder / "debug" / f"step-{step + 1:08d}").is_dir():
             where, run = f"in step {step + 1:,}", shlex.quote(str(self.folder))
@@ -799,24 +557,24 @@ class RunReader:
 
     def facts(self) -> Iterator[list[str]]:
         """Yield what describes the run in a word each: label and text."""
-        settings = self.settings
-        stage = settings.get("TRAINING_STAGE", "")
+        settings, checkpoint = self.settings, self.newest_checkpoint()
         adapted = ", LoRA" if settings.get("LORA_ENABLED") else ""
         distilled = ", distillation" if settings.get("DISTILLATION_ENABLED") else ""
-        yield ["stage", f"{stage}{adapted}{distilled}"]
-        if count := parameters_in(self.newest_checkpoint()):
+        yield ["stage", f"{settings.get('TRAINING_STAGE', '')}{adapted}{distilled}"]
+        if count := parameters_in(checkpoint):
             yield ["trained parameters" if adapted else "parameters", f"{count:,}"]
         if tokens := self.value("tokens_seen"):
             yield ["tokens", f"{tokens:,.0f}"]
-        if self.starts:
-            yield ["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(self.starts[0]["time"]))]
-            yield ["time", duration(elapsed(*self.processes()))]
-        start = {"world_size": settings.get("WORLD_SIZE"), **(self.starts[-1] if self.starts else {})}
+        start = {"world_size": settings.get("WORLD_SIZE")}
+        if self.processes:
+            start |= self.processes[-1].events[0]
+            yield ["started", time.strftime("%Y-%m-%d %H:%M", time.localtime(self.processes[0].started))]
+            yield ["time", duration(elapsed(self.processes))]
         for label, name in (("device", "device"), ("host", "host"), ("ranks", "world_size"),
                             ("torch", "torch"), ("Paddock", "paddock")):
             if start.get(name):
                 yield [label, str(start[name])]
-        if checkpoint := self.newest_checkpoint():
+        if checkpoint:
             yield ["newest checkpoint", checkpoint.name]
         if bad := self.set_aside():
             yield ["not valid, left out", ", ".join(bad)]
@@ -835,40 +593,32 @@ class RunReader:
 
     def alarms(self) -> list[dict[str, Any]]:
         """What went wrong, in the order of the steps."""
-        found = [*map(alarm_of_step, self.bad_steps), *filter(None, map(alarm_of_event, self.events)),
-                 *map(alarm_of_clock, clock_steps(*self.processes()))]
-        return sorted(found, key=lambda alarm: alarm["step"])
-
-
-def alarm_of_step(line: LedgerLine) -> dict[str, Any]:
-    """What the ledger says of a step that was not like the others."""
-    left_out = "" if line.updated else "; its update was left out"
-    if "spike" in line.model_extra:
-        score = number(line.model_extra["spike"])
-        above = f", {score:.1f} robust standard deviations above the recent ones" if score else ""
-        return {"step": line.step, "kind": "loss spike", "text": f"the loss was {line.loss}{above}{left_out}"}
-    what = "the gradient was not finite" if line.grad_norm is None else f"the loss was {line.loss}"
-    return {"step": line.step, "kind": "update left out", "text": f"{what}{left_out}"}
-
-
-def alarm_of_clock(back: tuple[int, float]) -> dict[str, Any]:
-    """The alarm of a clock that was set back by so many seconds before a step."""
-    step, seconds = back
-    text = f"the clock stepped back by {duration(seconds)}, and the time that passed meanwhile is not known"
-    return {"step": step, "kind": "clock", "text": text}
-
-
-def alarm_of_event(event: dict[str, Any]) -> Optional[dict[str, Any]]:
-    """The alarm that an event is; None if it is none."""
-    kind = event["event"]
-    if kind in ("start", "end", "save", "evaluation"):
-        return None
-    rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
-    if kind == "slow rank" and event.get("ratio") is not None:
-        text = f"{rank} takes {event['ratio']:.2f} times as long as the others in {event.get('phase')}"
-    elif kind == "slow rank ended":
-        text = f"{rank} is as fast as the others again in {event.get('phase')}"
-    else:
-        facts = [f"{name}: {value}" for name, value in event.items() if name not in ("time", "step", "event")]
-        text = event.get("text") or ", ".join(facts) or kind
-    return {"step": event["step"], "kind": kind, "text": str(text)}
+        alarms = []
+        for line in self.bad_steps:
+            left_out = "" if line.updated else "; its update was left out"
+            kind, text = "update left out", f"the loss was {line.loss}"
+            if "spike" in line.model_extra:
+                kind, score = "loss spike", number(line.model_extra["spike"])
+                if score:
+                    text += f", {score:.1f} robust standard deviations above the recent ones"
+            elif line.grad_norm is None:
+                text = "the gradient was not finite"
+            alarms.append({"step": line.step, "kind": kind, "text": text + left_out})
+        for event in self.events:
+            kind = event["event"]
+            if kind in ("start", "end", "save", "evaluation"):
+                continue
+            rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
+            if kind == "slow rank" and event.get("ratio") is not None:
+                text = f"{rank} takes {event['ratio']:.2f} times as long as the others in {event.get('phase')}"
+            elif kind == "slow rank ended":
+                text = f"{rank} is as fast as the others again in {event.get('phase')}"
+            else:
+                facts = [f"{name}: {value}" for name, value in event.items()
+                         if name not in ("time", "step", "event")]
+                text = event.get("text") or ", ".join(facts) or kind
+            alarms.append({"step": event["step"], "kind": kind, "text": str(text)})
+        for step, seconds in clock_steps(self.processes):
+            alarms.append({"step": step, "kind": "clock", "text": f"the clock stepped back by "
+                           f"{duration(seconds)}, and the time that passed meanwhile is not known"})
+        return sorted(alarms, key=lambda alarm: alarm["step"])

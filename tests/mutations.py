@@ -243,8 +243,8 @@ FAULTS = [
     fault("samples: the same seed in every step", "evaluation/during_run.py", "seed=config.seed + step", "seed=config.seed",
           "tests/evaluation/test_evaluation.py::test_samples_of_a_step_are_the_same_and_those_of_another_step_differ"),
     fault("report: text can end its element", "report/page.py", 'for sign in "<>&"', 'for sign in ">&"', "tests/report/test_page.py"),
-    fault("goodput: repeated steps count", "report/data.py", "kept_until = min(max(start[\"time\"], reached), lasted)",
-          "kept_until = lasted", "tests/report/test_goodput.py"),
+    fault("goodput: repeated steps count", "report/goodput.py", "kept_until = min(max(self.started, reached), last_sign)",
+          "kept_until = last_sign", "tests/report/test_goodput.py"),
     fault("paired test: at the first common step", "report/compare.py", "max(common)", "min(common)",
           "tests/report/test_compare.py"),
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from report.data import KILLED, RunReader, goodput
+from report.data import RunReader
+from report.goodput import KILLED, goodput
 
 
 def write(path, rows) -> None:
@@ -96,7 +97,7 @@ def test_the_time_before_a_finished_run_is_continued_is_not_counted(read):
 def test_nothing_is_invented_for_a_run_without_a_chronicle(read):
     assert read([], [line(10, 10, 1.0)]).data(100)["goodput"] is None
     assert read([start(0, 0)], [{"step": 10, "train_loss": 1.0}]).data(100)["goodput"] is None
-    assert goodput([], []) is None
+    assert goodput([]) is None
 
 
 def test_a_clock_that_is_set_back_between_two_starts_takes_no_time_away(read):
@@ -126,4 +127,4 @@ def test_a_clock_that_is_set_back_during_the_steps_is_reported_and_counts_what_w
 def test_lines_belong_to_the_last_process_that_began_before_their_step(read):
     """The third process resumed from step 5, so that what is left of the second one is nothing."""
     run = read([start(0, 0), start(100, 10, 12, 24), start(200, 5, 15, 130)], [line(10, 5, 2.0), line(230, 15, 3.0), line(260, 25, 3.0)])
-    assert {process: (each.last_step, each.steps_seconds) for process, each in run.measured.items()} == {0: (5, 10), 2: (25, 60)}
+    assert [(each.last_step, each.steps_seconds) for each in run.processes] == [(5, 10), (0, 0), (25, 60)]

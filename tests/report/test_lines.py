@@ -5,18 +5,13 @@ import os
 
 import pytest
 
-from checkpoint.schema import Line
 from common.errors import CheckpointError
-from report.data import GrowingFile
+from report.data import GrowingFile, RunReader
 
 
 @pytest.fixture
 def log(tmp_path):
-    """A log, with the lines that were read of it since the last (re)start in `seen`."""
-    seen: list[bytes] = []
-    file = GrowingFile(tmp_path / "metrics.jsonl", seen.clear, seen.append)
-    file.seen = seen
-    return file
+    return GrowingFile(tmp_path / "metrics.jsonl")
 
 
 def lines(*steps: int) -> bytes:
@@ -24,51 +19,38 @@ def lines(*steps: int) -> bytes:
 
 
 def test_only_what_is_new_is_read_and_an_incomplete_line_waits(log):
-    log.read()
-    assert log.seen == []
+    assert [*log.new_lines()] == []
     with open(log.path, "ab", buffering=0) as file:
         file.write(lines(1, 2) + b'{"step": 3, "ti')
-        log.read()
-        assert b"".join(log.seen) == lines(1, 2)
-        log.seen.clear()
+        assert b"".join(log.new_lines()) == lines(1, 2)
         file.write(b'me": 4.5}\n')
-        log.read()
-    assert b"".join(log.seen) == lines(3)
+        assert b"".join(log.new_lines()) == lines(3) and not log.is_replaced()
 
 
-@pytest.mark.parametrize("after", [lines(1), lines(1, 5, 6, 7, 8, 9, 10, 11), b""])
-def test_a_file_that_a_resume_has_replaced_is_read_again(log, after):
+@pytest.mark.parametrize("after", [lines(1), lines(1, 5, 6, 7, 8, 9, 10, 11), b"", None])
+def test_a_file_that_a_resume_has_replaced_is_noticed_but_not_one_that_begins_alike(log, after):
     log.path.write_bytes(lines(1, 2, 3, 4))
-    log.read()
-    beside = log.path.with_suffix(".tmp")
-    beside.write_bytes(after)
-    os.replace(beside, log.path)
-    log.read()
-    assert b"".join(log.seen) == after
+    assert len([*log.new_lines()]) == 4
+    log.path.write_bytes(lines(1, 2, 3, 4, 5))
+    assert not log.is_replaced() and b"".join(log.new_lines()) == lines(5)
     log.path.unlink()
-    log.read()
-    assert log.seen == []
+    if after is not None:
+        log.path.write_bytes(after)
+    assert log.is_replaced()
 
 
-def test_a_file_that_was_rewritten_with_the_same_lines_goes_on(log):
-    log.path.write_bytes(lines(1, 2))
-    log.read()
-    log.path.write_bytes(lines(1, 2, 3))
-    log.seen.clear()
-    log.read()
-    assert b"".join(log.seen) == lines(3)
-
-
-def test_what_cannot_be_read_is_told(log):
-    os.mkfifo(log.path)
-    with pytest.raises(CheckpointError, match="metrics.jsonl cannot be read"):
-        log.read()
+@pytest.mark.parametrize("name", ["metrics.jsonl", "power.csv"])
+def test_what_cannot_be_read_is_told(tmp_path, name):
+    (tmp_path / "config.json").write_text('{"TRAINING_STAGE": "sft"}')
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read"):
+        RunReader(tmp_path, "run").read()
 
 
 @pytest.mark.parametrize("line", [b"", b"nonsense", b"[1]", b"{}", b'{"step": -1}', b'{"step": true}',
                                   b'{"step": 1.5}', b"[" * 100_000, b"\xff\xfe", b"\0\0\0", b'{"step": 1, "x": "\\ud800"}'])
-def test_a_line_that_is_not_valid_is_set_aside_and_counted(log, line):
-    log.add = lambda each: log.seen.append(Line.model_validate_json(each))
-    log.path.write_bytes(lines(1) + line + b"\n" + lines(2))
-    log.read()
-    assert [entry.step for entry in log.seen] == [1, 2] and log.set_aside == 1
+def test_a_line_that_is_not_valid_is_set_aside_and_counted(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(lines(1) + line + b"\n" + lines(2))
+    run = RunReader(tmp_path, "run")
+    run.read()
+    assert run.curves["time"].steps().tolist() == [1, 2] and run.set_aside() == ["1 line of metrics.jsonl"]

@@ -14,7 +14,8 @@ from factories import TinyRun, stop_at
 
 from common.errors import CheckpointError
 from common.files import FileLock
-from report.data import KILLED, parameters_in
+from report.data import parameters_in
+from report.goodput import KILLED
 from report.page import Report, as_text, distinct_names, render
 
 

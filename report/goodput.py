@@ -1,0 +1,152 @@
+"""Goodput: the share of the time since a run's first start that went into steps which count.
+
+In events.jsonl, each `start` begins a process. Its last sign of life is its `end` event; after a kill, it is
+the latest of its other events, its lines in metrics.jsonl and the `previous_time` of the next start. All time
+is the time from the first `start` to the last sign of life, without the time between a run that had finished
+and its continuation. It is divided into:
+
+- steps: the sum over the logged lines of `step_seconds` * steps since the line before, of the same process;
+- evaluation, saving: the `seconds` of these events;
+- repeated steps: if the next process resumes from an older step than the last logged one, the time from the
+  save of that step (or the last line that was kept) to the last sign of life;
+- start-up: from the `start` event to the first step, and the `seconds` of the event, if it has them: the time
+  before it (imports, reading and verifying, building the model);
+- away: from the last sign of life of a process to the start of the next one;
+- other: the rest.
+
+goodput = steps / all time.
+
+Clocks can be set back, and those of two machines differ. So the order of lines and steps decides what came
+first, and a negative time counts as zero; `clock_steps` lists these places.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Optional
+
+Event = dict[str, Any]
+CLOCK_SECONDS = 1.0  # a smaller step back of the clock is not reported
+KILLED = "ended without a word (killed, or the machine failed)"
+PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
+
+
+@dataclass
+class Process:
+    """The events of a process, its start first, and the sums of its lines in metrics.jsonl."""
+
+    events: list[Event]
+    following: Optional[Event] = None  # the start of the next process
+    steps_seconds: float = 0.0
+    first_time: Optional[float] = None  # of the first line with steps
+    first_seconds: float = 0.0  # of the steps before that line
+    last_time: Optional[float] = None
+    last_step: int = 0
+    clock_steps: list[tuple[int, float]] = field(default_factory=list)
+
+    def add_line(self, step: int, time: float, step_seconds: float) -> None:
+        """Count a logged line."""
+        if self.last_time is None:
+            self.last_time, self.last_step = self.started, self.events[0]["step"]
+        seconds = max(0.0, step_seconds) * max(0, step - self.last_step)
+        self.steps_seconds += seconds
+        if self.first_time is None and seconds:
+            self.first_time, self.first_seconds = time, seconds
+        if time < self.last_time - CLOCK_SECONDS:
+            self.clock_steps.append((step, self.last_time - time))
+        self.last_time, self.last_step = time, step
+
+    @property
+    def started(self) -> float:
+        """The time of its start event."""
+        return self.events[0]["time"]
+
+    @property
+    def end(self) -> Event:
+        """The event that says why it ended; empty if it was killed, or runs."""
+        return next((event for event in self.events if event["event"] == "end"), {})
+
+    @property
+    def last_sign(self) -> float:
+        """The time of its last sign of life."""
+        if self.end:
+            return self.end["time"]
+        previous = (self.following or {}).get("previous_time") or 0.0
+        return max([event["time"] for event in self.events] + [self.last_time or 0.0, previous])
+
+    def parts(self) -> dict[str, float]:
+        """Return how it spent its time, in seconds."""
+        # What comes after the step from which the next process resumed is lost.
+        last_sign, kept, kept_until = self.last_sign, self.events, self.last_sign
+        previous = (self.following or {}).get("previous_step")
+        if previous is not None and self.following["step"] < previous:
+            kept = [event for event in self.events if event["step"] <= self.following["step"]]
+            saved = [event["time"] for event in kept if event["event"] == "save"]
+            reached = max([*saved[-1:], self.last_time or self.started])
+            kept_until = min(max(self.started, reached), last_sign)
+
+        sums = {"evaluation": 0.0, "saving": 0.0}
+        before_first_line = self.first_seconds
+        for event in kept:
+            if name := {"evaluation": "evaluation", "save": "saving"}.get(event["event"]):
+                seconds = max(0.0, event.get("seconds") or 0.0)
+                sums[name] += seconds
+                if self.first_time and event["time"] <= self.first_time:
+                    before_first_line += seconds
+
+        left = max(0.0, kept_until - self.started - self.steps_seconds - sum(sums.values()))
+        start_up = 0.0
+        if self.first_time:
+            start_up = min(left, max(0.0, self.first_time - before_first_line - self.started))
+        set_up = self.started - set_up_from(self.events[0])
+        return {"steps": self.steps_seconds, **sums, "start-up": start_up + set_up,
+                "repeated steps": max(0.0, last_sign - kept_until), "other": left - start_up}
+
+
+def set_up_from(start: Event) -> float:
+    """Return when a process began: before its start event, if that has the seconds of its set-up."""
+    return start["time"] - max(0.0, start.get("seconds") or 0.0)
+
+
+def elapsed(processes: Sequence[Process]) -> float:
+    """Return the seconds from a run's first start to its last sign of life."""
+    alive = sum(max(0.0, process.last_sign - process.started) for process in processes)
+    return alive + sum(max(0.0, after.started - before.last_sign) for before, after in pairwise(processes))
+
+
+def clock_steps(processes: Sequence[Process]) -> Iterator[tuple[int, float]]:
+    """Yield where the clock stepped back: the step that followed, and by how many seconds at least."""
+    for process in processes:
+        between = [(after["step"], before["time"] - after["time"])
+                   for before, after in pairwise(process.events)]
+        yield from process.clock_steps or [back for back in between if back[1] > CLOCK_SECONDS]
+        if following := process.following:
+            back = process.last_sign - following["time"]
+            if back > CLOCK_SECONDS:
+                yield following["step"], back
+
+
+def goodput(processes: Sequence[Process]) -> Optional[dict[str, Any]]:
+    """Return the goodput of a run as in the page's data; None if nothing is known of its time."""
+    if not any(process.steps_seconds for process in processes):
+        return None
+    parts = dict.fromkeys(PARTS, 0.0)
+    interruptions = []
+    for process in processes:
+        for name, seconds in process.parts().items():
+            parts[name] += seconds
+        following, last_sign, reason = process.following, process.last_sign, process.end.get("reason")
+        if not following or reason == "finished":
+            continue
+        away = max(0.0, set_up_from(following) - last_sign)
+        parts["away"] += away
+        step = max(following.get("previous_step") or 0, process.last_step, following["step"])
+        is_set_back = following["time"] < last_sign - CLOCK_SECONDS
+        interruptions.append({
+            "time": last_sign, "step": step, "resumed_from": following["step"],
+            "resumed_time": following["time"], "reason": reason or KILLED,
+            "away_seconds": None if is_set_back else away, "repeated_steps": step - following["step"]})
+    seconds = sum(parts.values())
+    return {"share": parts["steps"] / seconds if seconds else 0.0, "seconds": seconds,
+            "parts": [{"name": name, "seconds": part} for name, part in parts.items()],
+            "interruptions": interruptions}
