@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import stat
 import tempfile
@@ -73,11 +74,20 @@ def read_plain(path: Path) -> bytes:
     return content
 
 
+def existing_parent(path: Path) -> Path:
+    """Return a path, or the first folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space on the disk of a path, which need not exist yet."""
+    return shutil.disk_usage(existing_parent(path)).free
+
+
 def why_not_writable(folder: Path) -> Optional[OSError]:
     """Return the error of creating a file in a folder, which need not exist yet; None if it works."""
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     try:
-        with tempfile.TemporaryFile(dir=existing):
+        with tempfile.TemporaryFile(dir=existing_parent(folder)):
             return None
     except OSError as error:
         return error

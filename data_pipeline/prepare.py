@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
-from common.files import FileLock, read_json, sync_folder, write_json
+from common.files import FileLock, free_bytes, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
@@ -333,9 +333,8 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
         raise DataError(f"{error.filename or folder}: cannot be written: {error.strerror}; "
-                        f"{shutil.disk_usage(place).free:,} bytes are free there; free some, or choose "
+                        f"{free_bytes(folder):,} bytes are free there; free some, or choose "
                         "another --output") from error
 
 

@@ -8,7 +8,6 @@ K tokens kept, C = K + 1 with all others as one class.
 import hashlib
 import json
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 from checkpoint.tensors import write_tensors
 from common.errors import DataError, SettingsError
-from common.files import FileLock, atomic_write
+from common.files import FileLock, atomic_write, free_bytes
 from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.shards import Cache, WatchedFile, file_stamp, load_verified, save_verified
@@ -433,8 +432,7 @@ def _complete(store: RowStore, indices: np.ndarray, load_teacher: Callable[[], A
     ranks, log, k = context.ranks, context.log, config.distillation_top_k
 
     def check_room() -> None:
-        parent = next(folder for folder in (store.folder, *store.folder.parents) if folder.exists())
-        needed, free = sum(missing) * store.record.itemsize, shutil.disk_usage(parent).free
+        needed, free = sum(missing) * store.record.itemsize, free_bytes(store.folder)
         if needed > free:
             raise DataError(f"{store.folder} needs {needed:,} bytes more, and {free:,} are free; set "
                             "CACHE_DIR to another disk, lower DISTILLATION_TOP_K, or set that to 0 to run "

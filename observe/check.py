@@ -6,7 +6,6 @@ import glob
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ import lora
 from checkpoint.huggingface import read_json
 from checkpoint.schema import read_entries
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
+from common.files import existing_parent, free_bytes
 from common.text import command, duration, print_safely, show
 from config import PREPARED_BY, SAMPLE, Config, EvalTask, names_start, rules
 from data_pipeline.mixture import describe_sources
@@ -706,11 +706,11 @@ def memory_advice(config: Config, room: int, *known) -> str:
 def check_disk(config: Config, size: int) -> tuple[int, str]:
     """The bytes of one checkpoint. Raises CheckpointError if there is no room for two."""
     place = (Path(config.output_dir) / (config.run_name or "") / "checkpoints").absolute()
-    there = next(path for path in (place, *place.parents) if os.path.lexists(path))
+    there = existing_parent(place)
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir} cannot be written to ({there}); set it to a "
                               "folder that can")
-    free = shutil.disk_usage(there).free
+    free = free_bytes(there)
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
     text = (f"a checkpoint takes {size / GIB:.2f} GiB; {kept} at a time take {kept * size / GIB:.2f}, "

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import shutil
 import statistics
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import Any, Optional, TextIO
 from checkpoint.item_scores import measured_as
 from checkpoint.schema import MOST_SECONDS, Line, number, read_lines
 from common.errors import CheckpointError
-from common.files import NotAFileError, plain
+from common.files import NotAFileError, free_bytes, plain
 from common.text import duration, print_safely, printable
 from config import Config
 from parallel.process import number_of
@@ -206,10 +205,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except NotAFileError as error:
         raise CheckpointError(f"{error.filename} {error.strerror}; move it away") from error
     except OSError as error:
-        there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-        room = ";"
-        if error.errno in NO_ROOM:
-            room = f", {shutil.disk_usage(there).free:,} bytes are free; make room, or"
+        room = f", {free_bytes(path):,} bytes are free; make room, or" if error.errno in NO_ROOM else ";"
         raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} "
                               "set OUTPUT_DIR to a folder that can be written") from error
 

@@ -643,7 +643,7 @@ def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, mo
 
 
 def test_too_small_a_disk_is_told_before_the_teacher_is_loaded(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(stored_outputs.shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(DataError, match="bytes more, and 100 are free; set CACHE_DIR"):
         stored(token_rows(tmp_path, tokenizer), tmp_path, tokenizer, None)
 

@@ -325,7 +325,7 @@ def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):
 
 def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(check.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     checked = Checked(TinyRun(prepared, tmp_path / "a" / "b"), capsys)
     assert checked.code == 5 and "OUTPUT_DIR" in checked.text("FAIL") and list(tmp_path.iterdir()) == []
 

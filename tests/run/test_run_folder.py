@@ -80,7 +80,7 @@ def test_a_refused_start_changes_nothing(changes, code, resume, finished, others
         file.write('{"step": 7}\n')
     before, other = contents(finished.output_dir), None
     if "no room" in changes:
-        monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 1000, 0))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 1000, 0))
     if "stale reference" in changes:
         monkeypatch.setattr(life, "choose_objective", stale)
     if "in use" in changes:
