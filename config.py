@@ -4,6 +4,7 @@ A setting has one name: `MAX_STEPS` in `.env` and the environment, `--max-steps`
 JSON and as an attribute. `settings/load.py` reads them.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -158,10 +159,27 @@ class ModelConfig(Section):
         return max(1, -(-width // self.multiple_of)) * self.multiple_of
 
     @property
+    def block_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The weights of a block in the model's order: linear layers (outputs, inputs), then norms.
+
+        Costs, checkpoints and adapters follow from this table.
+        """
+        heads, kv_heads, wide = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.hidden_dim
+        return {"attention.wq": (heads, self.dim), "attention.wk": (kv_heads, self.dim),
+                "attention.wv": (kv_heads, self.dim), "attention.wo": (self.dim, heads),
+                "feed_forward.w1": (wide, self.dim), "feed_forward.w2": (self.dim, wide),
+                "feed_forward.w3": (wide, self.dim), "attention_norm": (self.dim,), "ffn_norm": (self.dim,)}
+
+    @property
     def matrix_count(self) -> int:
         """Number of weights in the matrices of all blocks."""
-        attention = 2 * self.dim * (self.n_heads + self.n_kv_heads) * self.head_dim
-        return self.n_layers * (attention + 3 * self.dim * self.hidden_dim)
+        sizes = [math.prod(shape) for shape in self.block_shapes.values() if len(shape) == 2]
+        return self.n_layers * sum(sizes)
+
+
+def padded(vocab_size: int) -> int:
+    """Return the rows of embedding and head: `vocab_size` up to a multiple of 128, for fast matmuls."""
+    return -(-vocab_size // 128) * 128
 
 
 # transformers' names of attention kernels, and flash-attn's package.
@@ -280,8 +298,12 @@ def step_window(text: Optional[str]) -> Optional[range]:
     return range(first, last + 1)
 
 
-LORA_LAYERS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",  # with Hugging Face's names
-               "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# The linear layers of a block with Hugging Face's names, in the model's order.
+LINEAR_LAYERS = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
+                 "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
+                 "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+                 "feed_forward.w3": "mlp.up_proj"}
+LORA_LAYERS = {name.split(".")[1]: theirs.split(".")[1] for name, theirs in LINEAR_LAYERS.items()}
 ALL_LINEAR = "all-linear"  # PEFT's word for all of these
 
 

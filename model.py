@@ -17,17 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from config import ModelConfig
+from config import ModelConfig, padded
 from fused.attention import VARLEN, attend, choose_kernel, compute_cu_seqlens
 from fused.head import ChunkedHead, HeadWeight, LogitsLoss, embed
 from fused.matmul import linear, upcast_for_matmul
 
 SHARED_PREFIX = 0  # id of the document that every later document of its row attends to
-
-
-def padded(vocab_size: int) -> int:
-    """Return the rows of embedding and head: `vocab_size` up to a multiple of 128, for fast matmuls."""
-    return -(-vocab_size // 128) * 128
 
 
 class RMSNorm(nn.Module):

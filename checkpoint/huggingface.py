@@ -1,10 +1,8 @@
-"""Weights and configuration in the formats of Hugging Face and Meta.
+"""Weights and configuration in the formats of Hugging Face and Meta, and models of the hub's local cache.
 
 Paddock's parameter names are Meta's. Hugging Face has other names, rotates the two halves of a head instead
 of neighbouring pairs (so the rows of wq and wk are permuted), and stores no padding of the vocabulary.
-
-
-Models of the Hugging Face hub, as folders of its local cache."""
+"""
 
 import hashlib
 import json
@@ -24,22 +22,23 @@ from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import read_plain
 from common.remote import HUB_NAME, hub_folder, why_not
-from config import MAX_NUMBER, ModelConfig
+from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HUB_FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"],
+             "ignore_patterns": ["*/*"]}
 MAX_SHARD_BYTES = 5_000_000_000  # as in transformers
+DEFAULT_CONTEXT = 2048  # as in transformers, where a config.json gives no length
 VOCABULARY = ("tok_embeddings.weight", "output.weight")  # one row for each id
 # Trained ids, ascending, of "tok_embeddings" and "output"; with tied embeddings the first means both.
 TokenIds = Mapping[str, Sequence[int]]
 
+# Hugging Face's names of our parameters. Their shapes are those of `ModelConfig.block_shapes`.
 HUGGINGFACE_NAMES = {
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj", "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-}
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", **LINEAR_LAYERS,
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+ROTATED = {"wq": "n_heads", "wk": "n_kv_heads"}  # and how many heads it has, whose rows are permuted
 # Settings, and the fields of config.json and of its rope_parameters that give them.
 CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
@@ -48,7 +47,8 @@ CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads
 SCALING_FIELDS = {"rope_scaling_factor": "factor", "rope_low_freq_factor": "low_freq_factor",
                   "rope_high_freq_factor": "high_freq_factor",
                   "rope_original_max_len": "original_max_position_embeddings"}
-DEFAULT_CONTEXT = 2048  # as in transformers, where a config.json gives no length
+
+# ------------------------------------------------------------------------------- names and layouts
 
 
 def huggingface_name(name: str) -> str:
@@ -62,41 +62,34 @@ def huggingface_name(name: str) -> str:
 
 def parameter_shapes(model_config: ModelConfig, vocab_rows: int) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every parameter of the model, in its own order."""
-    c = model_config
-    kv_dim = c.n_kv_heads * c.head_dim
-    block = {"attention.wq": (c.dim, c.dim), "attention.wk": (kv_dim, c.dim), "attention.wv": (kv_dim, c.dim),
-             "attention.wo": (c.dim, c.dim), "feed_forward.w1": (c.hidden_dim, c.dim),
-             "feed_forward.w2": (c.dim, c.hidden_dim), "feed_forward.w3": (c.hidden_dim, c.dim),
-             "attention_norm": (c.dim,), "ffn_norm": (c.dim,)}
-    shapes = {"tok_embeddings.weight": (vocab_rows, c.dim)}
-    for layer in range(c.n_layers):
+    matrix, block = (vocab_rows, model_config.dim), model_config.block_shapes
+    shapes = {"tok_embeddings.weight": matrix}
+    for layer in range(model_config.n_layers):
         shapes |= {f"layers.{layer}.{part}.weight": shape for part, shape in block.items()}
-    shapes["norm.weight"] = (c.dim,)
-    if not c.tie_embeddings:
-        shapes["output.weight"] = (vocab_rows, c.dim)
-    return shapes
+    shapes["norm.weight"] = (model_config.dim,)
+    return shapes if model_config.tie_embeddings else shapes | {"output.weight": matrix}
 
 
 def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: ModelConfig,
                      vocab_rows: int) -> None:
     """Raise CheckpointError unless these shapes by name are the ones that checkpoints and adapters store."""
-    stored = parameter_shapes(model_config, vocab_rows)
-    stored = {name: shape for name, shape in stored.items()
+    stored = {name: shape for name, shape in parameter_shapes(model_config, vocab_rows).items()
               if re.sub(r"layers\.\d+\.|\.weight$", "", name) in HUGGINGFACE_NAMES}
     found = {name: tuple(shape) for name, shape in parameters.items()}
     if names := [name for name in (*found, *stored) if found.get(name) != stored.get(name)]:
         raise CheckpointError(
             f"checkpoints cannot store this model ({len(names)} such parameters): {names[0]} is "
-            f"{found.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in "
-            "checkpoint/huggingface.py; add it to parameter_shapes and HUGGINGFACE_NAMES there, and a linear "
-            "layer to LORA_LAYERS in config.py")
+            f"{found.get(names[0], 'missing')} in model.py and {stored.get(names[0], 'missing')} in the "
+            "tables; add it to block_shapes in config.py, and its name to HUGGINGFACE_NAMES in "
+            "checkpoint/huggingface.py, or to LINEAR_LAYERS in config.py if it is a linear layer")
 
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
-    """Return the weight with the rows of each rotated head (of wq and wk) in the other layout's order."""
-    heads = {"wq": model_config.n_heads, "wk": model_config.n_kv_heads}.get(name.rsplit(".", 2)[-2])
-    if heads is None:
+    """Return the weight with the rows of each rotated head in the other layout's order."""
+    setting = ROTATED.get(name.rsplit(".", 2)[-2])
+    if setting is None or name.endswith(".lora_A"):
         return weight
+    heads = getattr(model_config, setting)
     pairs_or_halves = (heads, -1, 2) if to_huggingface else (heads, 2, -1)
     order = torch.arange(weight.rows).unflatten(0, pairs_or_halves).transpose(1, 2).flatten()
 
@@ -125,52 +118,40 @@ def checked(name: str, tensor: LazyTensor) -> LazyTensor:
     return replace(tensor, read=read)
 
 
-def on_cpu(tensor: LazyTensor) -> LazyTensor:
-    """Return a tensor that is read as a contiguous one on the CPU."""
-    return replace(tensor, read=lambda start, stop: tensor.read(start, stop).cpu().contiguous())
+def to_theirs(name: str, tensor: Tensor | LazyTensor, model_config: ModelConfig,
+              vocab_size: int) -> LazyTensor:
+    """Return one of our tensors in Hugging Face's layout, without the padding of the vocabulary."""
+    tensor = permuted(name, lazy(tensor), model_config, to_huggingface=True)
+    return tensor.first_rows(vocab_size) if name in VOCABULARY else tensor
+
+
+def to_ours(name: str, tensor: LazyTensor, shape: tuple[int, ...], model_config: ModelConfig,
+            mismatch: str) -> LazyTensor:
+    """Invert `to_theirs`, or raise `mismatch` unless the tensor has our shape."""
+    tensor = tensor.padded(shape[0]) if name in VOCABULARY else tensor
+    if tensor.shape != shape:
+        raise CheckpointError(mismatch.format(tensor.shape, shape))
+    return permuted(name, tensor, model_config, to_huggingface=False)
 
 
 def to_huggingface(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
                    vocab_size: int) -> dict[str, LazyTensor]:
-    """Return our parameters under Hugging Face's names, on the CPU, without the padding of the vocabulary.
-
-    A tied head is left out; `from_huggingface` restores the same bits.
-    """
-    shapes = parameter_shapes(model_config, vocab_size)
-    unknown, missing = set(state_dict) - set(shapes) - {"output.weight"}, set(shapes) - set(state_dict)
-    assert not unknown and not missing, f"not the parameters of this model: {unknown or missing}"
-    tensors = {}
+    """Return our parameters under Hugging Face's names. A tied head is left out."""
+    tensors, shapes = {}, parameter_shapes(model_config, vocab_size)
+    assert state_dict.keys() - shapes.keys() <= {"output.weight"}, "not the parameters of this model"
     for name, shape in shapes.items():
-        weight = permuted(name, lazy(state_dict[name]), model_config, to_huggingface=True)
-        if name in VOCABULARY:
-            weight = weight.first_rows(vocab_size)
+        weight = to_theirs(name, state_dict[name], model_config, vocab_size)
         assert weight.shape == shape, f"{name} is {weight.shape}, expected {shape}"
-        tensors[huggingface_name(name)] = on_cpu(weight)
+        tensors[huggingface_name(name)] = weight
     return tensors
 
 
 def vocabulary_rows(tensors: Mapping[str, LazyTensor]) -> int:
-    """Return the number of ids in a Llama's embedding. Raises CheckpointError if there is none."""
+    """Return the number of ids in a Llama's embedding."""
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2 or not embedding.rows:
         raise CheckpointError("the weights lack model.embed_tokens.weight; use another checkpoint")
     return embedding.rows
-
-
-def first_part(tensors: Mapping[str, LazyTensor], vocab_size: int,
-               keep_layers: Optional[int]) -> dict[str, LazyTensor]:
-    """Return a Hugging Face Llama's tensors without ids that no token has, and with the first layers only.
-
-    Args:
-        keep_layers: how many; None = all.
-    """
-    def is_kept(name: str) -> bool:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        return keep_layers is None or layer is None or int(layer[1]) < keep_layers
-
-    by_id = {huggingface_name(name) for name in VOCABULARY}
-    return {name: tensor.first_rows(vocab_size) if name in by_id else tensor
-            for name, tensor in tensors.items() if is_kept(name)}
 
 
 def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int,
@@ -180,34 +161,39 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
     Args:
         finite: refuse NaN and infinity, in each row that is read.
     """
-    shapes = parameter_shapes(model_config, padded_vocab)
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if model_config.tie_embeddings:
         if head is not None and (embedding is None or not embedding.equals(head)):
             raise CheckpointError("the weights have a separate lm_head.weight; set TIE_EMBEDDINGS=false")
     elif head is None:
         raise CheckpointError("the weights have no separate lm_head.weight; set TIE_EMBEDDINGS=true")
-    ours = {huggingface_name(name): name for name in shapes}
-    ignored = ("lm_head.weight",)  # of a tied model, checked above
-    unknown = [name for name in tensors if name not in (*ours, *ignored) and not name.endswith("inv_freq")]
-    missing = [name for name in ours if name not in tensors]
+    shapes = parameter_shapes(model_config, padded_vocab)
+    theirs = {huggingface_name(name): name for name in shapes}
+    missing = [name for name in theirs if name not in tensors]
+    unknown = [name for name in tensors if name not in (*theirs, "lm_head.weight")
+               and not name.endswith("inv_freq")]  # a buffer of old files
     if unknown or missing:
         what = f"lack {missing[0]}" if missing else f"hold {unknown[0]}, which this model does not have"
         raise CheckpointError(f"the weights {what} ({len(missing)} missing, {len(unknown)} unknown); set "
                               "N_LAYERS and the other model settings as in the checkpoint's config.json")
     state = {}
-    for name, shape in shapes.items():
-        weight = tensors[huggingface_name(name)]
-        if finite:
-            weight = checked(huggingface_name(name), weight)
-        if name in VOCABULARY:
-            weight = weight.padded(padded_vocab)
-        if weight.shape != shape:
-            raise CheckpointError(f"{huggingface_name(name)} is {weight.shape} in the checkpoint, but the "
-                                  f"settings and the tokenizer give {shape}; set the model settings as in "
-                                  "the checkpoint's config.json")
-        state[name] = permuted(name, weight, model_config, to_huggingface=False)
+    for theirs_name, name in theirs.items():
+        tensor = checked(theirs_name, tensors[theirs_name]) if finite else tensors[theirs_name]
+        state[name] = to_ours(name, tensor, shapes[name], model_config, f"{theirs_name} is {{}} in the "
+                              "checkpoint, but the settings and the tokenizer give {}; set the model "
+                              "settings as in the checkpoint's config.json")
     return state
+
+
+def first_part(tensors: Mapping[str, LazyTensor], vocab_size: int,
+               keep_layers: Optional[int]) -> dict[str, LazyTensor]:
+    """Return a Hugging Face Llama's tensors without ids that no token has, and with KEEP_LAYERS only."""
+    kept, by_id = {}, {huggingface_name(name) for name in VOCABULARY}
+    for name, tensor in tensors.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if not (keep_layers and layer and int(layer[1]) >= keep_layers):
+            kept[name] = tensor.first_rows(vocab_size) if name in by_id else tensor
+    return kept
 
 
 def from_meta(tensors: Mapping[str, Tensor],
@@ -227,13 +213,13 @@ def from_meta(tensors: Mapping[str, Tensor],
     tied = state["tok_embeddings.weight"].equals(state["output.weight"])
     if tied:
         del state["output.weight"]
-    rows, ffn_dim = (state[name].rows for name in ("tok_embeddings.weight", gate))
     settings = {key: params[key] for key in required} | {
-        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": ffn_dim,
+        "n_kv_heads": params.get("n_kv_heads") or params["n_heads"], "ffn_dim": state[gate].rows,
         "rope_theta": params.get("rope_theta", 10_000.0), "tie_embeddings": tied}
     if params.get("use_scaled_rope"):
         settings["rope_scaling_factor"] = params.get("rope_scaling_factor") or (32.0 if tied else 8.0)
         settings["rope_high_freq_factor"] = params.get("rope_high_freq_factor") or 4.0
+    rows = state["tok_embeddings.weight"].rows
     expected = parameter_shapes(checked_settings(settings, "params.json"), rows)
     wrong = [name for name in sorted(expected.keys() | state.keys(), key=str)
              if name not in state or state[name].shape != expected.get(name)]
@@ -248,15 +234,17 @@ def weights_sha256(tensors: Mapping[str, LazyTensor]) -> str:
     A tied head that is stored all the same and the buffers of old files do not count.
     """
     digest, embedding = hashlib.sha256(), tensors.get("model.embed_tokens.weight")
-    for name in sorted(tensors):
-        tensor = tensors[name]
+    for name, tensor in sorted(tensors.items()):
         is_tied_head = name == "lm_head.weight" and embedding is not None and tensor.equals(embedding)
         if is_tied_head or name.endswith("inv_freq"):
             continue
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        for piece in tensor.pieces():
-            digest.update(piece.flatten().view(torch.uint8).numpy())
+        for span in tensor.spans():
+            digest.update(tensor.read(*span).flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------- config.json
 
 
 def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: int, bos: Optional[int],
@@ -306,29 +294,24 @@ def rope_parameters_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Version 4 reads the top level and `rope_scaling`; in version 5 `rope_scaling` replaces `rope_parameters`.
     """
-    places = {"": {"rope_theta": config.get("rope_theta")},
-              **{name: config.get(name) for name in ("rope_parameters", "rope_scaling")}}
-    for name, place in places.items():
-        place = {} if place is None else place
+    places = {"": {"rope_theta": config.get("rope_theta")}}
+    for name in ("rope_parameters", "rope_scaling"):
+        place = {} if config.get(name) is None else config[name]
         if not isinstance(place, Mapping):
             raise CheckpointError(f"config.json gives {name}={place!r:.40}, expected an object; download it "
                                   "again")
-        known = {"rope_type": place.get("type"), **place}
-        places[name] = {key: value for key, value in known.items() if value is not None and key != "type"}
-    rope = {"rope_theta": 10_000.0, "rope_type": "default", **places[""],
-            **(places["rope_scaling"] or places["rope_parameters"])}
-    for name, place in places.items():
+        places[f"{name}."] = {"rope_type": place.get("type"), **place, "type": None}
+    given = {name: {key: value for key, value in place.items() if value is not None}
+             for name, place in places.items()}
+    rope = {"rope_theta": 10_000.0, "rope_type": "default", **given[""],
+            **(given["rope_scaling."] or given["rope_parameters."])}
+    for name, place in given.items():
         for key, value in place.items():
             if rope.get(key) not in (value,):  # NaN is refused later
-                raise CheckpointError(f"config.json contradicts itself: {f'{name}.' * bool(name)}{key} is "
-                                      f"{value!r:.40}, and {rope.get(key)!r:.40} elsewhere; keep the value "
-                                      "that the model was trained with")
+                raise CheckpointError(f"config.json contradicts itself: {name}{key} is {value!r:.40}, and "
+                                      f"{rope.get(key)!r:.40} elsewhere; keep the value that the model was "
+                                      "trained with")
     return rope
-
-
-def context_length(config: Mapping[str, Any]) -> int:
-    """Return the longest text of a config.json's model, in tokens."""
-    return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
 
 
 def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
@@ -338,6 +321,11 @@ def count_in(config: Mapping[str, Any], field: str) -> Optional[int]:
         raise CheckpointError(f"config.json gives {field}={count!r:.40}, expected a whole number above 0; "
                               "correct it, or download it again")
     return count
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """Return the longest text of a config.json's model, in tokens."""
+    return count_in(config, "max_position_embeddings") or DEFAULT_CONTEXT
 
 
 def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,6 +362,9 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
     if unlike:
         raise CheckpointError(f"config.json has {', '.join(unlike)}, which this model lacks; use another")
     return settings
+
+
+# ----------------------------------------------------------------------------------------- folders
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
@@ -445,7 +436,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises CheckpointError if it cannot be read or is no object."""
+    """Return the object in a JSON file."""
     try:
         content = json.loads(read_plain(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -453,9 +444,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; copy or download it again")
     return content
-
-
-FILES = {"allow_patterns": ["*.safetensors", "*.json", "*.jinja", "README.md"], "ignore_patterns": ["*/*"]}
 
 
 def is_model_name(name: str) -> bool:
@@ -472,7 +460,7 @@ def hub_model(name: str) -> Path:
     """Return the folder of a model of the hub, which is downloaded unless the cache has it."""
     repository, _, revision = name.partition("@")
     try:
-        return hub_folder(repository, "config.json", is_complete, revision or None, **FILES)
+        return hub_folder(repository, "config.json", is_complete, revision or None, **HUB_FILES)
     except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
         raise CheckpointError(f"{name} is no local folder, and the hub gives no model of that name: "
                               f"{why_not(error)}; check the name, the network, HF_TOKEN and "

@@ -1,30 +1,28 @@
 """LoRA adapters in PEFT's format, and the hash of their base in a file of ours beside them."""
 
 import os
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Optional, Union
+from typing import Any, NamedTuple, NoReturn, Optional
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoint import huggingface
 from checkpoint.huggingface import (
-    HUGGINGFACE_NAMES,
     VOCABULARY,
     TokenIds,
     checked,
     name_of_download,
-    on_cpu,
-    permuted,
     read_json,
+    to_ours,
+    to_theirs,
     write_json,
 )
-from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
+from checkpoint.tensors import LazyTensor, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.text import command
-from config import ALL_LINEAR, LORA_LAYERS, LoraConfig, ModelConfig
+from config import LINEAR_LAYERS, LORA_LAYERS, LoraConfig, ModelConfig
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -71,15 +69,9 @@ def peft_name(name: str) -> str:
 
 def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
             vocab_size: int) -> dict[str, LazyTensor]:
-    """Return what LoRA trains under PEFT's names, on the CPU; a tied matrix both as embedding and as head."""
-    tensors = {}
-    for name, tensor in state_dict.items():
-        tensor = lazy(tensor)
-        if name.endswith(".lora_B"):
-            tensor = permuted(name, tensor, model_config, to_huggingface=True)
-        if name in VOCABULARY:
-            tensor = tensor.first_rows(vocab_size)
-        tensors[peft_name(name)] = on_cpu(tensor)
+    """Return what LoRA trains under PEFT's names; a tied matrix both as embedding and as head."""
+    tensors = {peft_name(name): to_theirs(name, tensor, model_config, vocab_size)
+               for name, tensor in state_dict.items()}
     if model_config.tie_embeddings and (tied := tensors.get(peft_name("tok_embeddings.weight"))) is not None:
         tensors[peft_name("output.weight")] = tied
     return tensors
@@ -96,9 +88,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")
         if name in VOCABULARY:
-            shapes[name] = shape
-            if ids := token_ids.get(stem):
-                shapes[f"{stem}.rows"] = (len(ids), shape[1])
+            shapes |= {name: shape, f"{stem}.rows": (len(token_ids.get(stem, ())), shape[1])}
         elif len(shape) == 2:
             shapes |= {f"{stem}.lora_A": (rank, shape[1]), f"{stem}.lora_B": (shape[0], rank)}
     if model_config.tie_embeddings:
@@ -107,18 +97,10 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
         if (embedding is None) != (head is None) or (head is not None and not embedding.equals(head)):
             raise CheckpointError("the adapters train head and embeddings separately; their base ties them")
     for name, shape in shapes.items():
-        tensor = remaining.pop(peft_name(name), None)
-        if tensor is None:
-            continue
-        tensor = checked(peft_name(name), tensor)
-        if name in VOCABULARY:
-            tensor = tensor.padded(padded_vocab)
-        if tensor.shape != shape:
-            raise CheckpointError(f"{peft_name(name)} is {tensor.shape}, but rank and base give {shape}; use "
-                                  "the base that the adapters were made for")
-        if name.endswith(".lora_B"):
-            tensor = permuted(name, tensor, model_config, to_huggingface=False)
-        state[name] = tensor.whole()
+        if (tensor := remaining.pop(peft_name(name), None)) is not None:
+            mismatch = f"{peft_name(name)} is {{}}, but rank and base give {{}}; use the base of the adapters"
+            tensor = checked(peft_name(name), tensor)
+            state[name] = to_ours(name, tensor, shape, model_config, mismatch).whole()
     if remaining:
         raise CheckpointError(f"the adapters hold {min(remaining)}, which this model does not have "
                               f"({len(remaining)} such tensors); use the base that they were made for")
@@ -128,8 +110,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
 def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     targets = [name.strip() for name in config.lora_target_modules.split(",")]
-    modules = [name.rpartition(".")[2] for part, name in huggingface.HUGGINGFACE_NAMES.items()
-               if part.rpartition(".")[2] in targets]
+    modules = [theirs for name, theirs in LORA_LAYERS.items() if name in targets]
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)
     whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
@@ -146,42 +127,6 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
             "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
 
-class Targets(BaseModel):
-    """The fields of an adapter_config.json that choose modules of the base."""
-
-    model_config = ConfigDict(strict=True)
-
-    target_modules: Union[str, list[str]]
-    exclude_modules: Union[str, list[str], None] = None
-    modules_to_save: Optional[list[str]] = None
-    layers_to_transform: Union[int, list[int], None] = None
-
-    def why_not(self, module: str) -> Optional[str]:
-        """Return the field that leaves a module without adapters; None if it gets them.
-
-        Source: check_target_module_exists in PEFT's tuners/tuners_utils.py.
-        """
-        if matches(self.exclude_modules or [], module):
-            return "exclude_modules"
-        if matches(self.modules_to_save or [], module):
-            return "modules_to_save"
-        if not matches(self.target_modules, module):
-            return "target_modules"
-        layers = self.layers_to_transform
-        layers = [layers] if isinstance(layers, int) else layers
-        if not layers or isinstance(self.target_modules, str) or module in self.target_modules:
-            return None
-        in_layers = module.startswith(tuple(f"model.layers.{layer}." for layer in layers))
-        return None if in_layers else "layers_to_transform"
-
-
-def matches(names: str | Sequence[str], module: str) -> bool:
-    """Return whether a regular expression matches a module, or one of these names ends it."""
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
-    return any(f".{module}".endswith(f".{name}") for name in names)
-
-
 def check_plain_lora(content: Mapping[str, Any]) -> None:
     """Raise CheckpointError if an adapter_config.json describes more than plain LoRA."""
     unlike = [f"{key}={value!r:.80}" for key, value in content.items()
@@ -194,57 +139,40 @@ def check_plain_lora(content: Mapping[str, Any]) -> None:
 
 def check_targets(content: Mapping[str, Any], names: Collection[str], model_config: ModelConfig,
                   token_ids: TokenIds) -> None:
-    """Raise CheckpointError unless tensors of these names are what an adapter_config.json describes.
+    """Raise CheckpointError unless tensors of these names are adapters that this model can have.
 
-    The adapters must be on the same linear layers of every block.
+    They must be on the same linear layers of every block, besides the matrices and rows that the fields of
+    adapter_config.json name. Which layers have adapters is read from the tensors.
     """
-    def refuse(field: str, problem: str, advice: str = "correct it, or download both files again"
-               ) -> NoReturn:
+    def refuse(field: str, problem: str, advice: str = MERGE) -> NoReturn:
         raise CheckpointError(f"{CONFIG_FILE} has {field}={content.get(field)!r:.80}, {problem}; {advice}")
 
-    layers = [f"model.layers.{layer}.{HUGGINGFACE_NAMES[part]}" for part in HUGGINGFACE_NAMES
-              for layer in range(model_config.n_layers) if part.rpartition(".")[2] in LORA_LAYERS]
-    modules = [*layers, "model.embed_tokens", "lm_head"]
-    try:
-        targets = Targets.model_validate({key: content.get(key) for key in Targets.model_fields})
-        if str(targets.target_modules).lower() == ALL_LINEAR:
-            targets.target_modules = [*LORA_LAYERS.values()]
-        why_not = {module: targets.why_not(module) for module in modules}
-    except (ValidationError, re.error) as error:
-        field = str(error.errors()[0]["loc"][0]) if isinstance(error, ValidationError) else "target_modules"
-        refuse(field, "which PEFT cannot read")
-
-    # Contradictions between the fields and the tensors.
-    for name in targets.target_modules if isinstance(targets.target_modules, list) else ():
-        if not any(matches([name], module) for module in modules):
-            refuse("target_modules", f"and {name!r} is not a linear layer of the base")
-    for module, field in why_not.items():
-        tensors = [name for name in names if name.startswith(f"base_model.model.{module}.lora_")]
-        if len(tensors) != (0 if field else 2):
-            refuse(field or "target_modules", f"but {WEIGHTS_FILE} has {len(tensors)} tensors of {module}")
-    whole = [name.rpartition(".")[2] for name in targets.modules_to_save or ()]
+    whole = content.get("modules_to_save") or []
+    whole = [str(name).rpartition(".")[2] for name in whole] if isinstance(whole, list) else [str(whole)]
     if unknown := {*whole} - {*PEFT_LAYERS.values()}:
-        refuse("modules_to_save", f"and of whole modules only embed_tokens and lm_head can be read, not "
-               f"{min(unknown)}", MERGE)
+        refuse("modules_to_save", "and of whole modules only embed_tokens and lm_head can be read, not "
+               f"{min(unknown)}")
     needed = {f"{layer}.weight": "modules_to_save" for layer, name in PEFT_LAYERS.items() if name in whole}
     needed |= {f"{layer}.rows": "trainable_token_indices" for layer in token_ids}
     for name, field in needed.items():
         if peft_name(name) not in names:
-            refuse(field, f"but {WEIGHTS_FILE} lacks {peft_name(name)}")
-
-    # Adapters that this model does not have.
-    for module in modules[len(layers):]:
-        if not why_not[module]:
-            refuse("target_modules", f"and {module} cannot have adapters here", MERGE)
-    parts = {module.split(".", 3)[3] for module in layers if not why_not[module]}
-    for module in layers:
-        if why_not[module] and module.split(".", 3)[3] in parts:
-            refuse(why_not[module], f"which leaves out {module}: only adapters on the same linear layers of "
-                   "every block can be read", MERGE)
+            refuse(field, f"but {WEIGHTS_FILE} lacks {peft_name(name)}", "download both files again")
+    adapted = {name.partition(".lora_")[0].removeprefix("base_model.model.")
+               for name in names if ".lora_" in name}
+    if outside := adapted & {"model.embed_tokens", "lm_head"}:
+        refuse("target_modules", f"and {min(outside)} cannot have adapters here")
+    for part in LINEAR_LAYERS.values():
+        layers = [f"model.layers.{layer}.{part}" for layer in range(model_config.n_layers)]
+        missing = [layer for layer in layers if layer not in adapted]
+        if 0 < len(missing) < len(layers):
+            field = next((field for field in ("layers_to_transform", "exclude_modules")
+                          if content.get(field) not in (None, [], "")), "target_modules")
+            refuse(field, f"which leaves out {missing[0]}: only adapters on the same linear layers of every "
+                   "block can be read")
 
 
 def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> TokenIds:
-    """Return the trained token ids of an adapter_config.json. Raises CheckpointError if they are invalid."""
+    """Return the trained token ids of an adapter_config.json."""
     found = content.get("trainable_token_indices") or {}
     found = found if isinstance(found, dict) else {"embed_tokens": found}  # which a list means
     token_ids = {}
@@ -264,7 +192,7 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
 
 
 def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
-    """Return the LoRA settings of an adapter_config.json. Raises CheckpointError if a value is invalid."""
+    """Return the LoRA settings of an adapter_config.json."""
     targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
     try:
         return LoraConfig(lora_enabled=True, lora_rank=content["r"], lora_alpha=content["lora_alpha"],
@@ -281,7 +209,6 @@ def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor])
 
 def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:
     """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files."""
-    folder = Path(folder)
     tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
     config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
     write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
@@ -291,8 +218,7 @@ def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfi
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:
-    """Return the adapters of a folder of ours or PEFT's. Raises CheckpointError if they do not fit."""
-    folder = Path(folder)
+    """Return the adapters of a folder of ours or PEFT's, which must fit the model."""
     if not os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")
     content = read_json(folder / CONFIG_FILE)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Optional
+from typing import Optional
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,30 +38,24 @@ class LazyTensor:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return self.shape[0] if self.shape else 1
 
     @property
     def nbytes(self) -> int:
-        """The size of all rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def whole(self) -> Tensor:
-        """Read all rows."""
         return self.read(0, self.rows)
 
-    def pieces(self) -> Iterator[Tensor]:
-        """Read all rows in turn, at most BLOCK_BYTES at once, or one row if it is larger."""
-        return (self.read(*span) for span in self._spans())
-
-    def _spans(self) -> Iterator[tuple[int, int]]:
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yield spans of rows that cover all, of at most BLOCK_BYTES each, or one row if it is larger."""
         step = max(1, BLOCK_BYTES * self.rows // max(1, self.nbytes))
         return ((start, min(start + step, self.rows)) for start in range(0, self.rows, step))
 
     def equals(self, other: "LazyTensor") -> bool:
         """Return whether both hold the same numbers; reads them in pieces."""
         return self.shape == other.shape and all(torch.equal(self.read(*span), other.read(*span))
-                                                 for span in self._spans())
+                                                 for span in self.spans())
 
     def first_rows(self, rows: int) -> "LazyTensor":
         """Return the first so many rows, or all if there are fewer."""
@@ -92,10 +86,7 @@ def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
                   metadata: Optional[Mapping[str, str]] = None) -> None:
-    """Write a safetensors file, byte for byte as safetensors would. Raises OSError if it cannot.
-
-    Each LazyTensor is read when its turn comes, so that one is in memory at a time.
-    """
+    """Write a safetensors file, byte for byte as safetensors would, with one tensor in memory at a time."""
     # Not by safetensors.torch.save_file: it copies all tensors of a GPU to the host at once, and it is one
     # call without a heartbeat, so that a slow disk could not be told from a hang.
     ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
@@ -108,13 +99,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            _write(file, lazy(tensor).whole())
-
-
-def _write(file: BinaryIO, tensor: Tensor) -> None:
-    for block in tensor.flatten().view(torch.uint8).split(BLOCK_BYTES):
-        file.write(block.cpu().numpy())
-        HEARTBEAT.beat()
+            for block in lazy(tensor).whole().flatten().view(torch.uint8).split(BLOCK_BYTES):
+                file.write(block.cpu().numpy())
+                HEARTBEAT.beat()
+            del block  # so that the next tensor is read without this one
 
 
 def open_tensors(path: Path) -> dict[str, LazyTensor]:
@@ -140,7 +128,7 @@ def open_tensors(path: Path) -> dict[str, LazyTensor]:
 
 @contextmanager
 def _opened(path: Path, known: Optional[tuple] = None) -> Iterator[tuple[safe_open, tuple]]:
-    """The open file and what tells it from one that replaces it, which must be `known`."""
+    """The open file, and a version that differs if another file replaces it; it must be `known`."""
     try:
         with open(path, "rb", opener=plain) as file:  # refuses a pipe, for which safetensors would wait
             status = os.fstat(file.fileno())
@@ -151,5 +139,5 @@ def _opened(path: Path, known: Optional[tuple] = None) -> Iterator[tuple[safe_op
             yield tensors, version
     except (OSError, SafetensorError) as error:
         is_gone = known is not None and isinstance(error, FileNotFoundError)
-        what = GONE if is_gone else f"cannot be read: {error}; copy or download it again"
-        raise CheckpointError(f"{path} {what}") from error
+        reason = GONE if is_gone else f"cannot be read: {error}; copy or download it again"
+        raise CheckpointError(f"{path} {reason}") from error

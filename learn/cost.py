@@ -1,14 +1,175 @@
-"""Parameter counts, and a forecast of a run's memory before anything is built; both without torch."""
+"""What a step costs, by formula and without torch: parameters, FLOPs and memory.
 
+FLOPs are those of matmuls, 2 for a multiplication with its addition, and of attention in full, as if it were
+not causal and documents attended to each other, without what its kernels compute again. *Needed* FLOPs (MFU)
+leave out padding and what is computed again; *computed* ones (HFU) do not. Full training without padding
+needs 6 N + 12 L H Q T a token. Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311).
+"""
+
+import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from config import LORA_LAYERS, Config, ModelConfig
+from config import LORA_LAYERS, Config, ModelConfig, padded
 
 FLOAT32 = 4
-HEAD_CHUNK_BYTES = {"cuda": 2**31, "cpu": 2**28}  # as in fused/head.py, which imports torch
 MATMULS_KEPT = 0.6  # a budget, below which the compiler computes matmuls twice
 MUON_BATCHES, MUON_BATCH_NUMEL = 8, 2**24  # at least as many of a shape; at most as many numbers in one
 QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.5 + FLOAT32 / 64}  # of a weight and its share of a scale
+
+
+def parameter_count(config: ModelConfig, vocab_size: int) -> int:
+    """Return the number of weights, without the padding of the vocabulary."""
+    in_block = sum(math.prod(shape) for shape in config.block_shapes.values())
+    matrices = 1 if config.tie_embeddings else 2
+    return config.n_layers * in_block + config.dim * (1 + matrices * vocab_size)
+
+
+def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the (outputs, inputs) of a block's linear layers by their last name, such as "wq"."""
+    return {name.rpartition(".")[2]: shape for name, shape in config.block_shapes.items() if len(shape) == 2}
+
+
+def targets_of(config: Config) -> set[str]:
+    """Return the layers with adapters."""
+    return set(config.lora_target_modules.split(",")) if config.lora_enabled else set()
+
+
+def adapter_count(config: Config) -> int:
+    """Return the number of weights in LoRA's adapters."""
+    shapes = linear_shapes(config)
+    return config.n_layers * config.lora_rank * sum(sum(shapes[name]) for name in targets_of(config))
+
+
+def reference_is_live(config: Config) -> bool:
+    """Return whether a reference model, or the base under the adapters, runs in each step."""
+    return (config.training_stage == "dpo" and config.preference_objective == "dpo"
+            and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
+
+
+def tokens_in_chunk(config: Config, rows: int, device_type: str) -> int:
+    """Return for how many tokens the head computes logits at a time."""
+    from fused.head import chunk_tokens
+
+    return config.head_chunk_tokens or chunk_tokens(rows, device_type)
+
+
+# ------------------------------------------------------------------------------------------- FLOPs
+
+
+class Work(NamedTuple):
+    """What some steps read."""
+
+    tokens: int = 0  # with padding
+    padding: int = 0
+    targets: int = 0
+    large: int = 0  # targets of micro-batches with several chunks of logits
+
+
+class Flops(NamedTuple):
+    """FLOPs of each token, in matmuls and attention, and of each target, in the head."""
+
+    matmuls: int = 0
+    attention: int = 0
+    head: int = 0
+
+    def __add__(self, other: "Flops") -> "Flops":
+        return Flops(*map(sum, zip(self, other)))
+
+
+class StepFlops:
+    """The FLOPs of a model's steps with an objective; `vocab_size` is without padding."""
+
+    def __init__(self, config: Config, model, objective, vocab_size: int, device_type: str):
+        rows = padded(vocab_size)
+        self.chunk = tokens_in_chunk(config, rows, device_type)
+        # An objective over pairs needs all log-probabilities before the first gradient.
+        self.again = 2 * rows * config.dim if hasattr(objective, "pair_loss") else 0
+
+        def flops(rows: int) -> Flops:
+            forward, others = forward_flops(config, rows, config.max_seq_len), Flops()
+            if reference_is_live(config):
+                others = forward
+            elif teacher := getattr(objective, "teacher", None):
+                others = teacher_flops(teacher, rows, config.max_seq_len)
+            return forward + Flops(2 * adapter_count(config)) + backward_flops(config, model, rows) + others
+
+        self.needed, self.computed = flops(vocab_size), flops(rows) + recomputed(config)
+
+    def read(self, batches: Iterable) -> Work:
+        """Return what some micro-batches contain. Their tensors are not read."""
+        counts = [(batch.tokens_BT.numel(), batch.padding, batch.targets,
+                   batch.targets if batch.targets > self.chunk else 0) for batch in batches]
+        return Work(*map(sum, zip(*counts)))
+
+    def of(self, work: Work) -> tuple[Flops, Flops]:
+        """Return the FLOPs that were needed, and those that were computed: in matmuls, attention, head."""
+        matmuls, attention, head = self.needed
+        real = work.tokens - work.padding
+        needed = Flops(real * matmuls, real * attention, work.targets * head)
+        matmuls, attention, head = self.computed
+        again = work.large * self.again
+        return needed, Flops(work.tokens * matmuls, work.tokens * attention, work.targets * head + again)
+
+
+def forward_flops(config: ModelConfig, rows: int, seq_len: int) -> Flops:
+    """Return the FLOPs of a forward without adapters, with a head of so many rows."""
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len
+    return Flops(2 * config.matrix_count, attention, 2 * rows * config.dim)
+
+
+def backward_flops(config: Config, model, rows: int) -> Flops:
+    """Return the FLOPs of a backward. Frozen matrices have no gradient; nor has anything below the first
+    trained parameter.
+    """
+    if not config.lora_enabled:
+        forward = forward_flops(config, rows, config.max_seq_len)
+        return forward + forward
+    head, embedding = model.head_matrix, model.tok_embeddings
+    shapes, targets = linear_shapes(config), targets_of(config)
+    learned = rows if head.weight.requires_grad else len(getattr(head, "ids", ()))
+    reached = embedding.weight.requires_grad or hasattr(embedding, "ids")  # the input has a gradient
+    matmuls = attention = 0
+    for _ in range(config.n_layers):
+        for layers in (("wq", "wk", "wv"), ("wo",), ("w1", "w3"), ("w2",)):  # in the order of the forward
+            for name in layers:
+                outputs, inputs = shapes[name]
+                matmuls += 2 * inputs * outputs * reached
+                if name in targets:  # both adapters' gradients, and what passes through them
+                    matmuls += 2 * config.lora_rank * (2 * outputs + inputs + inputs * reached)
+            reached = reached or not targets.isdisjoint(layers)
+            if "wq" in layers:
+                attention += 8 * config.n_heads * config.head_dim * config.max_seq_len * reached
+    return Flops(matmuls, attention, 2 * (rows + learned) * config.dim)
+
+
+def recomputed(config: Config) -> Flops:
+    """Return the FLOPs of what the backward computes again to save memory."""
+    how = config.activation_checkpointing
+    if how == "none" or (how == "selective" and config.activation_memory_budget >= MATMULS_KEPT):
+        return Flops()
+    # With a lower budget it is at most this.
+    forward = forward_flops(config, 0, config.max_seq_len) + Flops(2 * adapter_count(config))
+    if not config.compile and "w2" not in targets_of(config):
+        # Eager checkpointing stops at the last tensor that the backward needs: the input of w2.
+        forward += Flops(-2 * config.n_layers * math.prod(linear_shapes(config)["w2"]))
+    return forward
+
+
+def teacher_flops(teacher, rows: int, seq_len: int) -> Flops:
+    """Return the FLOPs of the forward of a teacher, whose own padding is not counted."""
+    model = teacher.model
+    if isinstance(model.config, ModelConfig):
+        return forward_flops(model.config, rows, seq_len)
+    output = model.get_output_embeddings().weight
+    look_ups = [module.weight for module in model.modules() if type(module).__name__ == "Embedding"]
+    known = {id(weight) for weight in (*look_ups, output)}
+    sizes = [weight.numel() for weight in model.parameters() if weight.ndim > 1 and id(weight) not in known]
+    attention = 4 * model.config.num_hidden_layers * model.config.hidden_size * seq_len
+    return Flops(2 * sum(sizes), attention, 2 * output.numel())
+
+
+# ------------------------------------------------------------------------------------------ memory
 
 
 class MemoryEstimate(NamedTuple):
@@ -26,31 +187,6 @@ class MemoryEstimate(NamedTuple):
     def total(self) -> int:
         """Bytes on the device."""
         return sum(self[:-1])
-
-
-def parameter_count(config: ModelConfig, vocab_size: int) -> int:
-    """Return the number of weights, without the padding of the vocabulary."""
-    norms = (2 * config.n_layers + 1) * config.dim
-    return config.matrix_count + norms + (1 if config.tie_embeddings else 2) * vocab_size * config.dim
-
-
-def targets_of(config: Config) -> set[str]:
-    """Return the layers with adapters."""
-    return set(config.lora_target_modules.split(",")) if config.lora_enabled else set()
-
-
-def adapter_count(config: Config) -> int:
-    """Return the number of weights in LoRA's adapters."""
-    kv_dim = config.n_kv_heads * config.head_dim
-    widths = dict.fromkeys(("wq", "wo"), 2 * config.dim) | dict.fromkeys(("wk", "wv"), config.dim + kv_dim)
-    widths |= dict.fromkeys(("w1", "w2", "w3"), config.dim + config.hidden_dim)
-    return config.n_layers * config.lora_rank * sum(widths.get(name, 0) for name in targets_of(config))
-
-
-def reference_is_live(config: Config) -> bool:
-    """Whether a reference model, or the base under the adapters, runs in each step."""
-    return (config.training_stage == "dpo" and config.preference_objective == "dpo"
-            and config.dpo_reference in (("live", "auto") if config.lora_enabled else ("live",)))
 
 
 def activation_bytes(config: Config, compute_bytes: int) -> float:
@@ -77,8 +213,7 @@ def activation_bytes(config: Config, compute_bytes: int) -> float:
     # As the compiler's partitioner cuts the graph: the input, q k v (v is a view of all three), q and k
     # rotated, the attended values and their log-sums, the output of wo, gate and up, the norms' factors ...
     least = compute_bytes * config.dim
-    rotated = heads - kv
-    half = 2 * least + compute_bytes * (heads + rotated + attended + 2 * config.hidden_dim)
+    half = 2 * least + compute_bytes * (2 * heads - kv + attended + 2 * config.hidden_dim)
     half += FLOAT32 * (config.n_heads + 2) + scores
     # ... and what saves only cheap operations: both norms' outputs, and the product of gate and up.
     whole = half + compute_bytes * (2 * config.dim + config.hidden_dim)
@@ -107,17 +242,16 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     in_block = config.matrix_count / config.n_layers
     # q k v, and gate and up, are multiplied as one matrix, which the backward keeps; and it keeps what was
     # cast, unless the ranks gathered it in that dtype. A low budget makes all of these again.
-    attended, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    joined = {("wq", "wk", "wv"): attended + 2 * kv, ("w1", "w3"): 2 * config.hidden_dim}
-    is_plain = not config.lora_enabled or config.lora_base_quantization == "none"
-    copied = sum(rows * config.dim for names, rows in joined.items()
-                 if is_plain and not targets_of(config) & {*names})
+    shapes, copied = linear_shapes(config), 0
+    if not config.lora_enabled or config.lora_base_quantization == "none":
+        copied = sum(math.prod(shapes[name]) for joined in (("wq", "wk", "wv"), ("w1", "w3"))
+                     for name in joined if targets_of(config).isdisjoint(joined))
     budget = config.activation_memory_budget if config.activation_checkpointing == "selective" else 1
     if budget == 1 and compute_bytes < FLOAT32 and not sharded and not config.lora_enabled:
         copied = in_block
     elif budget < MATMULS_KEPT:
         copied = 0
-    padded = -(-vocab_size // 128) * 128 * config.dim
+    in_matrix = padded(vocab_size) * config.dim
     matrices = trained = 1 if config.tie_embeddings else 2
     if config.lora_enabled:
         trained = min(matrices, config.lora_train_head + config.lora_train_embeddings)
@@ -128,21 +262,14 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
                  copies=copied * compute_bytes,
                  block_weights=in_block * compute_bytes,
                  block_count=adapter_count(config) / config.n_layers if config.lora_enabled else in_block,
-                 vocabulary=padded * compute_bytes,
-                 learned=padded * FLOAT32 if trained else 0, matrices=matrices, trained_matrices=trained)
+                 vocabulary=in_matrix * compute_bytes,
+                 learned=in_matrix * FLOAT32 if trained else 0, matrices=matrices, trained_matrices=trained)
 
 
-def head_chunks(config: Config, padded_vocab: int, device_type: str) -> int:
-    """Return the number of parts in which the head computes the logits of a micro-batch."""
-    largest = max(1, HEAD_CHUNK_BYTES[device_type] // (padded_vocab * FLOAT32))
-    return -(-config.micro_batch_size * config.max_seq_len // (config.head_chunk_tokens or largest))
-
-
-def head_bytes(config: Config, vocab_size: int, compute_bytes: int, device_type: str, sizes: Sizes) -> float:
+def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int, sizes: Sizes,
+               device_type: str) -> float:
     """Return the bytes that the head needs at its peak, besides its gathered matrix."""
-    tokens, padded = config.micro_batch_size * config.max_seq_len, -(-vocab_size // 128) * 128
-    chunks = head_chunks(config, padded, device_type)
-    half = compute_bytes < FLOAT32
+    tokens, half = config.micro_batch_size * config.max_seq_len, compute_bytes < FLOAT32
     # Of each logit of a chunk: compiled, itself and its gradient in the compute dtype; else a float32 copy,
     # which becomes the gradient in place. The gradient of the chunk before lives until it is replaced.
     before = compute_bytes if chunks > 1 else 0
@@ -157,7 +284,7 @@ def head_bytes(config: Config, vocab_size: int, compute_bytes: int, device_type:
     # The ranks of a sharded model gather it in the compute dtype.
     cast = sizes.vocabulary if half and sizes.learned and config.sharding == "none" else 0
     hidden = tokens * config.dim * compute_bytes  # its gradient
-    return -(-tokens // chunks) * padded * logit + cast + sizes.learned + hidden
+    return -(-tokens // chunks) * padded(vocab_size) * logit + cast + sizes.learned + hidden
 
 
 def muon_batch(count: int, numel: int) -> int:
@@ -166,11 +293,13 @@ def muon_batch(count: int, numel: int) -> int:
 
 
 def muon_bytes(config: Config, device_type: str) -> float:
-    """Return the bytes that Muon's update needs besides its state."""
+    """Return the bytes that Muon's update needs besides its state.
+
+    They are those of a batch of gates and up projections: four tensors of their size, and two of their Gram
+    matrices, in bf16 on a GPU after two in float32.
+    """
     if config.optimizer != "muon" or config.lora_enabled:
         return 0
-    # A batch of gates and up projections: four tensors of their size, and two of their Gram matrices, in
-    # bf16 on a GPU after two in float32.
     matrix, gram = config.dim * config.hidden_dim, min(config.dim, config.hidden_dim)**2
     wide = muon_batch(2 * config.n_layers, matrix)
     if device_type == "cuda":
@@ -195,6 +324,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     """
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
+    chunks = -(-tokens // tokens_in_chunk(config, padded(vocab_size), device_type))
     recomputed = config.activation_checkpointing == "block"
     whole = sizes.block + sizes.copies
     kept = config.n_layers * whole
@@ -217,7 +347,8 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     norm = tokens * config.dim * compute_bytes
     norm += tokens * config.dim * (compute_bytes if config.compile else FLOAT32 * (1 + bool(sizes.learned)))
     arrived = blocks / 2 if config.tie_embeddings or config.training_stage == "dpo" else gathered
-    head = norm + gathered + arrived + head_bytes(config, vocab_size, compute_bytes, device_type, sizes)
+    head = norm + gathered + arrived
+    head += head_bytes(config, vocab_size, compute_bytes, chunks, sizes, device_type)
     # The backward: its first blocks, with the gradients of product, gate, up and the residual stream. The
     # head's gradient waits for the embedding's if they are one matrix, and for its exchange.
     waiting = sizes.learned if config.tie_embeddings or not (before or sharded) else 0
@@ -226,20 +357,19 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     last_norm = 0 if config.compile else FLOAT32 * 6 * tokens * config.dim + blocks / 2 + learned
     inside += whole if recomputed else 0
     later = kept * (1 - 1 / config.n_layers)
-    backward = [Phase(before, kept, inside + learned), Phase(before, later, inside + exchanged + waiting)]
     # A live reference, whose forward follows the model's, which keeps the logits if they are one chunk.
-    reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered + norm
-    padded = -(-vocab_size // 128) * 128
-    if head_chunks(config, padded, device_type) == 1:
-        reference += tokens * padded * compute_bytes
+    reference = 0
+    if reference_is_live(config):
+        reference = tokens * compute_bytes * 4 * (config.dim + config.hidden_dim) + blocks + gathered + norm
+        reference += tokens * padded(vocab_size) * compute_bytes if chunks == 1 else 0
     # Its end: the embedding's gradient, and the sum of both if they are one matrix. Then the update.
     whole_gradients = 3 if config.tie_embeddings else 2 if sharded else 1
     if not (before or sharded):  # the last of them becomes the gradient
         whole_gradients -= 1
     end = exchanged * sharded + whole_gradients * sizes.learned
-    phases = [Phase(before, kept, head), Phase(before, kept, last_norm), *backward,
-              Phase(before, kept, reference if reference_is_live(config) else 0),
-              Phase(gradients, 0, end), Phase(gradients, 0, muon_bytes(config, device_type))]
+    phases = [Phase(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
+    phases += [Phase(before, later, inside + exchanged + waiting), Phase(gradients, 0, end),
+               Phase(gradients, 0, muon_bytes(config, device_type))]
     return max(phases, key=sum)
 
 
@@ -253,8 +383,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     """
     # The weights: in float32; a frozen base in the compute dtype, or quantized.
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
-    rows = sizes.matrices * -(-vocab_size // 128) * 128
-    trained = count = parameter_count(config, vocab_size) + config.dim * (rows - sizes.matrices * vocab_size)
+    trained = count = parameter_count(config, padded(vocab_size))
     weights = float(count * FLOAT32)
     if config.lora_enabled:
         trained = adapter_count(config) + sizes.trained_matrices * sizes.learned // FLOAT32

@@ -32,8 +32,7 @@ from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, parts_of
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
-from learn.cost import FLOAT32, MemoryEstimate, estimate_memory, parameter_count
-from learn.flops import StepFlops, Work
+from learn.cost import FLOAT32, MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
 from learn.objectives import (
     PREFERENCE_OBJECTIVES,
     NextToken,

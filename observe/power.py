@@ -23,7 +23,7 @@ from common.heartbeat import HEARTBEAT
 from common.text import pip_install
 from config import Config, step_window
 from dataloaders import Batch
-from learn.flops import StepFlops, Work
+from learn.cost import StepFlops, Work
 from parallel.process import number_of
 from run.diagnostics import peak_flops
 from run.life import Run

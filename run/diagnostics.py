@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint.tensors import write_tensors
-from config import ModelConfig
 from parallel.fsdp import own
 
 # Dense bf16 TFLOP/s with float32 accumulation, from the vendors' data sheets. B300, GB300, H20 and RTX PRO
@@ -26,15 +25,6 @@ CHUNK_WORDS = 2**22  # of a tensor, that a checksum multiplies at a time
 KEPT_BYTES = 2**30  # of gradients in a dump
 
 # ------------------------------------------------------------------------------- speed and memory
-
-
-def flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int:
-    """Return the FLOPs of forward and backward for one token: attention in full, without recomputation.
-
-    Source: Chowdhery et al. 2022, appendix B (arXiv:2204.02311): 6 N + 12 L H Q T.
-    """
-    in_matmuls = config.matrix_count + vocab_size * config.dim  # with the head; the embedding is a look-up
-    return 6 * in_matmuls + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
 
 
 def peak_flops(device: torch.device, override_tflops: Optional[float] = None) -> Optional[float]:

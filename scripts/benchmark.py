@@ -297,14 +297,14 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
     """The device, the memory that train.py would estimate, and the MFU if the device's peak is known."""
     import torch
 
-    from learn.cost import estimate_memory
+    from learn.cost import estimate_memory, forward_flops
     from run import diagnostics
 
     estimate = estimate_memory(config, work.vocab, dtype.itemsize, device.type)
     figures = {"device": torch.cuda.get_device_name() if device.type == "cuda" else
                f"CPU, {torch.get_num_threads()} threads", "memory_forecast_gib": estimate.total / 2**30}
     if peak := diagnostics.peak_flops(device):
-        flops = diagnostics.flops_per_token(config, work.vocab, work.seq_len)
+        flops = 3 * sum(forward_flops(config, work.vocab, work.seq_len))
         half_of_attention = 6 * config.n_layers * config.n_heads * config.head_dim * work.seq_len
         figures |= {"mfu": tokens_per_second * flops / peak,
                     "mfu_causal": tokens_per_second * (flops - half_of_attention) / peak}

@@ -128,11 +128,11 @@ def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int,
 
 def compute_seconds(config, vocab_size: int, micro_batches: int, flops: float) -> float:
     """The seconds that a GPU computes in a step."""
-    from run.diagnostics import flops_per_token
+    from learn.cost import forward_flops
 
     tokens = micro_batches * config.micro_batch_size * config.max_seq_len
     recomputed = 4 / 3 if config.activation_checkpointing == "block" else 1
-    return tokens * recomputed * flops_per_token(config, vocab_size, config.max_seq_len) / flops
+    return tokens * recomputed * 3 * sum(forward_flops(config, vocab_size, config.max_seq_len)) / flops
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:

@@ -220,7 +220,7 @@ FAULTS = [
           "tests/observe/test_phases.py"),
     fault("slow rank: one comparison is enough", "observe/phases.py", "ENOUGH, MOST = 8.0", "ENOUGH, MOST = 4.0",
           "tests/observe/test_phases.py"),
-    fault("flops: a frozen matrix has a gradient", "learn/flops.py", "if not config.lora_enabled:", "if True:",
+    fault("flops: a frozen matrix has a gradient", "learn/cost.py", "if not config.lora_enabled:", "if True:",
           "tests/learn/test_flops.py"),
     fault("power: a counter that wraps", "observe/power.py", "wraps_at if value < last else 0", "0",
           "tests/observe/test_power.py"),

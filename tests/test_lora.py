@@ -559,25 +559,16 @@ def test_the_field_of_adapters_that_this_model_cannot_have_is_named(made, field,
         assert (merged.logits(tokens()) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("made, changed, problem", [
-    ({}, dict(layers_to_transform=[0]), r"layers_to_transform=\[0\], but .* has 2 tensors of model.layers.1.self_attn.q_proj"),
-    (dict(layers_to_transform=[0]), dict(layers_to_transform=None), "target_modules=.*, but .* has 0 tensors of model.layers.1"),
-    ({}, dict(exclude_modules=["k_proj"]), r"exclude_modules=\['k_proj'\], but .* has 2 tensors of model.layers.0.self_attn.k_proj"),
-    ({}, dict(target_modules=["q_proj", "k_proj", "c_attn"]), "target_modules=.*, and 'c_attn' is not a linear layer"),
-    ({}, dict(target_modules=["q_proj"]), "target_modules=.*, but .* has 2 tensors of model.layers.0.self_attn.k_proj"),
-    ({}, dict(target_modules=["q_proj", "k_proj", "v_proj"]), "target_modules=.*, but .* has 0 tensors of .*v_proj"),
-    ({}, dict(target_modules="all-linear"), "target_modules='all-linear', but .* has 0 tensors of"),
-    ({}, dict(target_modules=".*(q_proj"), "target_modules=.*PEFT cannot read"), ({}, dict(target_modules=None), "target_modules=None"),
-    ({}, dict(layers_to_transform="0"), "layers_to_transform='0', which PEFT cannot read"),
-    ({}, dict(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\], but .* lacks base_model.model.lm_head.weight"),
-    ({}, dict(modules_to_save=["k_proj"]), "modules_to_save=.*, but .* has 2 tensors of .*k_proj"),
-    ({}, dict(trainable_token_indices=[3]), "trainable_token_indices=.*lacks .*embed_tokens.token_adapter"),
-    ({}, dict(target_parameters=["x"]), r"target_parameters=\['x'\]; only plain LoRA"),
-    ({}, dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
+@pytest.mark.parametrize("changed, problem", [
+    (dict(modules_to_save=["lm_head"]), r"modules_to_save=\['lm_head'\], but .* lacks base_model.model.lm_head.weight"),
+    (dict(modules_to_save=["k_proj"]), "modules_to_save=.* not k_proj"), (dict(modules_to_save=5), "modules_to_save=5, .* not 5"),
+    (dict(trainable_token_indices=[3]), "trainable_token_indices=.*lacks .*embed_tokens.token_adapter"),
+    (dict(target_parameters=["x"]), r"target_parameters=\['x'\]; only plain LoRA"),
+    (dict(a_field_of_tomorrow=True), "a_field_of_tomorrow=True; only plain LoRA"),
 ])
-def test_adapters_whose_configuration_contradicts_their_tensors_are_refused(made, changed, problem, peft, tmp_path):
+def test_adapters_whose_tensors_do_not_fit_their_configuration_are_refused(changed, problem, peft, tmp_path):
     config = shape(tie_embeddings=False)
-    made_by_peft(peft, tmp_path, config, **made)
+    made_by_peft(peft, tmp_path, config)
     content = {**huggingface.read_json(tmp_path / "adapter_config.json"), **changed}
     (tmp_path / "adapter_config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=f"^adapter_config.json has {problem}"):

@@ -57,20 +57,20 @@ class Bare(model.TransformerBlock):
 
 @pytest.mark.parametrize("changed, sentence", [
     (("Attention", NormedAttention), r"\(3 such parameters\): layers.0.attention.q_norm.weight is \(8,\) in model.py and missing in"),
-    (("Attention", WiderAttention), r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in checkpoint/huggingface"),
-    (("TransformerBlock", Bare), r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in checkpoint/huggingface.py"),
+    (("Attention", WiderAttention), r"layers.0.attention.wv.weight is \(32, 32\) in model.py and \(16, 32\) in the tables"),
+    (("TransformerBlock", Bare), r"layers.0.ffn_norm.weight is missing in model.py and \(32,\) in the tables"),
 ])
 def test_a_model_that_checkpoints_could_not_store_is_refused_when_it_is_built(changed, sentence, monkeypatch):
     config = ModelConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2)
     model_utils.model_on_meta(config, 500, torch.float32)
     monkeypatch.setattr(model, *changed)
-    with pytest.raises(CheckpointError, match=sentence + ".*add it to parameter_shapes and HUGGINGFACE_NAMES"):
+    with pytest.raises(CheckpointError, match=sentence + ".*add it to block_shapes in config.py"):
         model_utils.model_on_meta(config, 500, torch.float32)
 
 
 def test_a_parameter_without_a_hugging_face_name_is_refused_too(monkeypatch):
     monkeypatch.delitem(huggingface.HUGGINGFACE_NAMES, "feed_forward.w3")
-    with pytest.raises(CheckpointError, match="layers.0.feed_forward.w3.weight is .* and missing in checkpoint/huggingface.py"):
+    with pytest.raises(CheckpointError, match="layers.0.feed_forward.w3.weight is .* and missing in the tables"):
         model_utils.model_on_meta(ModelConfig(), 500, torch.float32)
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lora
 from common.errors import SettingsError
 from config import Config, ModelConfig, rules
-from fused import head, matmul
+from fused import matmul
 from learn import cost
 from learn.cost import activation_bytes, estimate_memory, parameter_count
 from model import AttentionMeta, TransformerBlock
@@ -166,7 +166,6 @@ def test_the_forecast_of_a_compiled_block_is_what_the_partitioner_keeps(shape, m
 
 
 def test_the_forecast_knows_how_many_logits_exist_at_a_time():
-    assert cost.HEAD_CHUNK_BYTES == head.CHUNK_BYTES
     long = Config(micro_batch_size=64)
     assert estimate_memory(long, 128_256, 4, "cpu").total < estimate_memory(long, 128_256, 4, "cuda").total
 

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import ModelConfig
-from learn.cost import parameter_count
+from learn.cost import forward_flops, parameter_count
 from model import Transformer
 from run import diagnostics
 from run.diagnostics import (
@@ -16,7 +16,6 @@ from run.diagnostics import (
     banner,
     count_bad,
     describe_tensors,
-    flops_per_token,
     peak_flops,
     peak_memory_bytes,
     write_dump,
@@ -39,7 +38,7 @@ def test_flops_of_a_small_model_counted_by_hand():
     config = ModelConfig(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20)
     block = 8 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 3 * 8 * 20  # wq wk wv wo, w1 w2 w3
     scores_and_values = 3 * 2 * (2 * 8 * 16)  # 3 layers, QK' and AV, 2 FLOPs x width 8 x 16 tokens
-    assert flops_per_token(config, 100, seq_len=16) == 3 * (2 * (3 * block + 800) + scores_and_values)
+    assert 3 * sum(forward_flops(config, 100, seq_len=16)) == 3 * (2 * (3 * block + 800) + scores_and_values)
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -52,7 +51,7 @@ def test_flops_equal_what_torch_counts_in_the_matmuls(tie, kv_heads):
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens, reduction="none").sum().backward()
     per_token = counter.get_total_flops() / tokens.numel()
-    assert per_token == pytest.approx(flops_per_token(model.config, VOCAB, length), rel=1e-6)
+    assert per_token == pytest.approx(3 * sum(forward_flops(model.config, VOCAB, length)), rel=1e-6)
 
 
 @pytest.mark.parametrize("tie", [True, False])
