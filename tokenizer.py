@@ -1,6 +1,4 @@
-"""The files of a tokenizer in a Hugging Face folder, and byte-level BPE in the form of a tokenizer.json.
-
-Text to token ids and back: Llama 3's tokenizer over a tiktoken file, or any Hugging Face tokenizer.
+"""Text to token ids and back: Llama 3's tokenizer over a tiktoken file, or any Hugging Face tokenizer.
 
 Text never becomes a control token: a literal `<|eot_id|>` in a document is encoded as its ten characters.
 """
@@ -16,78 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import tiktoken
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
 
-from common.errors import DataError
-from common.files import read_json, read_text
+from common.errors import DataError, SettingsError
+from common.files import atomic_write, read_json, read_text
 from common.remote import HUB_NAME, hub_folder, why_not
 from common.text import command
 from config import SAMPLE
-
-
-def byte_alphabet() -> dict[int, str]:
-    """Return the character for each byte in Hugging Face's byte-level vocabularies (GPT-2's table)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-
-
-BYTE_TO_CHAR = byte_alphabet()
-
-
-def byte_level_json(ranks: Mapping[bytes, int], pattern: str, special_ids: Mapping[str, int],
-                    bos: str) -> str:
-    """Return tiktoken's ranks as a tokenizer.json that gives the same ids.
-
-    tiktoken merges any two tokens whose concatenation is a token, in the order of its rank: so each such pair
-    is a merge here. Of the pairs that give one token only one can occur, so their order is irrelevant.
-
-    Args:
-        pattern: the regular expression that splits text before merging.
-        bos: the special token that a plain call puts in front.
-    """
-    ordered = sorted(ranks, key=ranks.__getitem__)
-    name = {token: "".join(map(BYTE_TO_CHAR.__getitem__, token)) for token in ordered}
-    merges = [f"{name[token[:i]]} {name[token[i:]]}" for token in ordered for i in range(1, len(token))
-              if token[:i] in ranks and token[i:] in ranks]
-    # The steps before and after the merges.
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    first, second = ([{"SpecialToken": {"id": bos, "type_id": number}},
-                      {"Sequence": {"id": sequence, "type_id": number}}]
-                     for number, sequence in enumerate("AB"))
-    add_bos = {"type": "TemplateProcessing", "single": first, "pair": first + second,
-               "special_tokens": {bos: {"id": bos, "ids": [special_ids[bos]], "tokens": [bos]}}}
-    # ignore_merges: a piece of text that is a token is this token, even if no merges lead to it.
-    return json.dumps({
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False, "special": True}
-                         for content, token in special_ids.items()],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-        "post_processor": {"type": "Sequence", "processors": [byte_level, add_bos]},
-        "decoder": byte_level,
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
-                  "ignore_merges": True, "vocab": {name[token]: ranks[token] for token in ordered},
-                  "merges": merges},
-    }, ensure_ascii=False)
-
-
-def write_tokenizer_files(folder: str | Path, tokenizer_json: str, names: Mapping[str, str],
-                          chat_template: str | None) -> None:
-    """Write the tokenizer's files of a Hugging Face folder; `names` are its control tokens by role.
-
-    The class is the generic one: a model's own class may not follow tokenizer.json.
-    """
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "clean_up_tokenization_spaces": False}
-    files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),
-             "special_tokens_map.json": json.dumps(names, indent=2)}
-    if chat_template is not None:
-        files["chat_template.jinja"] = chat_template
-    for name, content in files.items():
-        (Path(folder) / name).write_text(content, encoding="utf-8")
-
 
 # How Llama 3 splits text before merging; the same in tiktoken and in Hugging Face's tokenizer.json.
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -106,6 +40,12 @@ MAX_PIECE_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 RUN, SPACE = re.compile(r"\s+|\S+"), re.compile(r"\s")
 
+# The character for each byte in Hugging Face's byte-level vocabularies (GPT-2's table).
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+OTHER_BYTES = sorted({*range(256)} - {*PRINTABLE})
+BYTE_TO_CHAR = {byte: chr(byte) for byte in PRINTABLE} | {
+    byte: chr(256 + number) for number, byte in enumerate(OTHER_BYTES)}
+
 # The control tokens of a Hugging Face tokenizer that comes without a configuration.
 KNOWN_NAMES = {
     "bos_token": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
@@ -118,7 +58,7 @@ CONFIG_FILES = ["tokenizer_config.json", "special_tokens_map.json"]
 HUGGINGFACE_FILES = ["tokenizer.json", *CONFIG_FILES, "chat_template.jinja"]
 LOCAL_SUFFIXES = (".model", ".tiktoken", ".json", ".bpe", ".txt")
 
-# Renders what chat_templates.ChatFormat encodes.
+# Renders what data_pipeline.templates.ChatFormat encodes.
 CHAT_TEMPLATE = """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -132,12 +72,13 @@ CHAT_TEMPLATE = """\
 """
 
 
-class DocumentEncoder:
-    """The base of both tokenizers: prepared documents."""
+class BaseTokenizer:
+    """What both tokenizers do alike."""
 
     byte_fallback_ids: frozenset[int] = frozenset()  # single bytes that decode together with their neighbours
     sha256: str
     other_sha256: frozenset[str]  # the hashes of this tokenizer in other forms
+    tokenizer_json: str  # the content of a tokenizer.json
 
     def is_same(self, sha256: str) -> bool:
         """Return whether a tokenizer of this hash has the same vocabulary and merges, in whatever file."""
@@ -148,8 +89,26 @@ class DocumentEncoder:
         ids = self.encode(text)
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
+    def _document_sha256(self, document: Mapping[str, Any]) -> str:
+        """Return the hash of all that decides an id in a tokenizer.json, and of a document's bos and eos."""
+        parts = [document.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+        content = json.dumps([parts, self.bos_id, self.eos_id], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
-class Tokenizer(DocumentEncoder):
+    def _write_files(self, folder: str | Path, names: Mapping[str, str], chat_template: str | None) -> None:
+        """Write the files of a Hugging Face folder; `names` are the control tokens by role."""
+        # The class is the generic one: a model's own class may not follow tokenizer.json.
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **names,
+                  "clean_up_tokenization_spaces": False}
+        files = {"tokenizer.json": self.tokenizer_json, "tokenizer_config.json": json.dumps(config, indent=2),
+                 "special_tokens_map.json": json.dumps(names, indent=2)}
+        if chat_template is not None:
+            files["chat_template.jinja"] = chat_template
+        for name, content in files.items():
+            (Path(folder) / name).write_text(content, encoding="utf-8")
+
+
+class Tokenizer(BaseTokenizer):
     """Llama 3's tokenizer over any ranks: the ids are the ranks, then 256 special tokens.
 
     `byte_lengths` are the UTF-8 bytes of text that each id stands for; a special token stands for none.
@@ -164,7 +123,8 @@ class Tokenizer(DocumentEncoder):
         self.eot_id = self.special_ids["<|eot_id|>"]
         self.pad_id = self.special_ids["<|finetune_right_pad_id|>"]
         self.document_start_id = self.bos_id
-        self.byte_lengths = [*map(len, sorted(ranks, key=ranks.__getitem__)), *[0] * len(SPECIALS)]
+        self._ordered = sorted(ranks, key=ranks.__getitem__)
+        self.byte_lengths = [*map(len, self._ordered), *[0] * len(SPECIALS)]
         self._encoding = tiktoken.Encoding("llama3", pat_str=PATTERN, mergeable_ranks=ranks,
                                            special_tokens=self.special_ids)
 
@@ -172,19 +132,51 @@ class Tokenizer(DocumentEncoder):
     def sha256(self) -> str:
         """Hex digest of all that decides an id: pattern, special tokens, ranks."""
         digest = hashlib.sha256(json.dumps([PATTERN, SPECIALS]).encode())
-        for token in sorted(self.ranks, key=self.ranks.__getitem__):
+        for token in self._ordered:
             digest.update(len(token).to_bytes(4, "little") + token)
         return digest.hexdigest()
 
     @cached_property
     def other_sha256(self) -> frozenset[str]:
         """The hash of the tokenizer.json that `save_huggingface` writes."""
-        return frozenset([document_sha256(json.loads(self.tokenizer_json), self.bos_id, self.eos_id)])
+        return frozenset([self._document_sha256(json.loads(self.tokenizer_json))])
 
     @property
     def tokenizer_json(self) -> str:
-        """The content of an equal tokenizer.json."""
-        return byte_level_json(self.ranks, PATTERN, self.special_ids, "<|begin_of_text|>")
+        """The content of a tokenizer.json that gives the same ids.
+
+        tiktoken merges any two tokens whose concatenation is a token, in the order of its rank: so each such
+        pair is a merge here. Of the pairs that give one token only one can occur, so their order is
+        irrelevant.
+        """
+        ranks, bos = self.ranks, "<|begin_of_text|>"
+        name = {token: "".join(map(BYTE_TO_CHAR.__getitem__, token)) for token in self._ordered}
+        merges = [f"{name[token[:i]]} {name[token[i:]]}" for token in self._ordered
+                  for i in range(1, len(token)) if token[:i] in ranks and token[i:] in ranks]
+        # The steps before and after the merges.
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                      "use_regex": False}
+        split = {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False}
+        first, second = ([{"SpecialToken": {"id": bos, "type_id": number}},
+                          {"Sequence": {"id": sequence, "type_id": number}}]
+                         for number, sequence in enumerate("AB"))
+        add_bos = {"type": "TemplateProcessing", "single": first, "pair": first + second,
+                   "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}}}
+        # ignore_merges: a piece of text that is a token is this token, even if no merges lead to it.
+        return json.dumps({
+            "version": "1.0", "truncation": None, "padding": None,
+            "added_tokens": [{"id": token, "content": content, "single_word": False, "lstrip": False,
+                              "rstrip": False, "normalized": False, "special": True}
+                             for content, token in self.special_ids.items()],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+            "post_processor": {"type": "Sequence", "processors": [byte_level, add_bos]},
+            "decoder": byte_level,
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                      "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                      "ignore_merges": True, "vocab": {name[token]: ranks[token] for token in self._ordered},
+                      "merges": merges},
+        }, ensure_ascii=False)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of text of any length, as Meta's code does. A lone surrogate counts as U+FFFD."""
@@ -200,23 +192,27 @@ class Tokenizer(DocumentEncoder):
 
         As with Meta's own folders a plain call puts the bos in front, `add_special_tokens=False` does not.
         """
-        names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
-                 "pad_token": "<|finetune_right_pad_id|>"}
-        write_tokenizer_files(folder, self.tokenizer_json, names, CHAT_TEMPLATE)
+        self._write_files(folder, {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>",
+                                   "pad_token": "<|finetune_right_pad_id|>"}, CHAT_TEMPLATE)
 
 
-class HuggingFaceTokenizer(DocumentEncoder):
+class HuggingFaceTokenizer(BaseTokenizer):
     """Any tokenizer.json, with the control tokens that the files beside it name."""
 
     def __init__(self, file: Path, name: str):
-        import tokenizers
+        def read(path: Path) -> dict:
+            try:
+                return read_json(path)
+            except ValueError as error:
+                raise DataError(f"{setting}: {path} is not a JSON object: {error}; get a new copy") from error
 
-        self._name, self._document = name, _read_json(file, name)
+        setting = f"TOKENIZER_PATH={name}"
+        self._name, self._document = name, read(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(self._document))
         except Exception as error:  # the library raises plain Exception
-            raise DataError(f"TOKENIZER_PATH={name}: the tokenizers library cannot read {file}: {error}; get "
-                            "a new copy") from error
+            raise DataError(f"{setting}: the tokenizers library cannot read {file}: {error}; get a new "
+                            "copy") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # so that a literal <|eot_id|> in text stays text
@@ -224,20 +220,43 @@ class HuggingFaceTokenizer(DocumentEncoder):
         self._can_split = (self._document.get("decoder") or {}).get("type") == "ByteLevel" and (
             '"add_prefix_space": true' not in json.dumps(self._document.get("pre_tokenizer")))
 
-        config = {}
+        # The control token of each role that has one, from the configuration or else by a known name.
+        config, self.control_tokens = {}, {}
         for other in CONFIG_FILES:
             if os.path.lexists(file.parent / other):
-                config = {**_read_json(file.parent / other, name), **config}
-        self.control_tokens = self._control_tokens(config, name)
-        self.chat_template = _chat_template(file.parent, config.get("chat_template"), name)
+                config = {**read(file.parent / other), **config}
+        for role, known in KNOWN_NAMES.items():
+            token = config.get(role)
+            names = known if token is None else (token.get("content") if isinstance(token, dict) else token,)
+            if not all(isinstance(text, str) for text in names):
+                raise DataError(f"{setting}: {role} is {token!r:.60} in its configuration, expected a text; "
+                                "correct it")
+            if token is None and role == "bos_token" and "eos_token" in config:
+                continue  # a configuration without a bos means that there is none
+            if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
+                self.control_tokens[role] = here[0]
 
+        # The chat template: a file of its own, or in the configuration.
+        template_file, template = file.parent / "chat_template.jinja", config.get("chat_template")
+        try:
+            template = read_text(template_file) if os.path.lexists(template_file) else template
+        except UnicodeDecodeError as error:
+            raise DataError(f"{setting}: {template_file} is not text: {error}; get a new copy") from error
+        if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        if not isinstance(template, str | None):
+            raise DataError(f"{setting}: the chat_template in its tokenizer_config.json is not text; correct "
+                            "it")
+        self.chat_template = template
+
+        # The ids.
         ids = {role: self._tokenizer.token_to_id(token) for role, token in self.control_tokens.items()}
         if "eos_token" not in ids:
-            raise DataError(f"TOKENIZER_PATH={name}: {file} has no end-of-sequence token of a known name; "
-                            "name it as eos_token in a tokenizer_config.json beside it")
+            raise DataError(f"{setting}: {file} has no end-of-sequence token of a known name; name it as "
+                            "eos_token in a tokenizer_config.json beside it")
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        added_tokens = self._document.get("added_tokens") or ()
-        self.special_tokens = [token for token in added_tokens if token["special"]]
+        self._added_tokens = self._document.get("added_tokens") or ()
+        self.special_tokens = [token for token in self._added_tokens if token["special"]]
         self.special_ids = {token["content"]: token["id"] for token in self.special_tokens}
         self.eos_id = ids["eos_token"]
         self.bos_id = ids.get("bos_token") if ids.get("bos_token") != self.eos_id else None
@@ -256,7 +275,7 @@ class HuggingFaceTokenizer(DocumentEncoder):
         lengths, alphabet = [0] * self.vocab_size, set(BYTE_TO_CHAR.values())
         for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
             lengths[number] = len(token) if alphabet.issuperset(token) else len(token.encode())
-        for added in self._document.get("added_tokens") or ():
+        for added in self._added_tokens:
             lengths[added["id"]] = 0 if added["special"] else len(added["content"].encode())
         return lengths
 
@@ -268,29 +287,24 @@ class HuggingFaceTokenizer(DocumentEncoder):
         return frozenset(number for token, number in self._tokenizer.get_vocab().items()
                          if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token))
 
-    def _control_tokens(self, config: dict, name: str) -> dict[str, str]:
-        """Return the token of each role that has one, from the configuration or else by a known name."""
-        found = {}
-        for role, known in KNOWN_NAMES.items():
-            token = config.get(role)
-            names = known if token is None else (token.get("content") if isinstance(token, dict) else token,)
-            if not all(isinstance(text, str) for text in names):
-                raise DataError(f"TOKENIZER_PATH={name}: {role} is {token!r:.60} in its configuration, "
-                                "expected a text; correct it")
-            if token is None and role == "bos_token" and "eos_token" in config:
-                continue  # a configuration without a bos means that there is none
-            if here := [text for text in names if self._tokenizer.token_to_id(text) is not None]:
-                found[role] = here[0]
-        return found
-
     @cached_property
     def sha256(self) -> str:
         """Hex digest of all that decides an id: parts of tokenizer.json, and a document's bos and eos."""
-        return document_sha256(self._document, self.bos_id, self.eos_id)
+        return self._document_sha256(self._document)
 
     @cached_property
     def other_sha256(self) -> frozenset[str]:
         """The hashes of an equal tiktoken file and of its tokenizer.json; none if it has another form."""
+        def behaviour(tokenizer_json: str) -> list[Any]:
+            """Return what decides an id in byte-level BPE, in one form for equal ones."""
+            document = json.loads(tokenizers.Tokenizer.from_str(tokenizer_json).to_str())
+            model = document["model"]
+            merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges")]
+            # Of the merges that give one token only one can occur, so their order is irrelevant.
+            rank_of_merge = [model["vocab"]["".join(merge)] for merge in merges]
+            return [sorted(merges), rank_of_merge == sorted(rank_of_merge), model,
+                    *(document[part] for part in ("normalizer", "pre_tokenizer", "added_tokens"))]
+
         vocab = self._document["model"].get("vocab")
         alphabet = {char: byte for byte, char in BYTE_TO_CHAR.items()}
         is_byte_level = isinstance(vocab, dict) and alphabet.keys() == {*"".join(vocab)} and (
@@ -299,7 +313,7 @@ class HuggingFaceTokenizer(DocumentEncoder):
             return frozenset()
         same = Tokenizer({bytes(alphabet[char] for char in token): rank for token, rank in vocab.items()})
         is_same = (same.bos_id, same.eos_id) == (self.bos_id, self.eos_id) and (
-            behaviour(same.tokenizer_json) == behaviour(self._tokenizer_json))
+            behaviour(same.tokenizer_json) == behaviour(self.tokenizer_json))
         return frozenset([same.sha256, *same.other_sha256] if is_same else [])
 
     def encode(self, text: str) -> list[int]:
@@ -323,12 +337,10 @@ class HuggingFaceTokenizer(DocumentEncoder):
 
     @cached_property
     def _later_tokenizer(self):
-        import tokenizers
-
         first, never = ('"prepend_scheme": ' + when for when in ('"first"', '"never"'))
-        if first not in self._tokenizer_json:
+        if first not in self.tokenizer_json:
             return self._tokenizer
-        later = tokenizers.Tokenizer.from_str(self._tokenizer_json.replace(first, never))
+        later = tokenizers.Tokenizer.from_str(self.tokenizer_json.replace(first, never))
         later.encode_special_tokens = True
         return later
 
@@ -346,30 +358,12 @@ class HuggingFaceTokenizer(DocumentEncoder):
         template = self.chat_template
         if template is None and "bos_token" in names and set(NAMED_SPECIALS[6:10]) <= set(self.special_ids):
             template = CHAT_TEMPLATE
-        write_tokenizer_files(folder, self._tokenizer_json, names, template)
+        self._write_files(folder, names, template)
 
     @cached_property
-    def _tokenizer_json(self) -> str:
+    def tokenizer_json(self) -> str:
+        """The content of its tokenizer.json, without truncation and padding."""
         return json.dumps({**self._document, "truncation": None, "padding": None}, ensure_ascii=False)
-
-
-def document_sha256(document: Mapping[str, Any], bos_id: int | None, eos_id: int) -> str:
-    """Return the hash of all that decides an id in a tokenizer.json."""
-    parts = [document.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-    return hashlib.sha256(json.dumps([parts, bos_id, eos_id], sort_keys=True).encode()).hexdigest()
-
-
-def behaviour(tokenizer_json: str) -> list[Any]:
-    """Return what decides an id in a tokenizer.json with byte-level BPE, in one form for equal ones."""
-    import tokenizers
-
-    document = json.loads(tokenizers.Tokenizer.from_str(tokenizer_json).to_str())
-    model = document["model"]
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges")]
-    # Of the merges that give one token only one can occur, so their order is irrelevant.
-    rank_of_merge = [model["vocab"]["".join(merge)] for merge in merges]
-    return [sorted(merges), rank_of_merge == sorted(rank_of_merge), model,
-            *(document[part] for part in ("normalizer", "pre_tokenizer", "added_tokens"))]
 
 
 def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceTokenizer:
@@ -440,6 +434,45 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
     return ranks
 
 
+def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
+    """Write ranks in tiktoken's format; after a crash the file is complete or not there."""
+    path = Path(path)
+    lines = [base64.b64encode(token) + b" %d\n" % rank
+             for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(b"".join(lines))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}; choose another place") from error
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
+    """Train a byte-level BPE and return its ranks: 256 bytes, then the merges in order. Deterministic.
+
+    Args:
+        vocab_size: number of ranks; the 256 special tokens are added to them.
+    """
+    if not 256 <= vocab_size <= 10_000_000:
+        raise SettingsError(f"--vocab-size {vocab_size} must be at least 256, one rank for each byte, and at "
+                            "most 10,000,000")
+    # Text is split as Llama 3 does; the library works with a printable character for each byte.
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=list(BYTE_TO_CHAR.values()),
+                                  show_progress=False)
+    bpe.train_from_iterator((piece for text in texts for piece in split_long(text)), trainer)
+    # Back to bytes.
+    char_to_byte = {char: byte for byte, char in BYTE_TO_CHAR.items()}
+    vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
+    if len(vocabulary) < vocab_size:
+        raise DataError(f"the text gives only {len(vocabulary)} ranks, --vocab-size {vocab_size} was asked "
+                        "for; ask for fewer or give more text")
+    return {bytes(map(char_to_byte.__getitem__, token)): rank for token, rank in vocabulary}
+
+
 def without_surrogates(text: str) -> str:
     """Return the text with surrogate pairs joined, and lone ones, which UTF-8 cannot hold, as U+FFFD."""
     try:
@@ -466,26 +499,3 @@ def split_long(text: str) -> Iterator[str]:
                     yield part[cut:end]
                     cut = end
         yield part[cut:]
-
-
-def _read_json(file: Path, name: str) -> dict:
-    try:
-        return read_json(file)
-    except ValueError as error:
-        raise DataError(f"TOKENIZER_PATH={name}: {file} is not a JSON object: {error}; get a new "
-                        "copy") from error
-
-
-def _chat_template(folder: Path, in_config: Any, name: str) -> str | None:
-    """Return the chat template of a tokenizer's folder: its own file, or the one in the configuration."""
-    file = folder / "chat_template.jinja"
-    try:
-        template = read_text(file) if os.path.lexists(file) else in_config
-    except UnicodeDecodeError as error:
-        raise DataError(f"TOKENIZER_PATH={name}: {file} is not text: {error}; get a new copy") from error
-    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    if not isinstance(template, str | None):
-        raise DataError(f"TOKENIZER_PATH={name}: the chat_template in its tokenizer_config.json is not "
-                        "text; correct it")
-    return template

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -41,17 +41,14 @@ def first_line(error: BaseException) -> str:
     return without_passwords((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+def _with_causes(error: BaseException) -> list[BaseException]:
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return [error, *(_with_causes(cause) if cause else ())]
 
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status that the server answered with, or None if it did not answer."""
-    for cause in causes(error):
+    for cause in _with_causes(error):
         response = getattr(cause, "response", None)
         status = getattr(cause, "status", None) or getattr(response, "status_code", None)
         if isinstance(status, int):
@@ -64,7 +61,7 @@ def is_transient(error: BaseException) -> bool:
 
     False for a refused request (401, 403), for a missing file (404), and where HF_HUB_OFFLINE is set.
     """
-    chain = list(causes(error))
+    chain = _with_causes(error)
     names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
     unknown_host = any(isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN
                        for cause in chain)
@@ -74,25 +71,34 @@ def is_transient(error: BaseException) -> bool:
     return bool(names & TRANSIENT_ERRORS) if status is None else status in TRANSIENT_STATUS
 
 
-def retry(name: str, request: Callable[[], T]) -> T:
+def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -> T:
     """Return what `request` returns, after up to TRIES tries; print a line before each wait.
 
     The error of the last try, and any error that is not transient, is raised unchanged.
 
     Args:
         name: what is requested, for the printed lines.
+        only_if_answered: a server that does not answer the first try is not asked again, because the name may
+            be a mistyped path.
     """
     for number in range(1, TRIES):
         try:
             return request()
         except Exception as error:  # the clients have no common base class
-            if not is_transient(error):
+            if not is_transient(error) or only_if_answered and number == 1 and status_of(error) is None:
                 raise
             seconds = FIRST_WAIT_SECONDS * 2 ** (number - 1) * random.uniform(0.5, 1)
             print_safely(f"{without_passwords(name)}: {first_line(error)}; trying again in {seconds:.1f} s "
                          f"({number + 1} of {TRIES})", sys.stderr)
         time.sleep(seconds)
     return request()
+
+
+def why_not(error: Exception) -> str:
+    """Return why the hub refused a request, in a few words."""
+    if status_of(error) in (401, 403, 404):
+        return f"it has no such name, or not for this account (HTTP {status_of(error)})"
+    return first_line(error)
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -129,26 +135,6 @@ def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
         yield file
 
 
-def ask_hub(name: str, request: Callable[[], T]) -> T:
-    """Return what `request` returns, repeated only if the hub itself answered with a transient status.
-
-    Without an answer there is no second try: the name may be a mistyped path.
-    """
-    try:
-        return request()
-    except Exception as error:  # the clients have no common base class
-        if status_of(error) is None or not is_transient(error):
-            raise
-    return retry(name, request)
-
-
-def why_not(error: Exception) -> str:
-    """Return why the hub refused a request, in a few words."""
-    if status_of(error) in (401, 403, 404):
-        return f"it has no such name, or not for this account (HTTP {status_of(error)})"
-    return first_line(error)
-
-
 def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool],
                revision: str | None = None, **patterns: list[str]) -> Path:
     """Return the local copy of a model of the hub: the cached one if it is complete, else it is downloaded.
@@ -162,20 +148,17 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
     """
     with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
+    snapshot = partial(hub.snapshot_download, name, revision=revision, **patterns)
     try:
-        folder = Path(hub.snapshot_download(name, revision=revision, local_files_only=True, **patterns))
+        folder = Path(snapshot(local_files_only=True))
         if is_complete(folder):
             return folder
     except (OSError, ValueError):  # not in the cache, or not a valid name
         pass
-
-    def download() -> Path:
-        with HEARTBEAT.beat_in_background():  # the hub's client has time-outs of its own
-            return Path(hub.snapshot_download(name, revision=revision, **patterns))
-
     url = hub.hf_hub_url(name, required_file, revision=revision)
-    ask_hub(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS))
-    return retry(name, download)
+    retry(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS), only_if_answered=True)
+    with HEARTBEAT.beat_in_background():  # the hub's client has time-outs of its own
+        return Path(retry(name, snapshot))
 
 
 def cached_dataset(name: str, config: str, revision: str) -> Path | None:
@@ -202,8 +185,8 @@ def cached_dataset(name: str, config: str, revision: str) -> Path | None:
             return snapshot
     except (OSError, ValueError):
         pass
-    owner, _, own_name = name.rpartition("/")
-    folder = (f"{owner}___" if owner else "") + camelcase_to_snakecase(own_name)
+    owner, _, dataset = name.rpartition("/")
+    folder = (f"{owner}___" if owner else "") + camelcase_to_snakecase(dataset)
     commits = [info.parent for info in Path(HF_DATASETS_CACHE, folder, config or "default").glob(
                "*/*/dataset_info.json") if revision in ("", "main", info.parent.name)]
     return max(commits, key=lambda commit: commit.stat().st_mtime, default=None)
@@ -225,8 +208,8 @@ def hub_revision(name: str, revision: str, config: str = "") -> str:
     with requires_package("huggingface_hub", f"{name}, a dataset of the hub,"):
         from huggingface_hub import HfApi
     try:
-        return ask_hub(name, lambda: HfApi().dataset_info(
-            name, revision=revision or None, timeout=HUB_SECONDS).sha)
+        return retry(name, lambda: HfApi().dataset_info(
+            name, revision=revision or None, timeout=HUB_SECONDS).sha, only_if_answered=True)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
         if status_of(error) is None and (copy := cached_dataset(name, config, revision)):
             _say_once(f"{name}: the hub cannot be reached; its local copy is used, commit {copy.name}")

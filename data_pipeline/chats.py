@@ -49,7 +49,7 @@ SHOWN_TOKENS, SHOWN_SEGMENTS = 64, 64  # tokens at either end of a segment
 
 
 class Example(NamedTuple):
-    """A chat, whose last message is the assistant's; or a prompt, whose last is the user's, with two answers."""
+    """A chat, which ends in an answer; or a prompt, which ends in the user's message, and two answers."""
 
     where: str
     messages: Messages

@@ -1,12 +1,7 @@
-"""Readers of file formats: records streamed from JSON lines and arrays, Parquet, Arrow and plain text.
+"""Sources of records: files of any kind and place, and datasets of the Hugging Face hub.
 
-A reader yields (where, record); `where` is the file and line (or row) that error messages name. It gets a
-`Reading`, which decides what happens to unusable records and counts what has been read.
-
-
-Sources of records: files of any kind and place, and datasets of the Hugging Face hub.
-
-Records are streamed as (where, record); `where` is the file and line (or row) that error messages name.
+Records are streamed as (where, record); `where` is the file and line (or row) that error messages name. A
+reader gets a `Reading`, which decides what happens to unusable records and counts what has been read.
 """
 
 import io
@@ -14,13 +9,12 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from os.path import exists
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import fsspec
 
@@ -49,6 +43,49 @@ BLOCK_CHARACTERS = 1 << 16  # of an array that are read at once
 BLANK = re.compile(r"[ \t\r\n]*")
 # What `datasets` writes beside the .arrow files of a saved or cached dataset.
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SPLITTERS = ("whole", "line", "blank", "wikitext")  # of text into documents; else a separator line
+WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of records: files (`path`) or a dataset on the hub (`name`)."""
+
+    path: str = ""  # a file, folder or glob, on any URL that fsspec knows
+    name: str = ""
+    config: str = ""
+    split: str = "train"
+    revision: str = ""
+    files: str = ""  # a pattern of the hub repository's files, where it has no config for them
+    column: str = "text"
+    map: str = ""  # "prompt=problem,completion=solution": other names for columns; then only these are read
+    documents: str = "whole"  # how text is split into documents: one of SPLITTERS, or a separator line
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The columns that `map` names: {name that we expect: name in the data}."""
+        pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
+        columns = {new.strip(): (old if equals else new).strip() for new, equals, old in pairs}
+        is_whole = len(columns) == len(pairs) and all([*columns, *columns.values()])
+        if pairs and ("=" not in self.map or not is_whole):
+            raise SettingsError(f"--map {self.map}: expected name=column, separated by commas, "
+                                "each name once, such as prompt=problem,completion=solution")
+        return columns
+
+
+SHORTCUTS = {
+    "fineweb-edu": Source(name="HuggingFaceFW/fineweb-edu", config="sample-10BT"),
+    "c4": Source(name="allenai/c4", files="en/c4-train.*.json.gz"),
+    "wikitext": Source(name="Salesforce/wikitext", config="wikitext-103-raw-v1", documents="wikitext"),
+}
+
+
+class Document(NamedTuple):
+    """A text, and where it begins."""
+
+    where: str
+    text: str
 
 
 @dataclass
@@ -80,15 +117,7 @@ class Reading:
             self.bad_records.append(f"{where}: {reason}")
 
 
-@contextmanager
-def reading_errors(name: str) -> Iterator[None]:
-    """Turn any error of a storage or format library in the `with` block into a DataError about `name`."""
-    try:
-        yield
-    except PaddockError:
-        raise
-    except Exception as error:  # those of fsspec, arrow, zlib and the hub's client have no common base class
-        raise DataError(f"{name}: {first_line(error)}; check that it exists, whole and readable") from error
+Records = Iterator[tuple[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -114,20 +143,60 @@ class StoredFile:
         """Return a context manager that gives the file's bytes; a remote file is downloaded first."""
         return open(self.name, "rb") if self.is_local else downloaded(self.fs, self.name)
 
-    def stamp(self) -> list:
-        """Return values that change when the content does, without reading the content."""
+    def identity(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
+        """Return a local file's SHA-256, or what the store of a remote one reports as its version."""
         if not self.is_local:
-            return [self.fs.ukey(self.name)]
+            return self.fs.ukey(self.name)
         stat = os.stat(self.name)
-        return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-
-    def content_hash(self, known: dict[str, list], advance: Callable[[int], Any]) -> str:
-        """Return a local file's SHA-256, from `known` ({name: [stamp, hash]}) if its stamp is the same."""
-        stamp = self.stamp()
+        stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         if known.get(self.name, [None])[0] != stamp:
             with self.open() as file:
                 known[self.name] = [stamp, sha256(file, advance)]
         return known[self.name][1]
+
+
+@contextmanager
+def reading_errors(name: str) -> Iterator[None]:
+    """Turn any error of a storage or format library in the `with` block into a DataError about `name`."""
+    try:
+        yield
+    except PaddockError:
+        raise
+    except Exception as error:  # those of fsspec, arrow, zlib and the hub's client have no common base class
+        raise DataError(f"{name}: {first_line(error)}; check that it exists, whole and readable") from error
+
+
+def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
+    """Return the source that a shortcut, a path, a URL, a glob, or the name of a dataset on the hub means."""
+    if not text:
+        raise SettingsError("a source is empty; give a file, folder or glob, or the name of a hub dataset")
+    if text in shortcuts:
+        return replace(shortcuts[text], **fields)
+    is_hub_name = HUB_NAME.fullmatch(text) and not os.path.exists(text) and not kind_of(text)[0]
+    return Source(name=text, **fields) if is_hub_name else Source(path=text, **fields)
+
+
+def identify(source: Source, known: dict[str, list],
+             advance: Callable[[int], Any] = lambda count: None) -> dict:
+    """Return all that decides a source's records as JSON values, for the key of a prepared set.
+
+    For local files it is their content, wherever they are; for a dataset on the hub its commit.
+
+    Args:
+        known: hashes of local files that are known already, {name: [stamp, hash]}; new ones are added.
+        advance: called with the number of bytes that have just been hashed.
+    """
+    how = {"column": source.column, "documents": source.documents}
+    if source.renamed:
+        how["map"] = source.renamed
+    if source.name:
+        return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
+                "revision": hub_revision(source.name, source.revision, source.config), **how}
+    files = []
+    for file in list_files(source.path, source.split):
+        with reading_errors(file.url):
+            files.append([file.kind, file.compression, file.size, file.identity(known, advance)])
+    return {"files": files, **how}
 
 
 def kind_of(name: str) -> tuple[str | None, str | None]:
@@ -222,57 +291,55 @@ def _opened(file: StoredFile) -> Iterator[tuple[Any, Any]]:
         yield raw, io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
 
 
-def read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark.
-
-    Args:
-        raw, stream: of `_opened`.
-    """
+def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark."""
     before = reading.bytes_done
     # The lines as bytes, of which none can fill the memory, whatever the file unpacks to.
     lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    if file.kind == "text":
-        lines = chain(_first_lines_of_text(file.url, lines), lines)
+    if file.kind == "text":  # bad records are skipped only in a file whose first lines are mostly text
+        first, size = [], 0
+        while size < SNIFF_BYTES and (line := next(lines, b"")):
+            first.append(line)
+            size += len(line)
+        bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
+        if 2 * bad > len(first):
+            raise DataError(f"{file.url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain "
+                            "NULs or bytes that are not UTF-8; convert it, or leave the file out")
+        lines = chain(first, lines)
     # The lines as text.
     for number, line in enumerate(lines, 1):
+        where = f"{file.url}:{number}"
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if len(line) > MAX_LINE_BYTES:
-            raise DataError(f"{file.url}:{number}: a line of more than {MAX_LINE_BYTES >> 20:,} MiB "
-                            "cannot be a record; correct it, or leave the file out")
+            raise DataError(f"{where}: a line of more than {MAX_LINE_BYTES >> 20:,} MiB cannot be a record; "
+                            "correct it, or leave the file out")
         if number % 64 == 0 or len(line) > 1 << 16:
             reading.bytes_done = before + raw.tell()
             reading.advance()
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
-            reading.refuse(f"{file.url}:{number}", f"byte {error.start + 1} of the line is not UTF-8")
+            reading.refuse(where, f"byte {error.start + 1} of the line is not UTF-8")
             continue
-        yield f"{file.url}:{number}", text
+        yield where, text
 
 
-def _first_lines_of_text(url: str, lines: Iterable[bytes]) -> list[bytes]:
-    """Return the first lines of a file that is mostly text; bad records are skipped only in such a file."""
-    first, size = [], 0
-    for line in lines:
-        first.append(line)
-        size += len(line)
-        if size >= SNIFF_BYTES:
-            break
-    bad = sum(flaw_of(line.decode("utf-8", "surrogateescape")) is not None for line in first)
-    if 2 * bad > len(first):
-        raise DataError(f"{url}: is not UTF-8 text: {bad} of its first {len(first)} lines contain NULs or "
-                        "bytes that are not UTF-8; convert it, or leave the file out")
-    return first
+def _read_text(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
+    """Yield the lines of a text file; a line end becomes a newline."""
+    column = columns[0] if columns else ""
+    with _opened(file) as (raw, stream):
+        for where, line in _read_lines(file, raw, stream, reading):
+            yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
 
 
-def read_json(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
+def _read_json(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
     """Yield the objects of JSON lines, or of one array in a .json file, with all their columns."""
     stem = os.path.splitext(file.name)[0] if file.compression else file.name
     with _opened(file) as (raw, stream):
-        begins = stream.peek(SNIFF_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-        is_array = stem.lower().endswith(".json") and begins.startswith(b"[")
-        values = read_array if is_array else _read_json_lines
+        start = stream.peek(SNIFF_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        is_array = stem.lower().endswith(".json") and start.startswith(b"[")
+        values = _read_array if is_array else _read_json_lines
         for where, record in values(file, raw, stream, reading):
             if isinstance(record, dict):
                 yield where, record
@@ -281,9 +348,8 @@ def read_json(file: StoredFile, columns: Sequence[str], reading: Reading) -> Ite
                 reading.refuse(where, f"expected {one}, got {type(record).__name__}")
 
 
-def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yield the value of each line that is not blank."""
-    for where, line in read_lines(file, raw, stream, reading):
+def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
+    for where, line in _read_lines(file, raw, stream, reading):
         if not line.strip():
             continue
         try:
@@ -296,147 +362,120 @@ def _read_json_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) 
             reading.refuse(where, f"not valid JSON: {error}{hint}")
 
 
-class _ArrayText:
-    """The text of a JSON array, of which one item and a block are in memory. `line` is the place in it.
+def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Records:
+    """Yield the items of a file that is one JSON array; one item and a block of the text are in memory.
 
     The items go through json's decoder, so that they mean what they mean in JSON lines.
     """
+    text, at, line = "", 0, 1  # what has been read, and the place in it
 
-    def __init__(self, name: str, file: TextIO):
-        self.name, self.file, self.text, self.at, self.line = name, file, "", 0, 1
+    def fault(reason: str) -> DataError:
+        return DataError(f"{file.url}:{line}: {reason}; correct it, or leave the file out")
 
-    def fault(self, reason: str) -> DataError:
-        return DataError(f"{self.name}:{self.line}: {reason}; correct it, or leave the file out")
-
-    def _fill(self) -> bool:
+    def fill() -> bool:
         """Read more; twice as much each time, so that a long item is not decoded too often."""
-        more = self.file.read(max(BLOCK_CHARACTERS, len(self.text) - self.at))
-        self.text, self.at = self.text[self.at:] + more, 0
+        nonlocal text, at
+        more = decoded.read(max(BLOCK_CHARACTERS, len(text) - at))
+        text, at = text[at:] + more, 0
         return bool(more)
 
-    def _go_to(self, end: int) -> None:
-        self.line += self.text.count("\n", self.at, end)
-        self.at = end
+    def go_to(end: int) -> None:
+        nonlocal at, line
+        line += text.count("\n", at, end)
+        at = end
 
-    def next_sign(self) -> str:
+    def next_sign() -> str:
         """Return the next character that is not blank, or "" at the end; `at` is then before it."""
         while True:
-            self._go_to(BLANK.match(self.text, self.at).end())
-            if self.at < len(self.text) or not self._fill():
-                return self.text[self.at:self.at + 1]
+            go_to(BLANK.match(text, at).end())
+            if at < len(text) or not fill():
+                return text[at:at + 1]
 
-    def take_sign(self, expected: str) -> str:
+    def take_sign(expected: str) -> str:
         """Return the next character, which must be one of these, and go past it."""
-        sign = self.next_sign()
+        nonlocal at
+        sign = next_sign()
         if not sign:
-            raise self.fault("the array has no end: the file is cut off")
+            raise fault("the array has no end: the file is cut off")
         if sign not in expected:
-            raise self.fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
-        self.at += 1
+            raise fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
+        at += 1
         return sign
 
-    def item(self) -> Any:
+    def take_item() -> Any:
         """Return the value that begins here, and go past it."""
         while True:
             try:
-                value, end = json.JSONDecoder().raw_decode(self.text, self.at)
+                value, end = json.JSONDecoder().raw_decode(text, at)
             except json.JSONDecodeError as error:
                 # At the end of what has been read, an error may only mean that the item goes on.
-                is_torn = error.pos > len(self.text) - 16 or error.msg.startswith("Unterminated string")
-                if is_torn and len(self.text) - self.at < MAX_LINE_BYTES and self._fill():
+                is_torn = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
+                if is_torn and len(text) - at < MAX_LINE_BYTES and fill():
                     continue
-                self._go_to(error.pos)
-                raise self.fault(f"not valid JSON: {error.msg}") from error
+                go_to(error.pos)
+                raise fault(f"not valid JSON: {error.msg}") from error
             except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
-                raise self.fault(f"not valid JSON: {error}") from error
-            if end < len(self.text) or not self._fill():  # a number may go on
-                self._go_to(end)
+                raise fault(f"not valid JSON: {error}") from error
+            if end < len(text) or not fill():  # a number may go on
+                go_to(end)
                 return value
 
-
-def read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, Any]]:
-    """Yield the items of a file that is one JSON array, one at a time.
-
-    Args:
-        raw, stream: of `_opened`.
-    """
     before = reading.bytes_done
     # A byte that is not UTF-8 becomes a lone surrogate, for which its record alone is refused.
-    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as text:
-        array = _ArrayText(file.url, text)
-        sign, number = array.take_sign("["), 0
-        if array.next_sign() == "]":
-            sign = array.take_sign("]")
+    with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as decoded:
+        sign, number = take_sign("["), 0
+        if next_sign() == "]":
+            sign = take_sign("]")
         while sign != "]":
             number += 1
-            array.next_sign()
-            where = f"{file.url}:{array.line} (item {number})"
-            yield where, array.item()
-            sign = array.take_sign(",]")
+            next_sign()
+            where = f"{file.url}:{line} (item {number})"
+            yield where, take_item()
+            sign = take_sign(",]")
             if number % 64 == 0:
                 reading.bytes_done = before + raw.tell()
                 reading.advance()
-        if array.next_sign():
-            raise array.fault("more follows after the end of the array")
+        if next_sign():
+            raise fault("more follows after the end of the array")
 
 
-def read_text(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
-    """Yield the lines of a text file; a line end becomes a newline."""
-    column = columns[0] if columns else ""
-    with _opened(file) as (raw, stream):
-        for where, line in read_lines(file, raw, stream, reading):
-            yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
-
-
-def read_parquet(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of a Parquet file: only these columns if the file has them, else all."""
-    with requires_package("pyarrow", f"{file.url}, a Parquet file,"):
-        import pyarrow.parquet as pq
-    before = reading.bytes_done
-    with reading_errors(file.url), file.open() as raw:
-        table = pq.ParquetFile(raw)
-        has_all = columns and {*columns} <= {*table.schema_arrow.names}
-        row = 0
-        for batch in table.iter_batches(batch_size=1024, columns=columns if has_all else None):
-            yield from _rows_of(file.url, batch, row, reading)
-            row += batch.num_rows
-            reading.bytes_done = before + int(file.size * row / table.metadata.num_rows)
-
-
-def read_arrow(file: StoredFile, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of an Arrow file, a stream as `datasets` writes it, or with an index (Feather)."""
-    with requires_package("pyarrow", f"{file.url}, an Arrow file,"):
+def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
+    """Yield the rows of a Parquet or Arrow file: only these columns if the file has them, else all."""
+    is_parquet, before, row = file.kind == "parquet", reading.bytes_done, 0
+    with requires_package("pyarrow", f"{file.url}, {'a Parquet' if is_parquet else 'an Arrow'} file,"):
         import pyarrow as pa
-    before = reading.bytes_done
+        import pyarrow.parquet as pq
     with reading_errors(file.url), file.open() as raw:
-        if raw.peek(6)[:6] == b"ARROW1":
+        if is_parquet:
+            table = pq.ParquetFile(raw)
+            has_all = columns and {*columns} <= {*table.schema_arrow.names}
+            batches = table.iter_batches(batch_size=1024, columns=columns if has_all else None)
+        elif raw.peek(6)[:6] == b"ARROW1":  # with an index (Feather), else a stream as `datasets` writes it
             table = pa.ipc.open_file(raw)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
             batches = pa.ipc.open_stream(raw)
-        row = 0
         for batch in batches:
             if columns and all(batch.schema.names.count(name) == 1 for name in columns):
                 batch = batch.select(list(columns))
-            yield from _rows_of(file.url, batch, row, reading)
+            names = batch.schema.names
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise DataError(f"{file.url}: has several columns {twice[0]!r:.40}; rename or drop all but "
+                                "one")
+            for number, cells in enumerate(zip(*batch.columns), row + 1):
+                where = f"{file.url}: row {number}"
+                try:
+                    record = dict(zip(names, (cell.as_py() for cell in cells)))
+                except UnicodeDecodeError as error:
+                    reading.refuse(where, f"byte {error.start + 1} of the text is not UTF-8")
+                    continue
+                yield where, record
             row += batch.num_rows
-            reading.bytes_done = before + raw.tell()
+            reading.bytes_done = before + (int(file.size * row / table.metadata.num_rows) if is_parquet else
+                                           raw.tell())
 
 
-def _rows_of(url: str, batch: Any, before: int, reading: Reading) -> Iterator[tuple[str, dict]]:
-    """Yield the rows of a record batch that begins after `before` rows."""
-    if twice := [name for name, count in Counter(batch.schema.names).items() if count > 1]:
-        raise DataError(f"{url}: has several columns {twice[0]!r:.40}; rename or drop all but one")
-    for row, cells in enumerate(zip(*batch.columns), before + 1):
-        try:
-            record = dict(zip(batch.schema.names, (cell.as_py() for cell in cells)))
-        except UnicodeDecodeError as error:
-            reading.refuse(f"{url}: row {row}", f"byte {error.start + 1} of the text is not UTF-8")
-            continue
-        yield f"{url}: row {row}", record
-
-
-READERS = {"jsonl": read_json, "parquet": read_parquet, "arrow": read_arrow, "text": read_text}
+READERS = {"jsonl": _read_json, "parquet": _read_table, "arrow": _read_table, "text": _read_text}
 
 
 def columns_of(record: Mapping[str, Any]) -> str:
@@ -468,98 +507,18 @@ def flaw_of(text: Any) -> str | None:
     return None
 
 
-COMMIT = re.compile(r"[0-9a-f]{40}")
-SPLITTERS = ("whole", "line", "blank", "wikitext")  # of text into documents; else a separator line
-WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
-
-
-@dataclass(frozen=True)
-class Source:
-    """One source of records: files (`path`) or a dataset on the hub (`name`)."""
-
-    path: str = ""  # a file, folder or glob, on any URL that fsspec knows
-    name: str = ""
-    config: str = ""
-    split: str = "train"
-    revision: str = ""
-    files: str = ""  # a pattern of the hub repository's files, where it has no config for them
-    column: str = "text"
-    map: str = ""  # "prompt=problem,completion=solution": other names for columns; then only these are read
-    documents: str = "whole"  # how text is split into documents: one of SPLITTERS, or a separator line
-
-    @property
-    def renamed(self) -> dict[str, str]:
-        """The columns that `map` names: {name that we expect: name in the data}."""
-        pairs = [pair.partition("=") for pair in self.map.split(",")] if self.map else []
-        columns = {new.strip(): (old if equals else new).strip() for new, equals, old in pairs}
-        is_whole = len(columns) == len(pairs) and all([*columns, *columns.values()])
-        if pairs and ("=" not in self.map or not is_whole):
-            raise SettingsError(f"--map {self.map}: expected name=column, separated by commas, "
-                                "each name once, such as prompt=problem,completion=solution")
-        return columns
-
-
-class Document(NamedTuple):
-    """A text, and where it begins."""
-
-    where: str
-    text: str
-
-
-SHORTCUTS = {
-    "fineweb-edu": Source(name="HuggingFaceFW/fineweb-edu", config="sample-10BT"),
-    "c4": Source(name="allenai/c4", files="en/c4-train.*.json.gz"),
-    "wikitext": Source(name="Salesforce/wikitext", config="wikitext-103-raw-v1", documents="wikitext"),
-}
-
-
-def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
-    """Return the source that a shortcut, a path, a URL, a glob, or the name of a dataset on the hub means."""
-    if not text:
-        raise SettingsError("a source is empty; give a file, folder or glob, or the name of a hub dataset")
-    if text in shortcuts:
-        return replace(shortcuts[text], **fields)
-    is_hub_name = HUB_NAME.fullmatch(text) and not exists(text) and not kind_of(text)[0]
-    return Source(name=text, **fields) if is_hub_name else Source(path=text, **fields)
-
-
-def identify(source: Source, known: dict[str, list],
-             advance: Callable[[int], Any] = lambda count: None) -> dict:
-    """Return all that decides a source's records as JSON values, for the key of a prepared set.
-
-    For local files it is their content, wherever they are; for remote files what their store reports as their
-    version; for a dataset on the hub its commit.
-
-    Args:
-        known: hashes of local files that are known already, as `StoredFile.content_hash` takes them.
-        advance: called with the number of bytes that have just been hashed.
-    """
-    how = {"column": source.column, "documents": source.documents}
-    if source.renamed:
-        how["map"] = source.renamed
-    if source.name:
-        return {"name": source.name, "config": source.config, "split": source.split, "files": source.files,
-                "revision": hub_revision(source.name, source.revision, source.config), **how}
-    files = []
-    for file in list_files(source.path, source.split):
-        with reading_errors(file.url):
-            content = file.content_hash(known, advance) if file.is_local else file.stamp()[0]
-        files.append([file.kind, file.compression, file.size, content])
-    return {"files": files, **how}
-
-
-def read_records(source: Source, reading: Reading) -> Iterator[tuple[str, dict]]:
+def read_records(source: Source, reading: Reading) -> Records:
     """Yield every record of a source as (where, record), in a fixed order. Each line of text is one."""
     for _, records in _read_parts(source, reading):
         yield from records
 
 
-def _read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterator[tuple[str, dict]]]]:
+def _read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Records]]:
     """Yield (kind, records) of each file of a source; a dataset on the hub is one part."""
     renamed = source.renamed
     columns = [*renamed.values()] or [source.column] * bool(source.column)
     if source.name:
-        yield "hub", _rename_columns(read_hub(source, columns, reading), renamed, reading)
+        yield "hub", _rename_columns(_read_hub(source, columns, reading), renamed, reading)
         return
     files = list_files(source.path, source.split)
     reading.bytes_total = sum(file.size for file in files)
@@ -569,20 +528,16 @@ def _read_parts(source: Source, reading: Reading) -> Iterator[tuple[str, Iterato
         reading.bytes_done = before + file.size
 
 
-def _rename_columns(records: Iterator[tuple[str, dict]], renamed: Mapping[str, str],
-                    reading: Reading) -> Iterator[tuple[str, dict]]:
+def _rename_columns(records: Records, renamed: Mapping[str, str], reading: Reading) -> Records:
     """Yield the records with the columns of --map alone, under their new names; unchanged without it."""
-    if not renamed:
-        yield from records
-        return
     for where, record in records:
         if missing := [old for old in renamed.values() if old not in record]:
             reading.refuse(where, f"has no column {missing[0]!r}; it has {columns_of(record)} (--map)")
         else:
-            yield where, {new: record[old] for new, old in renamed.items()}
+            yield where, {new: record[old] for new, old in renamed.items()} if renamed else record
 
 
-def read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Iterator[tuple[str, dict]]:
+def _read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Records:
     """Stream the rows of a dataset on the hub at one fixed commit, from a local copy if there is one."""
     with requires_package("datasets", f"{source.name}, a dataset of the hub,"):
         import datasets
@@ -608,10 +563,8 @@ def read_hub(source: Source, columns: Sequence[str], reading: Reading) -> Iterat
 def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
     """Yield the documents of a source: the valid texts of its column, split into documents; none is empty."""
     for kind, records in _read_parts(source, reading):
-        documents = _valid_texts(records, source.column, reading)
-        if kind == "text" or source.documents != "whole":
-            documents = _join_lines(documents, source.documents, reading)
-        for document in documents:
+        has_lines = kind == "text" or source.documents != "whole"
+        for document in _documents(records, source, has_lines and source.documents != "line", reading):
             if document.text and not document.text.isspace():
                 yield document
             else:
@@ -622,36 +575,31 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
                         f"{', '.join(SPLITTERS)}")
 
 
-def _join_lines(lines: Iterable[Document], documents: str, reading: Reading) -> Iterator[Document]:
-    """Join lines (of a text file, or rows that are lines, as WikiText's on the hub) to documents.
+def _documents(records: Records, source: Source, join: bool, reading: Reading) -> Iterator[Document]:
+    """Yield the valid texts of a source's column; `join` if they are lines, also in rows as WikiText's.
 
-    Args:
-        documents: "whole" = one document, "line" = each line, "blank" = separated by blank lines,
-            "wikitext" = each begins at a line like ` = Title = `, anything else = separated by such lines.
+    Lines are joined to one document ("whole"), to documents that blank lines separate ("blank") or that begin
+    at a line like ` = Title = ` ("wikitext"); anything else is the line that separates them.
     """
-    if documents == "line":
-        yield from lines
-        return
-    begin, kept = "", []
-    for where, line in lines:
-        is_separator = documents == "blank" and line.isspace() or line.rstrip("\n") == documents
+    column, begin, kept = source.column, "", []
+    for where, record in records:
+        if column not in record:
+            reading.refuse(where, f"has no column {column!r}; it has {contents_of(record)} (--column)")
+            continue
+        text = record[column]
+        if flaw := flaw_of(text):
+            reading.refuse(where, f"column {column!r} {flaw}")
+            continue
+        if not join:
+            yield Document(where, text)
+            continue
+        is_separator = source.documents == "blank" and text.isspace() or text.rstrip("\n") == source.documents
         reading.separators += is_separator
-        if kept and (is_separator or documents == "wikitext" and WIKITEXT_TITLE.fullmatch(line)):
+        if kept and (is_separator or source.documents == "wikitext" and WIKITEXT_TITLE.fullmatch(text)):
             yield Document(begin, "".join(kept))
             kept = []
         if not is_separator:
             begin = begin if kept else where
-            kept.append(line)
+            kept.append(text)
     if kept:
         yield Document(begin, "".join(kept))
-
-
-def _valid_texts(records: Iterable[tuple[str, dict]], column: str, reading: Reading) -> Iterator[Document]:
-    """Yield the texts of a column; refuse records where it is missing, not text, or cannot be encoded."""
-    for where, record in records:
-        if column not in record:
-            reading.refuse(where, f"has no column {column!r}; it has {contents_of(record)} (--column)")
-        elif flaw := flaw_of(record[column]):
-            reading.refuse(where, f"column {column!r} {flaw}")
-        else:
-            yield Document(where, record[column])

@@ -49,9 +49,9 @@ def is_up_to_date(folder: Path, stories: int) -> bool:
 
 def make(folder: Path, stories: int) -> None:
     """Write the whole sample into an empty folder."""
-    from data_pipeline.train_bpe import train_bpe, write_tiktoken
     from data_preparation_utils import PreparationOptions, prepare_set
     from scripts.sample.world import parts, texts, write_jsonl
+    from tokenizer import train_bpe, write_tiktoken
 
     for name, records in parts(stories).items():
         show(f"  {name}: {write_jsonl(folder / name, records):,} records")

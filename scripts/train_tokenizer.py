@@ -14,8 +14,7 @@ from common.command_line import CommandParser
 from common.errors import local_path, run_script
 from common.text import print_safely, show
 from data_pipeline.sources import READABLE, Reading, read_texts, source_of
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
-from tokenizer import SPECIALS
+from tokenizer import SPECIALS, train_bpe, write_tiktoken
 
 
 def parse_args() -> argparse.Namespace:

@@ -21,7 +21,6 @@ import torch
 
 import train
 from config import Config
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
@@ -33,6 +32,7 @@ from parallel.ranks import Ranks
 from run import folder as run_folder
 from run.life import Progress
 from run.log import CLOCKS
+from tokenizer import train_bpe, write_tiktoken
 
 PATIENCE = 120  # seconds until a process counts as hanging; the machine may be busy
 NOUNS, VERBS = "cat dog bird fox hen cow".split(), "saw met fed lost found drew".split()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
 from common.errors import DataError, SettingsError
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from tokenizer import (
     PATTERN,
     SPECIALS,
@@ -21,6 +20,8 @@ from tokenizer import (
     load_tokenizer,
     read_tiktoken,
     split_long,
+    train_bpe,
+    write_tiktoken,
 )
 
 ROOT = Path(__file__).resolve().parents[1]

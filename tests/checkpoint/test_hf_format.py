@@ -16,9 +16,8 @@ from checkpoint import huggingface, store
 from checkpoint.tensors import LazyTensor, lazy, read_all
 from common.errors import CheckpointError
 from config import ModelConfig
-from data_pipeline.train_bpe import write_tiktoken
 from model import RMSNorm, Transformer, padded
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer, write_tiktoken
 
 transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from data_pipeline.templates import ChatFormat, TemplateFormat, load_chat_format
-from data_pipeline.train_bpe import train_bpe
-from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer
+from tokenizer import CHAT_TEMPLATE, Tokenizer, load_tokenizer, train_bpe
 
 SENTENCES = ("Anna's cat wasn't in the house; they'll look for it at 12:30 tomorrow!\n\n",
              "user system assistant \n says 12 aaaa [INST] you are\n\n1\n\na\n\n")

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from common.errors import DataError
 from config import ModelConfig
 from data_pipeline.shards import MANIFEST, TokenizerFacts, Verification, header_bytes, open_token_set
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import ExampleRows, TokenRows, open_example_set, validation_batches
 from fused.head import IGNORE_INDEX
 from model import Transformer
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, train_bpe, write_tiktoken
 
 VOCABULARY = 100
 PROMPT, WORDS = False, True  # whether a part of an example is a target

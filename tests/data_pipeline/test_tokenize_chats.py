@@ -19,9 +19,8 @@ from data_pipeline.prepare import describe_prepared
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, Verification, open_token_set
 from data_pipeline.sources import Source
 from data_pipeline.templates import ChatFormat, load_chat_format
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from data_preparation_utils import PreparationOptions, prepare_set
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, train_bpe, write_tiktoken
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["cat", "naïve", "the", "🦙", "<|eot_id|>", "\n\n", "  "]

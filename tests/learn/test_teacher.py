@@ -21,7 +21,6 @@ from common.errors import CheckpointError, DataError, SettingsError
 from common.files import FileLock
 from config import Config
 from data_pipeline.shards import HEADER_BYTES, Cache, Shard, TokenSet, header_bytes
-from data_pipeline.train_bpe import train_bpe, write_tiktoken
 from dataloaders import Batch, TokenRows
 from fused.head import IGNORE_INDEX
 from learn import stored as stored_outputs
@@ -38,7 +37,7 @@ from learn.teacher import (
 )
 from model import Transformer
 from parallel.ranks import Interrupted, Ranks, RunContext, start_ranks, stop_ranks
-from tokenizer import load_tokenizer
+from tokenizer import load_tokenizer, train_bpe, write_tiktoken
 
 CPU = torch.device("cpu")
 TEXTS = ["The cat saw the dog. The hen lost the fox. A bird fed the cow and the cat met the hen by the barn."] * 3
