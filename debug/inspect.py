@@ -1,11 +1,9 @@
-"""What the documents or examples of a prepared set are like, counted in one pass and in constant memory.
-
-What a prepared set or mixture is: counts, lengths and repeats, and the first rows that a run reads."""
+"""Prepared data as scripts/inspect_data.py shows it: counts, lengths, repeats, and the first rows of a run."""
 
 import hashlib
 import os
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -27,9 +25,12 @@ from dataloaders import Batch, ExampleRows, MixedRows, Rows, open_mixture, open_
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
-LONGEST = 1 << 20  # tokens: longer documents are counted together
-MOST_HASHES = 1 << 22  # that are kept to find repeated documents
-# From the position of a block and its ids to where in it documents begin.
+LONGEST = 1 << 20  # tokens; longer documents are counted together
+MOST_HASHES = 1 << 22  # kept to find repeated documents
+COLUMNS, BAR_COLUMNS = 80, 34
+SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
+STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
+# Returns where documents begin in a block of ids, given the block's position.
 Cuts = Callable[[int, np.ndarray], np.ndarray]
 
 
@@ -37,8 +38,8 @@ Cuts = Callable[[int, np.ndarray], np.ndarray]
 class RepeatCounter:
     """Counts repeated documents by 64-bit hashes of their tokens.
 
-    Beyond MOST_HASHES different ones it keeps a sample: half of all hash values, then a quarter, and so on.
-    The copies of a document are all in the sample or all outside, so its share of repeats is the whole's.
+    Beyond MOST_HASHES different hashes it keeps half of all hash values, then a quarter, and so on. Copies of
+    a document share a hash, so the share of repeats in this sample estimates that of the whole.
     """
 
     halvings: int = 0
@@ -47,13 +48,12 @@ class RepeatCounter:
     waiting: list[int] = field(default_factory=list)
 
     def add(self, digest: bytes) -> None:
-        """Count a document, given 8 bytes of its hash."""
         self.waiting.append(int.from_bytes(digest, "little"))
         if len(self.waiting) >= MOST_HASHES // 4:
             self.settle()
 
     def settle(self) -> None:
-        """Count what `add` has collected."""
+        """Count the hashes that `add` has collected."""
         hashes = np.concatenate([self.hashes, np.array(self.waiting, np.uint64)])
         counts = np.concatenate([self.counts, np.ones(len(self.waiting), np.int64)])
         self.waiting = []
@@ -67,7 +67,7 @@ class RepeatCounter:
 
     @property
     def share(self) -> float:
-        """The share of documents that repeat an earlier one."""
+        """Share of the documents that repeat an earlier one."""
         return 1 - len(self.hashes) / max(1, int(self.counts.sum()))
 
 
@@ -82,12 +82,10 @@ class Statistics:
 
     @property
     def documents(self) -> int:
-        """The number of documents."""
         return int(self.lengths.sum())
 
     @property
     def tokens(self) -> int:
-        """The number of tokens."""
         return int(self.id_counts.sum())
 
     def quantile(self, share: float) -> int:
@@ -107,25 +105,14 @@ class Statistics:
         used = [number for number, count in enumerate(counts) if count]
         return list(zip(edges, counts))[used[0]:used[-1] + 1] if used else []
 
-    def bytes_per_token(self, byte_lengths: Sequence[int]) -> float:
-        """Return the UTF-8 bytes of text for each token, given those that each id stands for."""
-        return float(self.id_counts @ np.array(byte_lengths)) / max(1, self.tokens)
-
-    def facts(self) -> dict[str, Any]:
-        """Return the lengths and repeats as JSON."""
-        return {"median": self.quantile(0.5), "p90": self.quantile(0.9), "p99": self.quantile(0.99),
-                "longest": self.longest, "histogram": self.histogram(),
-                "repeated": round(self.repeats.share * self.documents),
-                "repeated_is_estimate": self.repeats.halvings > 0}
-
 
 def begins_with(document_start_id: int) -> Cuts:
-    """Return where documents begin in a block of text: at this id."""
+    """Documents of text begin with this id."""
     return lambda position, ids: np.flatnonzero(ids == document_start_id)
 
 
 def begins_at(starts: np.ndarray) -> Cuts:
-    """Return where examples begin in a block, given the ascending positions of all."""
+    """Examples begin at these ascending positions."""
     def cuts(position: int, ids: np.ndarray) -> np.ndarray:
         first, last = np.searchsorted(starts, (position, position + len(ids)))
         return starts[first:last] - position
@@ -133,73 +120,54 @@ def begins_at(starts: np.ndarray) -> Cuts:
 
 
 def measure(token_set: TokenSet, cuts: Cuts) -> Statistics:
-    """Count the documents or examples of a split."""
+    """Count the documents or examples of a split in one pass; one may lie in several blocks."""
     found = Statistics(np.zeros(token_set.vocab_size, np.int64), np.zeros(LONGEST + 1, np.int64), 0,
                        RepeatCounter())
-    for length, digest in _documents(token_set, cuts, found.id_counts):
+    position, length, hasher = 0, 0, hashlib.blake2b(digest_size=8)
+
+    def end_document() -> None:
         found.lengths[min(length, LONGEST)] += 1
         found.longest = max(found.longest, length)
-        found.repeats.add(digest)
+        found.repeats.add(hasher.digest())
+
+    with tqdm(total=token_set.tokens, unit="tok", unit_scale=True, desc="Reading", delay=2, leave=False,
+              disable=None) as bar:
+        for ids in token_set.blocks():
+            counts = np.bincount(ids)
+            found.id_counts[:len(counts)] += counts
+            for index, piece in enumerate(np.split(ids, cuts(position, ids))):
+                if index and length:  # a document begins here
+                    end_document()
+                    length, hasher = 0, hashlib.blake2b(digest_size=8)
+                length += len(piece)
+                hasher.update(piece)
+            position += len(ids)
+            bar.update(len(ids))
+    if length:
+        end_document()
     found.repeats.settle()
     return found
 
 
-def _documents(token_set: TokenSet, cuts: Cuts, id_counts: np.ndarray) -> Iterator[tuple[int, bytes]]:
-    """Yield length and hash of each document, however many blocks it is in, and count the ids."""
-    position, length, hasher = 0, 0, hashlib.blake2b(digest_size=8)
-    bar = tqdm(total=token_set.tokens, unit="tok", unit_scale=True, desc="Reading", delay=2, leave=False,
-               disable=None)
-    for ids in token_set.blocks():
-        bar.update(len(ids))
-        counts = np.bincount(ids)
-        id_counts[:len(counts)] += counts
-        for number, piece in enumerate(np.split(ids, cuts(position, ids))):
-            if number and length:  # a document begins here
-                yield length, hasher.digest()
-                length, hasher = 0, hashlib.blake2b(digest_size=8)
-            length += len(piece)
-            hasher.update(piece)
-        position += len(ids)
-    bar.close()
-    if length:
-        yield length, hasher.digest()
-
-
-COLUMNS, BAR_COLUMNS = 80, 34
-SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
-STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
-
-
 @dataclass
 class DataReport:
-    """A folder of prepared data, opened as a run would.
-
-    Args:
-        manifest: of the set, or of a mixture's first set; empty for token files of others.
-        tokenizer: None if the one that the data was made with is not at hand.
-    """
+    """A folder of prepared data, opened as a run would."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # of the set or a mixture's first set; empty for other trainers' token files
     config: Config
-    tokenizer: Any
-
-    @property
-    def known(self) -> Any:
-        """What is known of the tokenizer: itself, or what the manifest says of it."""
-        if self.tokenizer:
-            return self.tokenizer
-        return TokenizerFacts(self.manifest["vocab_size"], None, self.manifest["document_start_id"])
+    tokenizer: Any  # None if the tokenizer of the data is not available
 
     @property
     def rows(self) -> Rows:
         """The rows of the training split."""
-        if is_mixture(self.folder):
-            return open_mixture(self.config, self.folder, "train", self.known, "never")
-        return open_set(self.config, self.folder, "train", self.known, "never")
+        tokenizer = self.tokenizer or TokenizerFacts(self.manifest["vocab_size"], None,
+                                                     self.manifest["document_start_id"])
+        open_rows = open_mixture if is_mixture(self.folder) else open_set
+        return open_rows(self.config, self.folder, "train", tokenizer, "never")
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the data, as JSON; reads the whole training split, except of a mixture."""
+        """Return the output of --json; reads the whole training split, unless it is a mixture."""
         facts = {"folder": str(self.folder)}
         if is_mixture(self.folder):
             return facts | {"sources": source_facts(self.folder, read_mixture(self.folder))}
@@ -208,17 +176,19 @@ class DataReport:
         facts["made_from"] = names_of_sources(self.manifest) if self.manifest else [str(self.folder)]
         rows, length = self.rows, self.config.max_seq_len
         is_text = not isinstance(rows, ExampleRows)
-        cuts = (begins_with(rows.token_set.document_start_id) if is_text else
-                begins_at(rows.example_set.starts))
-        found = measure(rows.token_set, cuts)
+        found = measure(rows.token_set, begins_with(rows.token_set.document_start_id) if is_text else
+                        begins_at(rows.example_set.starts))
         longer, tokens_in_longer = found.longer(length)
-        facts |= {"documents": found.documents, "tokens": found.tokens, **found.facts(),
-                  "max_seq_len": length, "longer": longer, "tokens_in_longer": tokens_in_longer,
-                  "rows": len(rows), "in_rows": rows.describe()}
+        facts |= {"documents": found.documents, "tokens": found.tokens, "median": found.quantile(0.5),
+                  "p90": found.quantile(0.9), "p99": found.quantile(0.99), "longest": found.longest,
+                  "histogram": found.histogram(), "repeated": round(found.repeats.share * found.documents),
+                  "repeated_is_estimate": found.repeats.halvings > 0, "max_seq_len": length,
+                  "longer": longer, "tokens_in_longer": tokens_in_longer, "rows": len(rows),
+                  "in_rows": rows.describe()}
         if not is_text:
             facts |= {"truncated": rows.truncated, "left_out": rows.left_out, "fill": rows.fill}
         if lengths := getattr(self.tokenizer, "byte_lengths", None):
-            facts["bytes_per_token"] = found.bytes_per_token(lengths)
+            facts["bytes_per_token"] = float(found.id_counts @ np.array(lengths)) / max(1, found.tokens)
         return facts
 
     def describe(self, facts: dict[str, Any]) -> list[str]:
@@ -244,10 +214,21 @@ class DataReport:
         share = facts["repeated"] / max(1, facts["documents"])
         lines += [f"repeated: {repeated} ({share:.2%}) are copies of an earlier one",
                   f"lengths: median {facts['median']:,}, 90 % up to {facts['p90']:,}, 99 % up to "
-                  f"{facts['p99']:,}, longest {facts['longest']:,} tokens",
-                  *bars(facts["histogram"], facts["documents"])]
-        return [part for line in [*lines, fits(facts, items)]
-                for part in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
+                  f"{facts['p99']:,}, longest {facts['longest']:,} tokens"]
+        most = max(count for _, count in facts["histogram"])
+        for first, count in facts["histogram"]:
+            last, share = f"{2 * max(1, first) - 1:,}", count / facts["documents"]
+            bar = "█" * round(BAR_COLUMNS * count / most) or "▏" * bool(count)
+            lines.append(f"  {first:>9,} - {last:<9} {bar:<{BAR_COLUMNS}} {count:>12,} {share:>7.2%}")
+        at = f"at MAX_SEQ_LEN={facts['max_seq_len']}"
+        if items == "documents":
+            lines.append(f"{at}: {facts['rows']:,} rows; {facts['longer']:.2%} of the documents, with "
+                         f"{facts['tokens_in_longer']:.2%} of the tokens, are longer than a row, so they are "
+                         "cut")
+        else:
+            cut, left_out = (facts[name] / max(1, facts["documents"]) for name in ("truncated", "left_out"))
+            lines.append(f"{at}: {facts['in_rows']}; {cut:.2%} are cut, {left_out:.2%} are left out")
+        return [part for line in lines for part in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
 
     def describe_rows(self, count: int) -> Iterator[str]:
         """Yield the lines that show the first rows of a run, with ⟦ ⟧ around what has a label."""
@@ -289,59 +270,34 @@ class DataReport:
                 continue
             yield (f"  {name}: slots {first}-{last - 1}, positions 0-{last - first - 1}, "
                    f"{int(own.sum()):,} labels")
-            yield from self._describe_document(tokens_T[first:last].tolist(), targets_T[first:last].tolist())
+            yield from describe_document(tokens_T[first:last].tolist(), targets_T[first:last].tolist(),
+                                         self.tokenizer)
             if number == SHOWN_DOCUMENTS and number < len(borders) - 2:
                 yield f"  ... {len(borders) - 2 - number} more"
 
-    def _describe_document(self, tokens: list[int], targets: list[int]) -> Iterator[str]:
-        """Yield the ids and the text of a document: its first token, and what follows each of its tokens."""
-        following = [(token if target == IGNORE_INDEX else target, target != IGNORE_INDEX)
-                     for token, target in zip([*tokens[1:], 0], targets)]
-        if not following[-1][1]:  # nothing follows the last token that the model should predict
-            following.pop()
-        shown = " ".join(map(str, tokens[:SHOWN_IDS])) + (" ..." if len(tokens) > SHOWN_IDS else "")
-        yield from wrapped(f"ids: {shown}")
-        text = ""
-        for is_label, run in groupby([(tokens[0], False), *following], key=lambda pair: pair[1]):
-            text += show_segment([token for token, _ in run], is_label, self.tokenizer)
-        for line in text.split("\n"):
-            yield from wrapped(line)
 
-
-def wrapped(text: str) -> list[str]:
-    """Return a line of text, control characters escaped, as lines of at most COLUMNS with an indent."""
-    return textwrap.wrap(printable(text), COLUMNS, initial_indent="    ", subsequent_indent="    ",
-                         drop_whitespace=False) or ["    "]
-
-
-def bars(histogram: list[tuple[int, int]], documents: int) -> list[str]:
-    """Return a histogram of lengths as lines."""
-    most, lines = max(count for _, count in histogram), []
-    for first, count in histogram:
-        last = f"{2 * max(1, first) - 1:,}"
-        bar = "█" * round(BAR_COLUMNS * count / most) or "▏" * bool(count)
-        lines.append(f"  {first:>9,} - {last:<9} {bar:<{BAR_COLUMNS}} {count:>12,} {count / documents:>7.2%}")
-    return lines
-
-
-def fits(facts: dict[str, Any], items: str) -> str:
-    """Return what MAX_SEQ_LEN does to the documents or examples."""
-    at = f"at MAX_SEQ_LEN={facts['max_seq_len']}"
-    if items == "documents":
-        return (f"{at}: {facts['rows']:,} rows; {facts['longer']:.2%} of the documents, with "
-                f"{facts['tokens_in_longer']:.2%} of the tokens, are longer than a row, so they are cut")
-    share = {name: facts[name] / max(1, facts["documents"]) for name in ("truncated", "left_out")}
-    return f"{at}: {facts['in_rows']}; {share['truncated']:.2%} are cut, {share['left_out']:.2%} are left out"
+def describe_document(tokens: list[int], targets: list[int], tokenizer: Any) -> Iterator[str]:
+    """Yield the ids and the text of a document: its first token, and what follows each of its tokens."""
+    following = [(token if target == IGNORE_INDEX else target, target != IGNORE_INDEX)
+                 for token, target in zip([*tokens[1:], 0], targets)]
+    if not following[-1][1]:  # nothing follows the last token that the model should predict
+        following.pop()
+    ids = " ".join(map(str, tokens[:SHOWN_IDS])) + (" ..." if len(tokens) > SHOWN_IDS else "")
+    text = ""
+    for is_label, run in groupby([(tokens[0], False), *following], key=lambda pair: pair[1]):
+        text += show_segment([token for token, _ in run], is_label, tokenizer)
+    for line in [f"ids: {ids}", *text.split("\n")]:
+        yield from textwrap.wrap(printable(line), COLUMNS, initial_indent="    ", subsequent_indent="    ",
+                                 drop_whitespace=False) or ["    "]
 
 
 def open_data(folder: Path, config: Config) -> DataReport:
     """Open prepared data, a mixture, or token files of others."""
     manifest = {}
-    if not is_mixture(folder):
-        folder = prepared_folder(folder) or folder  # as a run opens it
-    first = folder
     if is_mixture(folder):
         first = folder / read_mixture(folder).sources[0].set
+    else:
+        first = folder = prepared_folder(folder) or folder  # as a run opens it
     if os.path.lexists(first / MANIFEST):
         manifest = read_prepared(first)
     elif not os.path.exists(folder):
