@@ -100,9 +100,10 @@ def evaluate(run: Run) -> None:
         run.log.evaluation(progress.step, result.line)
         best = ""
         if metric == "val_loss" and progress.step > 0:
-            first, loss = run.log.history.first_val_loss, result.metrics["val_loss"]
+            loss = result.metrics["val_loss"]
+            _, first = run.log.history.first.get("val_loss", (0, loss))
             is_best = progress.note_validation(loss, config.early_stopping_skip_steps)
-            best = " | best so far" if is_best and (first is None or loss <= first) else ""
+            best = " | best so far" if is_best and loss <= first else ""
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}")
         if not math.isfinite(result.metrics.get("val_loss", 0)):
             run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be a "

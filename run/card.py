@@ -31,6 +31,7 @@ from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, parts_of
 from learn.cost import parameter_count
 from lora import adapter_state_dict
+from model import Transformer
 from model_utils import is_vocabulary
 from parallel.process import STOP_SIGNALS
 from report.data import segments, setting_lines
@@ -168,13 +169,10 @@ def run_card(run: Any) -> str:
              for part in [*segments(run.folder)][1:] if part["step"] <= progress.step]
     settings = [f"{line['name']}={env_value(without_paths(line['name'], line['value']))}"
                 for line in setting_lines(config.public()) if line["changed"] and is_told(line["name"])]
-    # Trained parameters without the padding of the vocabulary.
-    shapes = [(min(len(weight), vocab_size), *weight.shape[1:]) if is_vocabulary(name) else weight.shape
-              for name, weight in adapter_state_dict(run.model).items()]
     return card_text(
         metadata, run.folder.name, run=run, config=config, progress=progress, history=run.log.history,
         vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),
-        trained=sum(map(math.prod, shapes)), stage=STAGES[config.training_stage],
+        trained=trained_count(run.model, vocab_size), stage=STAGES[config.training_stage],
         adapts=progress.base if config.lora_enabled else None,
         is_chat=config.training_stage != "pretrain", data_rows=[DATA_COLUMNS, *(row for row, _ in data)],
         scores=scores, score_rows=[SCORE_COLUMNS, *map(score_row, scores)], languages=languages,
@@ -254,6 +252,13 @@ def run_and_step(path: str) -> str:
 def model_name(path: str) -> str:
     """Return what a card calls a base or a teacher."""
     return code(name_of_download(path) or run_and_step(path))
+
+
+def trained_count(model: Transformer, vocab_size: int) -> int:
+    """Return the number of trained parameters, without the padding of the vocabulary."""
+    shapes = [(min(len(weight), vocab_size), *weight.shape[1:]) if is_vocabulary(name) else weight.shape
+              for name, weight in adapter_state_dict(model).items()]
+    return sum(map(math.prod, shapes))
 
 
 @cache

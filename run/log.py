@@ -1,6 +1,4 @@
-"""What a run's logs add up to: scores, energy and the ledger's digest for its model card; divergence.
-
-The log of a run: console, a text file for each rank, JSON lines, and the trackers."""
+"""The log of a run: console, a text file for each rank, JSON lines, trackers; what the lines add up to."""
 
 import errno
 import hashlib
@@ -15,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
@@ -27,8 +26,15 @@ from config import Config
 from parallel.process import number_of
 from run.trackers import TensorBoard, Tracker, Trackio, Wandb
 
+LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
+# Metrics that differ between two equal runs.
+CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
 DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many consecutive steps
+REPORT = "report.html"
+FINISH_SECONDS = 60  # for a tracker at the end of a run
+LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunHistory:
@@ -41,8 +47,8 @@ class RunHistory:
     def __init__(self, tokens_per_step: int):
         self.tokens_per_step = tokens_per_step
         self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
-        self.first_val_loss: Optional[float] = None
-        self.scores: dict[str, tuple[int, float]] = {}  # the newest of each metric, with its step
+        self.first: dict[str, tuple[int, float]] = {}  # the first value of each evaluation, with its step
+        self.scores: dict[str, tuple[int, float]] = {}  # the newest, likewise
         self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
         self.ledger_step, self.ledger = 0, hashlib.sha256()
         self.before = 0, self.ledger.copy()
@@ -52,8 +58,7 @@ class RunHistory:
         for name, value in metrics.items():
             if EVALUATED.match(name) and isinstance(value, (int, float)):
                 self.scores[name] = step, value
-        if self.first_val_loss is None and isinstance(metrics.get("val_loss"), float):
-            self.first_val_loss = metrics["val_loss"]
+                self.first.setdefault(name, (step, value))
         if "train_loss" in metrics:
             steps = step - self.logged_step if self.logged_step is not None else 0
             tokens = max(0, steps) * self.tokens_per_step
@@ -111,49 +116,32 @@ class Divergence:
         return shown
 
 
-LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run
-# Metrics that differ between two equal runs.
-CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
-REPORT = "report.html"
-FINISH_SECONDS = 60  # for a tracker at the end of a run
-LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
-
-def keep_lines_up_to(path: Path, step: int, warn: Callable[[str], None],
-                     stays: Callable[[Line], bool] = lambda line: False,
-                     see: Callable[[bytes, Line], object] = lambda line, entry: None) -> Optional[Line]:
-    """Drop the lines of steps after `step`, which are written again, and a line that a crash has cut.
+def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], None]
+               ) -> Iterator[tuple[bytes, Line, bool]]:
+    """Drop the lines of a log that are written again, and a line that a crash has cut, while it is read.
 
     Unreadable lines move into a file beside it, `NAME.bad`.
 
-    Args:
-        stays: tells of a line of a later step whether it is kept too.
-        see: called with each line that is kept, raw and parsed.
-    Returns:
-        The newest line that the file had.
-    Raises:
-        OSError: the file cannot be read or written, or is no regular file.
+    Yields:
+        (raw, parsed, whether it is kept) of each readable line. Raises OSError.
     """
-    newest = None
     if not path.exists():
-        return newest
+        return
     beside, aside, bad_lines = path.with_suffix(".tmp"), path.with_name(f"{path.name}.bad"), 0
     with ExitStack() as stack:
         kept, bad = stack.enter_context(open(beside, "wb", opener=plain)), None
         for line, entry in read_lines(path):
-            newest = entry or newest
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-            if entry is None or entry.step <= step or stays(entry):
-                (bad if entry is None else kept).write(line + b"\n")
-                if entry is not None:
-                    see(line + b"\n", entry)
+                bad.write(line + b"\n")
+                continue
+            if is_kept := keeps(entry):
+                kept.write(line + b"\n")
+            yield line + b"\n", entry, is_kept
     os.replace(beside, path)
     if bad_lines:
         warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
-    return newest
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -210,9 +198,6 @@ def disk_errors(path: Path) -> Iterator[None]:
                               "set OUTPUT_DIR to a folder that can be written") from error
 
 
-# ----------------------------------------------------------------------------------------------- log
-
-
 class RunLog:
     """The log of one rank: on the console until `open`, then also in the run's folder.
 
@@ -246,26 +231,30 @@ class RunLog:
             self.file.write(line)
         if self.rank > 0:
             return
-        self.run_dir, newest = run_dir, {}
+        self.run_dir, newest = run_dir, None
+
         # Of an incomplete step, the ledger's line stays, and those of evaluations that are not made again.
-        stays = {"ledger": lambda line: line.step == steps_taken, "events": lambda line: True,
-                 "evaluations": lambda line: line.step == steps_taken and measured_as(line.name) in measured}
-        see = {"metrics": lambda _, entry: self.history.add_metrics(entry.step, entry.model_extra),
-               "ledger": self._see_ledger}
+        def stays(name: str, entry: Line) -> bool:
+            is_measured = name == "evaluations" and measured_as(entry.name) in measured
+            return (entry.step <= step or name == "events"
+                    or entry.step == steps_taken and (name == "ledger" or is_measured))
+
         for name in sorted(LOGS):  # the ledger before the metrics, as `RunHistory` needs it
             path = run_dir / f"{name}.jsonl"
             with disk_errors(path):
-                newest[name] = keep_lines_up_to(path, step, self.warn, stays.get(name, lambda line: False),
-                                                see.get(name, lambda line, entry: None))
+                for line, entry, is_kept in keep_lines(path, partial(stays, name), self.warn):
+                    if name == "metrics":
+                        newest = entry
+                    if name == "metrics" and is_kept:
+                        self.history.add_metrics(entry.step, entry.model_extra)
+                    elif name == "ledger" and is_kept:
+                        self.history.add_ledger(entry.step, line)
+                        self.divergence.add(entry.loss, entry.grad_norm)
             self.lines[name] = LineFile(path, self.warn)
-        before = newest["metrics"].model_dump() if newest["metrics"] else {}
+        before = newest.model_dump() if newest else {}
         self.previous = {"previous_step": before.get("step"),
                          "previous_time": number(before.get("time"), MOST_SECONDS)}
         self._start_trackers(step, wandb_run_id)
-
-    def _see_ledger(self, line: bytes, entry: Line) -> None:
-        self.history.add_ledger(entry.step, line)
-        self.divergence.add(entry.loss, entry.grad_norm)
 
     def _start_trackers(self, step: int, run_id: str) -> None:
         config, run_dir = self.config, self.run_dir

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 from common.errors import requires_package
 from common.text import print_traceback
@@ -17,31 +17,18 @@ from config import Config
 Rows = Sequence[Sequence[Any]]
 
 
-class Service(Protocol):
-    """What a tracker calls, in its own thread."""
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take a step's metrics."""
-
-    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """Take what a step adds to a table."""
-
-    def report(self, path: Path) -> None:
-        """Take the run's report, a page of HTML."""
-
-    def finish(self, run_dir: Path) -> Optional[str]:
-        """Complete the run; returns a line for the user."""
-
-
 class Tracker:
-    """A service in its own thread, so that it can be slow, fail or hang.
+    """A service in a thread, so that it can be slow, fail or hang.
 
     After its first error there is one warning, and it is not called again.
+
+    Args:
+        start: returns an object with the methods of `Wandb`.
     """
 
     broken: set[str] = set()  # the names of trackers that failed or did not finish
 
-    def __init__(self, name: str, start: Callable[[], Service], warn: Callable[[str], None]):
+    def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
         self.name, self.start, self.warn, self.given_up = name, start, warn, False
         self.note: Optional[str] = None  # for the user, at the end
         self.waiting: queue.Queue[tuple] = queue.Queue()
@@ -101,6 +88,8 @@ def abandoning_trackers() -> Iterator[None]:
 class Wandb:
     """A wandb run: online if there is a key, else offline, unless WANDB_MODE is set."""
 
+    last_step = -1  # an earlier step is not logged again; wandb itself leaves out those that it has
+
     def __init__(self, config: Config, run_dir: Path, run_id: str):
         with requires_package("wandb", "WANDB_ENABLED=true"):
             import wandb
@@ -108,37 +97,59 @@ class Wandb:
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir.absolute() / "wandb"))
         by_key = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         self.mode = os.environ.get("WANDB_MODE") or by_key
-        self.wandb = wandb
+        settings = wandb.Settings(init_timeout=30, finish_timeout=45, console="off", silent=True)
+        self.module = wandb
         self.run = wandb.init(project=config.wandb_project, name=run_dir.name, id=run_id, resume="allow",
-                              dir=run_dir, config=config.public(), mode=self.mode,
-                              settings=wandb.Settings(init_timeout=30, finish_timeout=45, console="off",
-                                                      silent=True))
+                              dir=run_dir, config=config.public(), mode=self.mode, settings=settings)
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Log a step's metrics; wandb leaves out those of a step that it has."""
-        self.run.log(values, step=step)
+    def log(self, values: dict[str, Any], step: int) -> None:
+        """Log a step's metrics."""
+        if step > self.last_step:
+            self.run.log(values, step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         """Log what a step adds to a table."""
-        self.run.log({name: self.wandb.Table(columns=[*columns], data=[*rows])}, step=step)
+        self.log({name: self.module.Table(columns=[*columns], data=[*rows])}, step)
 
     def report(self, path: Path) -> None:
-        """Log the report as an artifact."""
-        artifact = self.wandb.Artifact(f"report-{self.run.id}", "report")
+        """Log the report, a page of HTML, as an artifact."""
+        artifact = self.module.Artifact(f"report-{self.run.id}", "report")
         artifact.add_file(str(path))
         self.run.log_artifact(artifact)
 
     def finish(self, run_dir: Path) -> Optional[str]:
-        """Finish; returns how to upload an offline run."""
+        """Complete the run; returns how to upload one that is offline."""
         self.run.finish()
-        if self.mode == "offline":
-            words = shlex.join([str(Path(sys.executable).parent / "wandb"), "sync", str(run_dir.absolute())])
-            return f"Upload to wandb: {words}/wandb/offline-run-*"
-        return None
+        if self.mode != "offline":
+            return None
+        words = shlex.join([str(Path(sys.executable).parent / "wandb"), "sync", str(run_dir.absolute())])
+        return f"Upload to wandb: {words}/wandb/offline-run-*"
+
+
+class Trackio(Wandb):
+    """A trackio run: on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set.
+
+    Args:
+        last_step: the last one that the run has logged before; trackio would show a step twice.
+    """
+
+    mode = "local"
+
+    def __init__(self, config: Config, run_dir: Path, run_id: str, last_step: Optional[int]):
+        with requires_package("trackio", "TRACKIO_ENABLED=true"):
+            import trackio
+        self.module, self.run_id, self.last_step = trackio, run_id, -1 if last_step is None else last_step
+        # Its name for the run is the only one that it finds the run by.
+        self.run = trackio.init(project=config.wandb_project, name=f"{run_dir.name}-{run_id}", resume="allow",
+                                config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def report(self, path: Path) -> None:
+        """Log the report as an artifact."""
+        self.run.log_artifact(path, name=f"report-{self.run_id}", type="report")
 
 
 class TensorBoard:
-    """TensorBoard's event files in the run's folder. They have no place for the report."""
+    """TensorBoard's event files in the run's folder."""
 
     def __init__(self, run_dir: Path, step: int):
         with requires_package("tensorboard", "TENSORBOARD_ENABLED=true"):
@@ -162,41 +173,8 @@ class TensorBoard:
         self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
 
     def report(self, path: Path) -> None:
-        """Nothing."""
+        """It has no place for the report."""
 
     def finish(self, run_dir: Path) -> None:
         """Close the files."""
         self.writer.close()
-
-
-class Trackio:
-    """A trackio run: on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set.
-
-    Args:
-        last_step: the last one that the run has logged before; trackio would show a step twice.
-    """
-
-    def __init__(self, config: Config, run_dir: Path, run_id: str, last_step: Optional[int]):
-        with requires_package("trackio", "TRACKIO_ENABLED=true"):
-            import trackio
-        self.trackio, self.run_id, self.last_step = trackio, run_id, -1 if last_step is None else last_step
-        # Its name for the run is the only one that it finds the run by.
-        self.run = trackio.init(project=config.wandb_project, name=f"{run_dir.name}-{run_id}", resume="allow",
-                                config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
-
-    def log(self, values: dict[str, Any], step: int) -> None:
-        """Log a step's metrics."""
-        if step > self.last_step:
-            self.run.log(values, step=step)
-
-    def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """Log what a step adds to a table."""
-        self.log({name: self.trackio.Table(columns=[*columns], data=[*rows])}, step)
-
-    def report(self, path: Path) -> None:
-        """Log the report as an artifact."""
-        self.run.log_artifact(path, name=f"report-{self.run_id}", type="report")
-
-    def finish(self, run_dir: Path) -> None:
-        """Flush what is queued."""
-        self.run.finish()

@@ -19,7 +19,7 @@ from common.errors import DataError
 from common.text import print_traceback, show
 from config import Config
 from run import log as run_log
-from run.log import LineFile, RunLog, console_line, keep_lines_up_to
+from run.log import LineFile, RunLog, console_line, keep_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 METRICS = {"step": 200, "train_loss": 2.234, "learning_rate": 1e-5, "grad_norm": 2.7565, "tokens_seen": 1000,
@@ -155,14 +155,13 @@ def test_a_resumed_run_writes_each_step_once(tmp_path, capsys):
 def test_a_line_that_a_crash_has_torn_is_dropped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n{"step": 1, "text": "\xc3\xa9"}\n' + torn)
-    keep_lines_up_to(path, 5, pytest.fail)
+    assert [entry.step for _, entry, _ in keep_lines(path, lambda entry: True, pytest.fail)] == [0, 1]
     assert path.read_bytes() == b'{"step": 0}\n{"step": 1, "text": "\xc3\xa9"}\n'
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_run_that_begins_has_nothing_to_drop(tmp_path):
-    keep_lines_up_to(tmp_path / "metrics.jsonl", 0, pytest.fail)
-    assert list(tmp_path.iterdir()) == []
+    assert [*keep_lines(tmp_path / "metrics.jsonl", pytest.fail, pytest.fail)] == [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
