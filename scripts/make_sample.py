@@ -29,10 +29,8 @@ VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # The files that decide the sample's bytes: it is made again when one of them has changed.
 SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.py", "scripts/make_sample.py", "tokenizer.py",
-           "data_preparation_utils.py", "data_pipeline/train_bpe.py",
-           "data_pipeline/prepare.py", "data_pipeline/sources.py", "data_pipeline/sources.py",
-           "data_pipeline/shards.py", "data_pipeline/chats.py",
-           "data_pipeline/templates.py", "data_pipeline/chats.py")
+           "data_preparation_utils.py", "data_pipeline/prepare.py", "data_pipeline/sources.py",
+           "data_pipeline/shards.py", "data_pipeline/chats.py", "data_pipeline/templates.py")
 
 
 def made_from(stories: int) -> dict[str, str | int]:

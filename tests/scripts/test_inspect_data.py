@@ -22,7 +22,7 @@ from common.text import EXIT_UNREAD
 from data_pipeline.mixture import write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
 from debug import inspect as statistics
-from debug.inspect import RepeatCounter, begins_at, begins_with, measure
+from debug.inspect import RepeatCounter, measure
 from scripts import inspect_data
 from tokenizer import load_tokenizer
 
@@ -33,21 +33,22 @@ DOCUMENTS = st.lists(st.lists(st.integers(1, 3), max_size=12), min_size=1, max_s
 def test_documents_are_measured_as_by_hand_however_they_lie_in_the_blocks(documents, block):
     ids = np.array([token for document in documents for token in (0, *document)], np.uint16)
     starts = np.cumsum([0, *(1 + len(document) for document in documents)])[:-1]
-    shards = SimpleNamespace(tokens=len(ids), vocab_size=5, blocks=lambda: (ids[first:first + block]
-                                                                            for first in range(0, len(ids), block)))
+    shards = SimpleNamespace(tokens=len(ids), vocab_size=5, document_start_id=0,
+                             blocks=lambda: (ids[first:first + block] for first in range(0, len(ids), block)))
     lengths = sorted(1 + len(document) for document in documents)
-    for cuts in (begins_with(0), begins_at(starts)):
+    longer = [length for length in lengths if length > 4]
+    for places in (None, starts):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(statistics, "LONGEST", 64)
-            found = measure(shards, cuts)
-            assert sum(count for _, count in found.histogram()) == len(documents)
-        assert np.repeat(np.arange(len(found.lengths)), found.lengths).tolist() == lengths
-        assert (found.longest, found.documents, found.tokens) == (lengths[-1], len(documents), len(ids))
-        assert found.id_counts.tolist() == np.bincount(ids, minlength=5).tolist()
-        assert round(found.repeats.share * len(documents)) == len(documents) - len(set(map(tuple, documents)))
-        assert found.quantile(0.5) == lengths[(len(lengths) - 1) // 2]
-        longer = [length for length in lengths if length > 4]
-        assert found.longer(4) == pytest.approx((len(longer) / len(lengths), sum(longer) / len(ids)))
+            facts, id_counts = measure(shards, places, 4)
+        assert id_counts.tolist() == np.bincount(ids, minlength=5).tolist()
+        assert [count for first, count in facts["histogram"]] == [
+            sum(first <= length < 2 * max(1, first) for length in lengths) for first, _ in facts["histogram"]]
+        assert sum(count for _, count in facts["histogram"]) == facts["documents"] == len(documents)
+        assert (facts["longest"], facts["tokens"]) == (lengths[-1], len(ids))
+        assert facts["repeated"] == len(documents) - len(set(map(tuple, documents)))
+        assert facts["median"] == lengths[(len(lengths) - 1) // 2]
+        assert (facts["longer"], facts["tokens_in_longer"]) == pytest.approx((len(longer) / len(lengths), sum(longer) / len(ids)))
 
 
 def test_repeats_of_more_documents_than_are_kept_are_estimated(monkeypatch):
