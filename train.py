@@ -40,7 +40,7 @@ from evaluation.during_run import due, evaluate
 from learn.optim import learning_rate
 from model_utils import clip_scale, exchanging, gradient_norm, seed_step, wrap_model
 from observe import check
-from observe.guards import append_ledger, check_replicas, handle_loss_spike, stop_non_finite
+from observe.guards import FirstBad, append_ledger, check_replicas, handle_loss_spike, stop_non_finite
 from observe.profile import Measurements
 from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
 from parallel.ranks import Interrupted, classify_exception, stop_watchdog
@@ -105,7 +105,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
                  f"MAX_STEPS={config.max_steps}.{early}")
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
-    first_bad = diagnostics.FirstBadModule(run.model) if config.debug else None
+    first_bad = FirstBad(run.model) if config.debug else None
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
@@ -123,8 +123,8 @@ def train_loop(run: Run, measured: Measurements) -> int:
                     keep_settings(run)
                 append_ledger(run, result)
                 if not result.finite:
-                    is_own_finite = partial(own_part_is_finite, run, batches, result.count)
-                    stop_non_finite(run, batches, result, first_bad, is_own_finite)
+                    recheck_locally = partial(own_part_is_finite, run, batches, result.count)
+                    stop_non_finite(run, batches, result, first_bad, recheck_locally)
                 if result.spike:
                     handle_loss_spike(run, batches, result)
                 run.advance(result)

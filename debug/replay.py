@@ -1,11 +1,8 @@
-"""Examine the rows of a step one by one: which is not finite or hard, at which token, and the text around it.
-
-Shape suffixes: B rows, T tokens, D model.
-
-
-Replay one step of a run, with the same rows and weights, and report what was in it.
+"""Replay one step of a run, with the same rows and weights, and report what was in it, row by row: which is
+not finite or hard, at which token, and the text around it.
 
 Nothing is written into the run's folder, so that a run can be examined while it continues.
+Shape suffixes: B rows, T tokens.
 """
 
 import copy
@@ -14,7 +11,6 @@ import math
 import re
 import textwrap
 import warnings
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,8 +33,9 @@ from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum
 from learn.optim import learning_rate
 from model_utils import gradient_norm, is_vocabulary, seed_step
+from observe.guards import FirstBad, describe_tensors, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
-from run.diagnostics import count_bad, describe_tensors, robust_z_score
+from run.diagnostics import robust_z_score
 from run.folder import RunFolder, segments
 from run.life import Run, StepResult, build_run, prepare_device, read_inputs
 from run.start import Found, find_base, named_checkpoint, start_from
@@ -47,61 +44,10 @@ from train import train_step
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTEXT_TOKENS = 24  # to show before and after a token
+ROUNDING = 1e-3  # the largest relative difference of a loss between kernels or orders of summation
+OUTLIER = 8.0  # robust standard deviations above the median row
 
-
-def bad_tokens(values: Tensor) -> list[int]:
-    """Return the tokens of a (1, T, D) tensor at which it is not finite."""
-    if values.ndim <= 2:
-        return []
-    return (~values[0].isfinite()).flatten(1).any(dim=1).nonzero().flatten().tolist()
-
-
-class FirstBad:
-    """Watches a model that reads one row for values that are not finite.
-
-    `module` is the first with such an output, `gradient` the first such gradient of the backward. `token` is
-    the first token with such an output, as later ones attend to it; or else the last one whose embedding gets
-    such a gradient, as gradients flow to earlier tokens.
-    """
-
-    def __init__(self, model: nn.Module):
-        self.clear()
-        self.handles = [module.register_forward_hook(self._watch_output(name or "the head"))
-                        for name, module in model.named_modules()]
-        self.handles += [parameter.register_post_accumulate_grad_hook(self._watch_gradient(name))
-                         for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-    def clear(self) -> None:
-        """Start anew, for another row."""
-        self.module: Optional[str] = None
-        self.gradient: Optional[str] = None
-        self.token: Optional[int] = None
-
-    def _watch_output(self, name: str):
-        def hook(module, inputs, output):
-            if self.module is None and isinstance(output, Tensor) and count_bad(output):
-                self.module = name
-                self.token = next(iter(bad_tokens(output)), None)
-            if name == "tok_embeddings" and isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(self._watch_embeddings)
-        return hook
-
-    def _watch_embeddings(self, gradient_BTD: Tensor) -> None:
-        if self.token is None and (tokens := bad_tokens(gradient_BTD)):
-            self.token = tokens[-1]
-
-    def _watch_gradient(self, name: str):
-        def hook(parameter):
-            if self.gradient is None and count_bad(parameter.grad):
-                self.gradient = name
-        return hook
-
-    def __enter__(self) -> "FirstBad":
-        return self
-
-    def __exit__(self, *_) -> None:
-        for handle in self.handles:
-            handle.remove()
+# ---------------------------------------------------------------------------------------- row by row
 
 
 class RowReport(NamedTuple):
@@ -120,14 +66,18 @@ class RowReport(NamedTuple):
         return self.bad_module is not None or self.bad_gradient is not None
 
 
+def read_row(run: Run, row: int) -> Batch:
+    """Return a row of the training split on the device."""
+    return run.inputs.rows(np.array([row])).to(run.ranks.device)
+
+
 def backward_of_row(run: Run, row: int, count: int) -> tuple[float, float, int]:
     """Return a row's summed loss, the norm of its part of the step's gradient, and its count.
 
     Args:
         count: the units of the whole step.
     """
-    batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
-    scale = run.scaler.get_scale() if run.scaler else 1.0
+    batch, scale = read_row(run, row), run.scaler.get_scale() if run.scaler else 1.0
     run.optimizer.zero_grad()
     total, _ = run.objective.loss_sum(run.model, batch)
     (total * (scale / count)).backward()
@@ -138,17 +88,14 @@ def examine_rows(run: Run, rows: Sequence[int], count: int) -> list[RowReport]:
     """Return a report of each row, without dropout: first those not finite, then the highest losses."""
     reports = []
     run.model.eval()
-    with FirstBad(run.model) as first_bad:
+    with FirstBad(run.model, gradients=True) as first_bad:
         for row in tqdm(rows, desc="Row by row", unit="row", delay=2, leave=False, disable=None):
             first_bad.clear()
             total, norm, own = backward_of_row(run, row, count)
             reports.append(RowReport(row, total / own if own else math.nan, norm,
                                      first_bad.module, first_bad.gradient, first_bad.token))
-
-    def order(report: RowReport) -> tuple[bool, float]:
-        return not report.is_bad, 0 if math.isnan(report.loss) else -report.loss
-
-    return sorted(reports, key=order)
+    return sorted(reports, key=lambda report: (not report.is_bad,
+                                               0 if math.isnan(report.loss) else -report.loss))
 
 
 def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
@@ -168,18 +115,6 @@ def first_bad_operation(run: Run, row: int, count: int) -> Optional[str]:
                 if Path(name).is_relative_to(ROOT) and "site-packages" not in name]
         return f"{found[1]}{f', called by {ours[-1]}' if ours else ''}"
     return None
-
-
-@torch.no_grad()
-def losses_by_token(run: Run, row: int) -> tuple[Batch, Tensor]:
-    """Return the row, and the (T,) cross-entropy of its targets in nats; NaN without a target."""
-    batch = run.inputs.rows(np.array([row])).to(run.ranks.device)
-    logprob_BT = run.model.eval()(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
-                                  target_index_M=batch.target_index_M)
-    return batch, torch.where(batch.targets_BT == IGNORE_INDEX, torch.nan, -logprob_BT.float())[0].cpu()
-
-
-# ---------------------------------------------------------------------------------- documents and text
 
 
 def numbered(rows) -> Rows:
@@ -206,9 +141,9 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
         (source,), (row,) = rows.locate(np.array([row]))
         rows = rows.parts[source]
     if not isinstance(rows, TokenRows):
-        examples = rows.examples_in(row).tolist()
-        index = (document - 1) // (2 if rows.example_set.kind == "pairs" else 1)
-        return f"example {examples[index]:,} of {rows.example_set.path} ({rows.example_set.kind})"
+        examples, kind = rows.examples_in(row).tolist(), rows.example_set.kind
+        index = (document - 1) // (2 if kind == "pairs" else 1)
+        return f"example {examples[index]:,} of {rows.example_set.path} ({kind})"
     offset = row * rows.row_tokens + token
     for shard in rows.token_set.shards:
         if offset < shard.tokens:
@@ -217,21 +152,12 @@ def place_of(rows: Rows, row: int, token: int, document: int) -> str:
     raise AssertionError("the row is beyond the last shard")
 
 
-def excerpt(tokenizer, ids: Sequence[int], marked: int) -> str:
-    """Return the text around a token, which is marked as >>token<<."""
-    first, last = max(0, marked - CONTEXT_TOKENS), marked + 1 + CONTEXT_TOKENS
-    before, token, after = (tokenizer.decode(part) for part in (
-        ids[first:marked], ids[marked:marked + 1], ids[marked + 1:last]))
-    text = f"{before.lstrip(' ')}>>{token}<<{after}"
-    return printable(f"{'... ' if first else ''}{text}{' ...' if last < len(ids) else ''}")
-
-
-def worst_document(bare: Rows, report: RowReport, loss_T: Tensor) -> tuple[str, int, slice]:
-    """Return a row's worst document: its file and place, its worst token, and its slice of the row.
+def worst_document(rows: Rows, report: RowReport, loss_T: Tensor) -> tuple[int, slice, int]:
+    """Return the worst token of a row's worst document, the document's slice of the row, and its id there.
 
     It is the document of the first bad token, or the one with the most loss above the row's median.
     """
-    document_ids_BT = bare(np.array([report.row])).document_ids_BT
+    document_ids_BT = rows(np.array([report.row])).document_ids_BT
     document_T = torch.ones_like(loss_T, dtype=torch.int32) if document_ids_BT is None else document_ids_BT[0]
     worst = report.bad_token
     if worst is None:
@@ -240,20 +166,27 @@ def worst_document(bare: Rows, report: RowReport, loss_T: Tensor) -> tuple[str, 
         sums = torch.zeros(int(document_T.max()) + 1).scatter_add(0, document_T.long(), excess_T)
         worst = int(torch.where(document_T == int(sums.argmax()), excess_T, -1).argmax())
     inside = (document_T == document_T[worst]).nonzero().flatten()
-    within = slice(int(inside[0]), int(inside[-1]) + 1)
-    return place_of(bare, report.row, within.start, int(document_T[worst])), worst, within
+    return worst, slice(int(inside[0]), int(inside[-1]) + 1), int(document_T[worst])
 
 
-def describe_row(run: Run, bare: Rows, report: RowReport, count: int) -> list[str]:
-    """Return the lines of a row's report: its loss, its worst document, the text around its worst token."""
-    tokenizer = run.inputs.tokenizer
-    batch, loss_T = losses_by_token(run, report.row)
-    place, worst, within = worst_document(bare, report, loss_T)
+def describe_row(run: Run, rows: Rows, report: RowReport, count: int) -> list[str]:
+    """Return the lines of a row's report: its loss, its worst document, the text around its worst token.
+
+    Args:
+        rows: those of the run, `numbered`.
+        count: the units of the whole step.
+    """
+    tokenizer, batch = run.inputs.tokenizer, read_row(run, report.row)
+    with torch.no_grad():
+        logprob_BT = run.model.eval()(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
+                                      target_index_M=batch.target_index_M)
+    loss_T = torch.where(batch.targets_BT == IGNORE_INDEX, torch.nan, -logprob_BT.float())[0].cpu()
+    worst, within, document = worst_document(rows, report, loss_T)
     ids = [*batch.tokens_BT[0].tolist(), int(batch.targets_BT[0, -1])]
-    own_loss = float(loss_T[within].nanmean())
     lines = [f"Row {report.row}: loss {report.loss:.4f}, gradient norm of its part {report.grad_norm:.4f}",
-             f"  document: {place}",
-             f"  {within.stop - within.start} of its tokens are in this row, mean loss {own_loss:.4f}"]
+             f"  document: {place_of(rows, report.row, within.start, document)}",
+             f"  {within.stop - within.start} of its tokens are in this row, mean loss "
+             f"{float(loss_T[within].nanmean()):.4f}"]
     if report.is_bad:
         marked = worst
         if report.bad_module:
@@ -270,8 +203,15 @@ def describe_row(run: Run, bare: Rows, report: RowReport, count: int) -> list[st
         hardest = [f"{tokenizer.decode([ids[token + 1]])!r} {loss:.2f}"
                    for loss, token in sorted(losses)[:-6:-1]]
         lines.append(f"  hardest targets: {', '.join(hardest)}")
-    end = min(within.stop + 1, len(ids)) if marked >= within.stop else within.stop
-    return [*lines, f"  text: {excerpt(tokenizer, ids[within.start:end], marked - within.start)}"]
+
+    # The text around the marked token, within the document
+    last = min(within.stop + 1, len(ids)) if marked >= within.stop else within.stop
+    start, stop = max(within.start, marked - CONTEXT_TOKENS), min(last, marked + 1 + CONTEXT_TOKENS)
+    before, token, after = (tokenizer.decode(part) for part in (
+        ids[start:marked], ids[marked:marked + 1], ids[marked + 1:stop]))
+    text = f"{before.lstrip(' ')}>>{token}<<{after}"
+    text = f"{'... ' if start > within.start else ''}{text}{' ...' if stop < last else ''}"
+    return [*lines, f"  text: {printable(text)}"]
 
 
 def describe_parameters(run: Run) -> list[str]:
@@ -279,20 +219,13 @@ def describe_parameters(run: Run) -> list[str]:
     lines = []
     for entry in describe_tensors(run.model):
         if entry["kind"] == "parameter":
-            parameter = dict(run.model.named_parameters())[entry["tensor"]]
-            first = (~parameter.isfinite()).nonzero()[0].tolist()
+            first = (~run.model.get_parameter(entry["tensor"]).isfinite()).nonzero()[0].tolist()
             token = ""
             if is_vocabulary(entry["tensor"]):
                 token = f" (token {run.inputs.tokenizer.decode(first[:1])!r})"
             lines.append(f"Parameter {entry['tensor']} {tuple(entry['shape'])}: {entry['non_finite']} "
                          f"non-finite elements, the first at {first}{token}")
     return lines
-
-
-ROUNDING = 1e-3  # the largest relative difference of a loss between kernels or orders of summation
-OUTLIER = 8.0  # robust standard deviations above the median row
-
-Say = Callable[[str], Any]
 
 
 # ------------------------------------------------------------------------------ what the run recorded
@@ -316,25 +249,14 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     return config, int(saved.values.get("world_size", (1, ""))[0])
 
 
-def read_ledger(run_dir: Path, step: int) -> dict[int, dict[str, Any]]:
-    """Return the ledger's lines by step."""
-    path = run_dir / "ledger.jsonl"
-    lines = {entry["step"]: entry for entry in read_entries(path)}
-    if step not in lines:
-        recorded = f"has the steps {min(lines)} to {max(lines)}" if lines else "is empty"
-        raise SettingsError(f"--step {step}: the run has no such step; {path} {recorded}")
-    return lines
-
-
 def find_weights(run_dir: Path, step: int, config: Config) -> Found:
     """The newest verified checkpoint before a step, or what the run started from."""
-    checkpoints_dir = run_dir / "checkpoints"
-    folder, messages = store.newest_verified(checkpoints_dir, step - 1)
+    folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
     named = named_checkpoint(config)
     if folder or named is None:
         return Found(folder, folder is not None, messages)
     by_path = config.resume == named
-    later, _ = store.newest_verified(checkpoints_dir)
+    later, _ = store.newest_verified(run_dir / "checkpoints")
     progress = store.read_state(later)["progress"] if later else {}
     if progress.get("base") and not by_path:  # the very weights, wherever they are now
         folder = find_base(config, progress, run_dir, messages.append)
@@ -345,21 +267,10 @@ def find_weights(run_dir: Path, step: int, config: Config) -> Found:
     return Found(folder, by_path, messages)
 
 
-
-class ReplayLog:
-    """Where a replay's messages go, instead of a run's log."""
-
-    def __init__(self, info: Say):
-        self.info = info
-
-    def warn(self, text: str) -> None:
-        """Print a warning."""
-        self.info(f"Note: {text}")
-
-
-def open_run(run_dir: Path, config: Config, step: int, info: Say) -> Run:
+def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any]) -> Run:
     """The run as it was at the last verified checkpoint before the step, in this process alone."""
-    device, log = prepare_device(config), ReplayLog(info)
+    device = prepare_device(config)
+    log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
     loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
@@ -490,7 +401,7 @@ def print_wrapped(text: str) -> None:
 
 
 def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_checkpoint: bool = False,
-           info: Say = print_wrapped) -> None:
+           info: Callable[[str], Any] = print_wrapped) -> None:
     """Replay a step of a run in this process, and report what is in it.
 
     Args:
@@ -499,7 +410,11 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
         at_checkpoint: use the weights of the last checkpoint instead of replaying the steps after it.
     """
     config, world_size = read_settings(run_dir, flags, step)
-    ledger = read_ledger(run_dir, step)
+    path = run_dir / "ledger.jsonl"
+    ledger = {entry["step"]: entry for entry in read_entries(path)}
+    if step not in ledger:
+        recorded = f"has the steps {min(ledger)} to {max(ledger)}" if ledger else "is empty"
+        raise SettingsError(f"--step {step}: the run has no such step; {path} {recorded}")
     then = ledger[step]
     run = open_run(run_dir, config, step, info)
     info(f"Step {step} of {run_dir} ({config.training_stage}), replayed on {run.ranks.device.type.upper()}")
@@ -507,7 +422,7 @@ def replay(run_dir: Path, step: int, flags: Layer, rows_shown: int = 3, at_check
     # Its rows and weights
     order = run.inputs.order(config, run.ranks)
     rows = order.all_rows(step - 1)
-    same_rows = f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}" == then["rows_crc32"]
+    same_rows = rows_crc32(rows) == then["rows_crc32"]
     info(f"Rows: {len(rows)}, " + ("as in the ledger" if same_rows else
                                    "NOT those of the ledger: settings or data have changed since"))
     if at_checkpoint and run.progress.step < step - 1:

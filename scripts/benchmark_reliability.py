@@ -22,7 +22,7 @@ import torch
 import train
 from checkpoint import store
 from common.errors import run_script
-from run import diagnostics
+from observe import guards
 from settings.load import load_or_exit
 
 USAGE = "python scripts/benchmark_reliability.py [settings as for train.py]"
@@ -61,9 +61,9 @@ def main() -> None:
     for name in ("_sync_and_hash", "sync_folder", "save"):
         time_calls(store, name)
     time_calls(train, "train_step")
-    time_calls(diagnostics, "checksums")
+    time_calls(guards, "checksums")
     # One process has no replicas to compare; the cost is that of reading every weight and moment.
-    train.check_replicas = lambda run: diagnostics.checksums(
+    train.check_replicas = lambda run: guards.checksums(
         (*run.model.parameters(), *run.optimizer.state_tensors().values()))
     with tempfile.TemporaryDirectory(dir=config.output_dir, prefix="benchmark-") as folder:
         changed = config.model_copy(update={**CHANGES, "output_dir": folder})

@@ -230,7 +230,7 @@ FAULTS = [
           "tests/observe/test_phases.py"),
     fault("MFU: the peak of one rank", "observe/power.py", "(self.peak * ranks.world_size)", "self.peak", MFU),
     fault("MFU: the work of one rank", "observe/power.py", "for row in gathered))))", "for row in gathered[:1]))))", MFU),
-    fault("replicas: the order of numbers does not matter", "run/diagnostics.py", "(chunk * weights[:len(chunk)])", "chunk",
+    fault("replicas: the order of numbers does not matter", "observe/guards.py", "(chunk * weights[:len(chunk)])", "chunk",
           "tests/observe/test_step_guards.py::test_a_checksum_knows_the_order_of_values_of_every_type"),
     fault("TensorBoard: the last saved step is dropped", "run/trackers.py", "purge_step=step + 1", "purge_step=step",
           "tests/run/test_run_log.py"),

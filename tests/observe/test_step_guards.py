@@ -17,6 +17,7 @@ from checkpoint import store
 from data_pipeline.row_order import rows_of_step
 from data_pipeline.shards import open_token_set
 from learn import objectives
+from observe import guards
 from report.data import RunReader
 from run import diagnostics
 from run.log import Divergence
@@ -144,21 +145,21 @@ def test_a_checksum_changes_with_any_bit(values, data):
     bits = tensor.clone().view(torch.int32)
     place = data.draw(st.integers(0, len(values) - 1))
     bits[place] ^= 1 << data.draw(st.integers(0, 30))
-    before, same, after = diagnostics.checksums([tensor, tensor.clone(), bits.view(torch.float32)]).tolist()
+    before, same, after = guards.checksums([tensor, tensor.clone(), bits.view(torch.float32)]).tolist()
     assert before == same != after
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])
 def test_a_checksum_knows_the_order_of_values_of_every_type(dtype, monkeypatch):
-    monkeypatch.setattr(diagnostics, "CHUNK_WORDS", 4)  # several chunks
+    monkeypatch.setattr(guards, "CHUNK_WORDS", 4)  # several chunks
     tensor = torch.arange(37).to(dtype)
     size = 4 if tensor.nbytes % 4 == 0 else 1  # bytes of a word
     near, far = (tensor.view(torch.uint8).clone().view(-1, size) for _ in range(2))
     for swapped, places in ((near, [9, 10]), (far, [3, 30])):  # within a chunk, and between two
         swapped[places] = swapped[places[::-1]]
-    one, *others = diagnostics.checksums([tensor, near, far]).tolist()
+    one, *others = guards.checksums([tensor, near, far]).tolist()
     assert one not in others
-    assert diagnostics.checksums([tensor.reshape(37, 1).T]).tolist() == [one]
+    assert guards.checksums([tensor.reshape(37, 1).T]).tolist() == [one]
 
 
 def nudge(tensor_of, sign: int = 1) -> None:

@@ -27,8 +27,8 @@ from checkpoint import store
 from checkpoint.huggingface import read_json
 from debug.replay import replay
 from learn.optim import learning_rate
+from observe.guards import write_dump
 from run.adapters import base_of_adapters
-from run.diagnostics import write_dump
 from settings.load import Layer, load_config
 from tokenizer import load_tokenizer
 
