@@ -1,11 +1,11 @@
-"""Building the model, wrapping it for the hardware (dtype, compilation, DDP), loading and saving it."""
+"""Building a model, compiling and wrapping it for the hardware, loading its weights, checking a start."""
 
 import os
 import random
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -28,10 +28,8 @@ from config import FEED_FORWARD, Config, ModelConfig, RunConfig
 from fused.matmul import CPU_MULTIPLIES_BF16
 from model import Transformer, padded
 from parallel import fsdp
-from parallel.fsdp import load_rows
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, collective
 from settings.load import export, load_config
-from tokenizer import load_tokenizer
 
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,6 +43,29 @@ def choose_device(config: RunConfig) -> str:
         raise SettingsError("DEVICE=cuda, but torch sees no GPU here; set DEVICE=cpu or auto, or install the "
                             "CUDA build of torch")
     return config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def bf16_is_fast(device_type: str) -> bool:
+    """Return whether the hardware multiplies bf16 natively; other CPUs are several times faster in fp32."""
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return CPU_MULTIPLIES_BF16
+
+
+def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
+    """Return the compute dtype of PRECISION on this device."""
+    if config.precision == "fp16" and device_type == "cpu":
+        raise SettingsError("PRECISION=fp16 has no fast kernels on a CPU; use fp32, or bf16")
+    if config.precision != "auto":
+        return DTYPES[config.precision]
+    return torch.bfloat16 if bf16_is_fast(device_type) else torch.float32
+
+
+def device_and_dtype(device: Optional[torch.device],
+                     dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
+    """Return these; None: the GPU if there is one, and bf16 on a GPU, fp32 on a CPU."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
 def make_deterministic(config: RunConfig, device_type: str) -> None:
@@ -65,22 +86,6 @@ def make_deterministic(config: RunConfig, device_type: str) -> None:
     torch.backends.cudnn.deterministic = True
 
 
-def bf16_is_fast(device_type: str) -> bool:
-    """Return whether the hardware multiplies bf16 natively; other CPUs are several times faster in fp32."""
-    if device_type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return CPU_MULTIPLIES_BF16
-
-
-def choose_dtype(config: RunConfig, device_type: str) -> torch.dtype:
-    """Return the compute dtype of PRECISION on this device."""
-    if config.precision == "fp16" and device_type == "cpu":
-        raise SettingsError("PRECISION=fp16 has no fast kernels on a CPU; use fp32, or bf16")
-    if config.precision != "auto":
-        return DTYPES[config.precision]
-    return torch.bfloat16 if bf16_is_fast(device_type) else torch.float32
-
-
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed all generators for one step of one rank, so that no generator state has to be saved."""
     entropy = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]
@@ -92,14 +97,19 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 # --------------------------------------------------------------------------------------- building
 
 
+@collective
 def build_model(config: Config, vocab_size: int, ranks: Ranks, dtype: torch.dtype) -> Transformer:
-    """Return a Transformer on the rank's device, with initial weights that depend on SEED only.
-
-    Collective: every rank must call it.
-    """
+    """Return a Transformer on the rank's device. Its initial weights depend on SEED only, not on sharding."""
     model = model_on_meta(config, vocab_size, dtype)
     allocate_model(model, config, ranks)
-    init_model(model, torch.Generator(ranks.device).manual_seed(config.seed))
+    generator = torch.Generator(ranks.device).manual_seed(config.seed)
+    if not fsdp.is_sharded(model):
+        model.init_weights(generator)
+        return model
+    for name, parameter in model.named_parameters():
+        whole = torch.empty(parameter.shape, device=ranks.device)  # one at a time
+        model.init_weight(name, whole, generator)
+        fsdp.put(parameter, whole)
     return model
 
 
@@ -112,33 +122,21 @@ def model_on_meta(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> T
     return model
 
 
+@collective
 def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
-    """Give a model on the meta device memory on the rank's device: with SHARDING, of its own rows only.
-
-    Collective: every rank must call it.
-    """
+    """Give a model on the meta device memory on the rank's device: with SHARDING, of its own rows only."""
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.tf32
     if config.sharding != "none":
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
-        fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype],
-                             config.cpu_offload)
+        fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload)
     fsdp.allocate(model, ranks.device, config.cpu_offload)
 
 
-def init_model(model: Transformer, generator: torch.Generator) -> None:
-    """Draw the initial weights, the same ones however the model is sharded."""
-    if not fsdp.is_sharded(model):
-        return model.init_weights(generator)
-    for name, parameter in model.named_parameters():
-        whole = torch.empty(parameter.shape, device=generator.device)  # one at a time
-        model.init_weight(name, whole, generator)
-        fsdp.put(parameter, whole)
-
-
 def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
-                   dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Transformer:
+                       dtype: torch.dtype = torch.float32,
+                       device: torch.device | str = "cpu") -> Transformer:
     """Return a model made of a Hugging Face Llama's tensors, in their own dtype, that computes in `dtype`."""
     state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
     model = model_on_meta(config, vocab_size, dtype)
@@ -154,16 +152,14 @@ def why_not_compile(config: RunConfig, device_type: str) -> Optional[str]:
     """Return why torch.compile cannot be used here, or None if it can."""
     if config.debug:
         return "DEBUG=true watches every module, which needs eager execution"
+    language, compilers = "C++", (os.environ.get("CXX"), "g++", "clang++")
     if device_type == "cuda":
+        language, compilers = "C", (os.environ.get("CC"), "gcc", "cc", "clang")
         try:
             import triton  # noqa: F401
         except ImportError:
             return "triton is not installed"
-        compilers = (os.environ.get("CC"), "gcc", "cc", "clang")
-    else:
-        compilers = (os.environ.get("CXX"), "g++", "clang++")
     if not any(compiler and shutil.which(compiler) for compiler in compilers):
-        language = "C" if device_type == "cuda" else "C++"
         return f"no {language} compiler was found (install gcc or set COMPILE=false)"
     return why_no_kernel(device_type) if device_type == "cuda" else None
 
@@ -220,7 +216,8 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if gradient_dtype == "bf16":
         parallel.register_comm_hook(None, exchange_in_bf16)
-    def start_waiting(parameter) -> None:
+
+    def start_waiting(parameter: Tensor) -> None:
         HEARTBEAT.is_waiting = True
 
     # The backward reaches the first parameter last, or nearly so: then it waits for the other ranks.
@@ -229,23 +226,23 @@ def wrap_model(model: nn.Module, ranks: Ranks, gradient_dtype: str = "fp32") -> 
     return parallel
 
 
+def exchange_in_bf16(process_group, bucket):
+    """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
+    return bf16_compress_hook(process_group, bucket)
+
+
 @contextmanager
-def exchanging(model: nn.Module, is_last: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
     """A `with` block around the forward and backward of a micro-batch; ranks exchange gradients in the last.
 
     Args:
-        model: of `wrap_model`.
+        model: returned by `wrap_model`.
     """
     if fsdp.is_sharded(model):
         fsdp.exchange_over_copies(model, is_last)
     # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
         yield
-
-
-def exchange_in_bf16(process_group, bucket):
-    """torch's bf16 hook under another name: DDP refuses the original with gloo, although it works there."""
-    return bf16_compress_hook(process_group, bucket)
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
@@ -264,29 +261,26 @@ def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
     return torch.where(norm.isfinite(), ((norm + 1e-6) / max_norm).clamp(min=1), 1)
 
 
-# ------------------------------------------------------------------------------ loading and saving
+# ------------------------------------------------------------------------- weights, and a start's model
 
 
-def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
-    """Load a folder's weights into the model.
+def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
+                    finite: bool = True) -> dict[str, LazyTensor]:
+    """Return the parameters of the model in a folder, with the rows and layers that this model has.
 
     Args:
         finite: refuse weights that are not finite.
     """
     refuse_adapters(folder)
-    tensors, rows = huggingface.load_model_weights(folder), padded(model.vocab_size)
-    tensors = huggingface.first_part(tensors, model.vocab_size, model.config.keep_layers)
-    state = huggingface.from_huggingface(tensors, model.config, rows, finite=finite)
-    for name, tensor in state.items():
-        module = model.get_submodule(name.removesuffix(".weight"))
-        getattr(module, "load_base", partial(load_rows, module.weight))(tensor.read)
-
-
-def read_head(folder: Path, config: ModelConfig, vocab_size: int) -> Tensor:
-    """Return the head's matrix of the model in a folder, padded; the embedding if they are tied."""
     tensors = huggingface.first_part(huggingface.load_model_weights(folder), vocab_size, config.keep_layers)
-    state = huggingface.from_huggingface(tensors, config, padded(vocab_size))
-    return state["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
+    return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
+
+
+def load_weights(folder: Path, model: Transformer, finite: bool = True) -> None:
+    """Load a folder's weights into the model."""
+    for name, tensor in read_parameters(folder, model.config, model.vocab_size, finite).items():
+        module = model.get_submodule(name.removesuffix(".weight"))
+        getattr(module, "load_base", partial(fsdp.load_rows, module.weight))(tensor.read)
 
 
 def is_vocabulary(name: str) -> bool:
@@ -296,11 +290,11 @@ def is_vocabulary(name: str) -> bool:
 
 def trim_padding(tensors: Mapping[str, Tensor | LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
     """Return the optimizer's state without the rows of padded ids, which no saved folder contains."""
-    def trimmed(name: str, tensor: LazyTensor) -> LazyTensor:
-        has_padding = is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),)
-        return tensor.first_rows(model.vocab_size) if has_padding else tensor
-
-    return {name: trimmed(name, lazy(tensor)) for name, tensor in tensors.items()}
+    trimmed = {name: lazy(tensor) for name, tensor in tensors.items()}
+    for name, tensor in trimmed.items():
+        if is_vocabulary(name) and tensor.shape[:1] == (padded(model.vocab_size),):
+            trimmed[name] = tensor.first_rows(model.vocab_size)
+    return trimmed
 
 
 def restore_padding(tensors: Mapping[str, LazyTensor], model: Transformer) -> dict[str, LazyTensor]:
@@ -319,36 +313,6 @@ def read_model_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def device_and_dtype(device: Optional[torch.device],
-                     dtype: Optional[torch.dtype]) -> tuple[torch.device, torch.dtype]:
-    """Return these; None: the GPU if there is one, and bf16 on a GPU, fp32 on a CPU."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return device, dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-
-
-def load_model(folder: Path, device: Optional[torch.device] = None,
-               dtype: Optional[torch.dtype] = None, tokenizer: Any = None) -> tuple[Transformer, Any]:
-    """Return the folder's model, which computes on the device in `dtype`, and its tokenizer.
-
-    The weights have the dtypes of the folder; `load_for_use` holds them in the dtype of the computation.
-
-    Args:
-        device, dtype: None: as `device_and_dtype` chooses them.
-        tokenizer: used instead of the folder's.
-    """
-    refuse_adapters(folder)
-    if os.path.exists(folder / store.MANIFEST):
-        store.verify(folder)
-    config = read_model_config(folder)
-    tensors = huggingface.load_model_weights(folder)
-    vocab_size = huggingface.vocabulary_rows(tensors)
-    if tokenizer is None and (tokenizer := load_tokenizer(str(folder))).vocab_size > vocab_size:
-        raise CheckpointError(f"{folder}: its tokenizer has {tokenizer.vocab_size:,} ids and its model "
-                              f"{vocab_size:,}; put the model's own tokenizer there")
-    device, dtype = device_and_dtype(device, dtype)
-    return model_from_tensors(tensors, config, vocab_size, dtype, device), tokenizer
-
-
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
     """Compare the settings with the model in a folder, and return warnings.
 
@@ -363,33 +327,32 @@ def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = 
                                   f"{saved.n_layers} layers; lower it")
         saved = saved.model_copy(update={"n_layers": config.keep_layers})
 
-    def differing(*names: str) -> dict[str, Any]:
-        return {name.upper(): getattr(saved, name) for name in names
-                if getattr(saved, name) != getattr(config, name)}
+    def compare(names: Iterable[str]) -> tuple[dict[str, Any], str]:
+        """The saved values of settings that differ, and a description."""
+        others, parts = {}, []
+        for name in names:
+            there, here = getattr(saved, name.lower()), getattr(config, name.lower())
+            if there != here:
+                causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
+                where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")
+                others[name] = there
+                parts.append(f"{SETTING_OF.get(name, name)} is {there} there and {here} here{where}")
+        return others, "; ".join(parts)
 
-    def describe(others: dict[str, Any]) -> str:
-        parts = []
-        for name, value in others.items():
-            causes = FEED_FORWARD if name == "HIDDEN_DIM" else (name.lower(),)
-            where = next((f" ({sources[cause]})" for cause in causes if cause in sources), "")
-            parts.append(f"{SETTING_OF.get(name, name)} is {value} there and "
-                         f"{getattr(config, name.lower())} here{where}")
-        return "; ".join(parts)
-
-    if others := differing(*map(str.lower, MODEL_SHAPE)):
-        raise CheckpointError(f"{folder} holds another model: {describe(others)}. To start from it, remove "
-                              f"what differs, or {assignments(others)}")
-
+    others, description = compare(MODEL_SHAPE)
+    if others:
+        raise CheckpointError(f"{folder} holds another model: {description}. To start from it, remove what "
+                              f"differs, or {assignments(others)}")
     # With these the same weights compute something else, which may be intended, to learn longer contexts.
-    names = ["norm_eps", "rope_theta", "rope_scaling_factor"]
+    names = ["NORM_EPS", "ROPE_THETA", "ROPE_SCALING_FACTOR"]
     if saved.rope_scaling_factor:
-        names += ["rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_len"]
-    others = differing(*names)
-    return [f"the model in {folder} was made with other settings: {describe(others)}"] if others else []
+        names += ["ROPE_LOW_FREQ_FACTOR", "ROPE_HIGH_FREQ_FACTOR", "ROPE_ORIGINAL_MAX_LEN"]
+    others, description = compare(names)
+    return [f"the model in {folder} was made with other settings: {description}"] if others else []
 
 
 def check_vocabulary(folder: Path, vocab_size: int) -> list[str]:
-    """Compare the tokenizer with a model from elsewhere, and return what to say."""
+    """Compare the tokenizer with a model from elsewhere, and return what to report."""
     rows = huggingface.read_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows < vocab_size:
         raise CheckpointError(f"the tokenizer has {vocab_size:,} ids and the model in {folder} {rows}; set "

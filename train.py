@@ -38,7 +38,7 @@ from common.heartbeat import HEARTBEAT
 from dataloaders import Batch
 from evaluation.during_run import due, evaluate
 from learn.optim import learning_rate
-from model_utils import clip_scale, exchanging, gradient_norm, seed_step, wrap_model
+from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
 from observe import check
 from observe.guards import FirstBad, append_ledger, check_replicas, handle_loss_spike, stop_non_finite
 from observe.profile import Measurements
@@ -213,7 +213,7 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     sums: dict[str, Tensor] = {}
     for number, batch in enumerate(batches, 1):
         HEARTBEAT.begin("forward")
-        with exchanging(ddp_model, is_last=number == len(batches)):
+        with gradient_sync(ddp_model, is_last=number == len(batches)):
             total, metrics = run.objective.loss_sum(ddp_model, batch)
             mean = total * factor
             HEARTBEAT.begin("backward")

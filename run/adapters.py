@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 
@@ -11,10 +11,10 @@ from checkpoint import huggingface, peft, store
 from checkpoint.huggingface import read_json
 from common.errors import CheckpointError
 from common.text import print_safely
-from config import START_FROM, ModelConfig
+from config import START_FROM
 from lora import add_adapters, cast_base, load_adapter_state_dict, merged_state_dict
 from model import Transformer, padded
-from model_utils import device_and_dtype, load_model, model_from_tensors
+from model_utils import device_and_dtype, model_from_tensors, read_model_config
 from run.card import merged_card, write_card
 from run.start import find_by_hash
 from tokenizer import load_tokenizer
@@ -22,21 +22,12 @@ from tokenizer import load_tokenizer
 TOLERANCE = 1e-4  # of merged logits, relative to the largest one, for sums in another order
 
 
-class Adapted(NamedTuple):
-    """A base with adapters."""
-
-    model: Transformer
-    tokenizer: Any
-    base_config: dict[str, Any]  # the base's config.json
-
-
 def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
-    """The base of the adapters in a folder, of ours or PEFT's: the one that is named, or found by its hash.
-    """
+    """Return the base of the adapters in a folder, ours or PEFT's: the named one, or found by its hash."""
     state, run_dir = store.read_state(folder), folder.resolve().parent.parent
     content = read_json(folder / peft.CONFIG_FILE)
     recorded = content.get("base_model_name_or_path")
-    if recorded and content.get("revision"):  # of a model of the hub
+    if recorded and content.get("revision"):  # a model of the hub
         recorded = f"{recorded}@{content['revision']}"
     if not (named or state or recorded):
         raise CheckpointError(f"the adapters in {folder} do not name their base; name it with --base")
@@ -50,39 +41,45 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
                         "name the folder where it is now with --base")
 
 
-def load_adapted(folder: Path, base: Path, device: torch.device | str = "cpu",
-                 dtype: torch.dtype = torch.float32, quantization: str = "none",
-                 tokenizer: Any = None) -> Adapted:
-    """Return the base with the adapters of a folder on it, on the device.
+def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optional[torch.dtype] = None,
+               tokenizer: Any = None, base: Optional[Path] = None,
+               quantization: str = "none") -> tuple[Transformer, Any]:
+    """Return the folder's model, which computes on the device in `dtype`, and its tokenizer.
+
+    The weights have the dtypes of the folder; `load_for_use` holds them in the dtype of the computation.
 
     Args:
-        dtype: in which the model computes.
+        device, dtype: None: as `device_and_dtype` chooses them.
+        tokenizer: used instead of the folder's.
+        base: of the adapters in the folder; None: it holds a whole model.
         quantization: of the base, as LORA_BASE_QUANTIZATION.
-        tokenizer: used instead of the folders'.
     """
-    for part in (folder, base):
-        if (part / store.MANIFEST).exists():
-            store.verify(part)
-    peft.refuse_adapters(base)
-    content, tensors = read_json(base / "config.json"), huggingface.load_model_weights(base)
-    config = ModelConfig(**huggingface.model_settings_from_huggingface(content))
-    rows = huggingface.vocabulary_rows(tensors)
-    adapter = peft.load_adapter_folder(folder, config, padded(rows))
-    adapter.check_base(huggingface.weights_sha256(tensors), base)
-    if adapter.base_sha256 is None:
-        print_safely(f"The adapters have no hash of their base; whether it is {base} cannot be verified.",
-                     sys.stderr)
-    place = folder if (folder / "tokenizer.json").is_file() else base
+    source = base or folder
+    for place in dict.fromkeys((folder, source)):
+        if os.path.exists(place / store.MANIFEST):
+            store.verify(place)
+    peft.refuse_adapters(source)
+    config, tensors = read_model_config(source), huggingface.load_model_weights(source)
+    rows, adapter = huggingface.vocabulary_rows(tensors), None
+    if base:
+        adapter = peft.load_adapter_folder(folder, config, padded(rows))
+        adapter.check_base(huggingface.weights_sha256(tensors), base)
+        if adapter.base_sha256 is None:
+            print_safely(f"The adapters have no hash of their base; whether it is {base} cannot be verified.",
+                         sys.stderr)
+    place = folder if (folder / "tokenizer.json").is_file() else source
     if tokenizer is None and (tokenizer := load_tokenizer(str(place))).vocab_size > rows:
-        raise CheckpointError(f"the tokenizer has {tokenizer.vocab_size:,} ids and the base {rows:,}; use "
-                              "the base's own tokenizer")
+        raise CheckpointError(f"{place}: its tokenizer has {tokenizer.vocab_size:,} ids and the model in "
+                              f"{source} {rows:,}; put the model's own tokenizer there")
+    device, dtype = device_and_dtype(device, dtype)
     model = model_from_tensors(tensors, config, rows, dtype, device)
-    if quantization != "none":
-        model.float()  # as it is quantized in training
-    lora_config = adapter.config.model_copy(update={"lora_base_quantization": quantization})
-    add_adapters(model, lora_config, torch.Generator(), adapter.token_ids)
-    load_adapter_state_dict(model, adapter.state)
-    return Adapted(model.eval(), tokenizer, content)
+    if adapter:
+        if quantization != "none":
+            model.float()  # as it is quantized in training
+        lora_config = adapter.config.model_copy(update={"lora_base_quantization": quantization})
+        add_adapters(model, lora_config, torch.Generator(), adapter.token_ids)
+        load_adapter_state_dict(model, adapter.state)
+    return model.eval() if adapter else model, tokenizer
 
 
 def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torch.device] = None,
@@ -90,19 +87,17 @@ def load_for_use(folder: Path, base: Optional[str] = None, device: Optional[torc
     """Return the model in a folder, with its adapters if it holds some, and its tokenizer.
 
     A base that was quantized in training is quantized here too. All parameters are frozen, and matrices have
-    the dtype of the computation; `load_model` and `load_adapted` return weights that can be saved.
+    the dtype of the computation; `load_model` returns weights that can be saved.
 
     Args:
         base: of the adapters; None: where it was in training.
         device, dtype, tokenizer: as `load_model` takes them.
     """
+    source, quantization = None, "none"
     if (folder / peft.CONFIG_FILE).exists():
-        device, dtype = device_and_dtype(device, dtype)
         quantization = store.read_state(folder).get("settings", {}).get("LORA_BASE_QUANTIZATION", "none")
         source = base_of_adapters(folder, base)
-        model, tokenizer, _ = load_adapted(folder, source, device, dtype, quantization, tokenizer)
-    else:
-        model, tokenizer = load_model(folder, device, dtype, tokenizer)
+    model, tokenizer = load_model(folder, device, dtype, tokenizer, source, quantization)
     cast_base(model.requires_grad_(False), model.compute_dtype)
     return model, tokenizer
 
@@ -112,21 +107,20 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
     """Write base and adapters as one model folder; return the largest difference of a logit, in float32."""
     if os.path.lexists(output):
         raise CheckpointError(f"{output} exists; name a new folder")
-
-    base_folder = base_of_adapters(adapter_folder, base)
-    model, tokenizer, content = load_adapted(adapter_folder, base_folder)
-    config = model.config
+    base_folder, cpu = base_of_adapters(adapter_folder, base), torch.device("cpu")
+    model, tokenizer = load_model(adapter_folder, cpu, torch.float32, base=base_folder)
     tokens_BT = torch.randint(tokenizer.vocab_size, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected_BTV = model.logits(tokens_BT)[..., :tokenizer.vocab_size]
     state = {name: weight.to(dtype) for name, weight in merged_state_dict(model).items()}
+    longest = huggingface.context_length(read_json(base_folder / "config.json"))
     differences = []
 
     def write(folder: Path) -> None:
-        huggingface.save_model_folder(folder, state, config, tokenizer, huggingface.context_length(content))
+        huggingface.save_model_folder(folder, state, model.config, tokenizer, longest)
         tensors = huggingface.load_model_weights(folder)
         with torch.no_grad():
-            merged = model_from_tensors(tensors, config, tokenizer.vocab_size).eval()
+            merged = model_from_tensors(tensors, model.config, tokenizer.vocab_size).eval()
             differences.append(float((merged.logits(tokens_BT) - expected_BTV).abs().max()))
         allowed = TOLERANCE * max(1.0, float(expected_BTV.abs().max()))
         if dtype == torch.float32 and not differences[0] <= allowed:

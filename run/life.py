@@ -71,7 +71,7 @@ from model_utils import (
     load_weights,
     make_deterministic,
     model_on_meta,
-    read_head,
+    read_parameters,
     restore_padding,
     trim_padding,
 )
@@ -679,7 +679,8 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingface.TokenIds:
     """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
     used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
-    head = read_head(base, config, inputs.tokenizer.vocab_size)
+    parameters = read_parameters(base, config, inputs.tokenizer.vocab_size)
+    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
     ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
     return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
 

@@ -288,8 +288,8 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
         allocate_model,
         clip_scale,
         compile_where_possible,
-        exchanging,
         gradient_norm,
+        gradient_sync,
         model_on_meta,
     )
     from parallel.fsdp import own
@@ -311,7 +311,7 @@ def peak_of_a_step(task, config, vocab: int, dtype: torch.dtype) -> int:
             torch.cuda.reset_peak_memory_stats()
         optimizer.zero_grad()
         for number in range(1, config.accumulation_steps + 1):
-            with exchanging(model, is_last=number == config.accumulation_steps):
+            with gradient_sync(model, is_last=number == config.accumulation_steps):
                 NextToken().loss_sum(model, Batch(tokens, tokens)).total.backward()
         optimizer.step(0.0, clip_scale(gradient_norm(model), 1.0), torch.zeros((), device=device))
     return torch.cuda.max_memory_allocated() if task.cuda else 0

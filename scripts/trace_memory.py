@@ -122,7 +122,7 @@ def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
 
     from dataloaders import Batch
     from learn.optim import Optimizer
-    from model_utils import clip_scale, exchanging, gradient_norm
+    from model_utils import clip_scale, gradient_norm, gradient_sync
     from parallel.fsdp import make_mesh
     from parallel.ranks import Ranks
 
@@ -157,7 +157,7 @@ def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
             micro_batches = min(2, config.accumulation_steps)
             with tracker:
                 for number in range(1, micro_batches + 1):
-                    with exchanging(model, is_last=number == micro_batches):
+                    with gradient_sync(model, is_last=number == micro_batches):
                         objective.loss_sum(model, Batch(tokens_BT, tokens_BT, ids_BT)).total.backward()
                 gradients = nbytes(parameter.grad for parameter in trained)
                 scale = clip_scale(gradient_norm(model), config.max_grad_norm)

@@ -21,10 +21,10 @@ from evaluation import during_run
 from evaluation.during_run import validation_loss
 from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
-from model_utils import load_model
 from parallel import ranks
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run import life
+from run.adapters import load_model
 from settings.load import load_config
 from tokenizer import load_tokenizer
 

@@ -12,7 +12,7 @@ from dataloaders import open_rows, read_held_out
 from evaluation import during_run
 from evaluation.during_run import score_texts
 from inference.generate import generate
-from model_utils import load_model
+from run.adapters import load_model
 from settings.load import load_config
 from tokenizer import load_tokenizer
 

@@ -11,8 +11,7 @@ from commands import ROOT
 from factories import Stages, prepare_stages, start
 
 from common.errors import CheckpointError, DataError, SettingsError
-from model_utils import load_model
-from run.adapters import merge
+from run.adapters import load_model, merge
 
 MEASURED = {"MAX_STEPS": 2, "HELLASWAG_EVERY": 2, "SAMPLE_EVERY": 0}
 

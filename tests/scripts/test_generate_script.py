@@ -20,8 +20,8 @@ from fused import matmul
 from inference.engine import RowCache, Sampling
 from inference.generate import Part, Writer
 from model import Transformer
-from model_utils import load_model
 from run import adapters
+from run.adapters import load_model
 from tokenizer import load_tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "generate.py"
@@ -136,17 +136,17 @@ def test_matrices_are_cast_once_and_give_the_same_bits(kind, dtype, multiplies_b
         if kind == "int8":
             pytest.importorskip("bitsandbytes")
         place, quantization = adapter, "int8" if kind == "int8" else "none"
-        original = adapters.load_adapted
+        original = load_model
 
         def loaded(*args):
-            found = original(*args[:4], quantization)
+            model, tokenizer = original(*args[:5], quantization)
             if kind == "trained rows":
-                found.model.tok_embeddings = lora.TrainableTokens(found.model.tok_embeddings, [3, 70])
-                found.model.tok_embeddings.rows.data += 0.3
-            return found
+                model.tok_embeddings = lora.TrainableTokens(model.tok_embeddings, [3, 70])
+                model.tok_embeddings.rows.data += 0.3
+            return model, tokenizer
 
-        monkeypatch.setattr(adapters, "load_adapted", loaded)
-        expected = loaded(adapter, folder, torch.device("cpu"), dtype).model.float()
+        monkeypatch.setattr(adapters, "load_model", loaded)
+        expected = loaded(adapter, torch.device("cpu"), dtype, None, folder)[0].float()
     model, _ = adapters.load_for_use(place, str(folder) if place == adapter else None, torch.device("cpu"), dtype)
     assert {parameter.dtype for parameter in model.parameters() if parameter.ndim >= 2} <= {dtype, torch.int8}
     assert {parameter.dtype for parameter in model.parameters() if parameter.ndim < 2} <= {torch.float32, torch.int64}

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config import Config
 from dataloaders import Batch
 from learn.objectives import NextToken
-from model_utils import build_model, exchanging, wrap_model
+from model_utils import build_model, gradient_sync, wrap_model
 from parallel import fsdp
 from parallel.ranks import joined_ranks
 from scripts.plan_scaling import Hardware, collectives, sizes_of
@@ -44,7 +44,7 @@ def compare(mode: str, changes: dict) -> None:
         tokens_BT = torch.randint(0, VOCABULARY, (2, 32))
         with Exchanged() as found:
             for number in range(MICRO_BATCHES):
-                with exchanging(trained, number == MICRO_BATCHES - 1):
+                with gradient_sync(trained, number == MICRO_BATCHES - 1):
                     NextToken().loss_sum(trained, Batch(tokens_BT, tokens_BT)).total.backward()
             if fsdp.is_sharded(model):
                 fsdp.average_vectors(model, ranks)
