@@ -1,30 +1,21 @@
-"""A batch of rows, as the model and the objectives read it.
+"""From prepared sets to the batches of each step: the order of rows, reading and packing, mixing, loading.
 
-Packing examples into rows by their lengths: best fit decreasing, at a cost per distinct length.
-
-Prepared chats and preference pairs, and the rows that they are packed into.
-
-Rows are computed from the lengths when the data is opened: another MAX_SEQ_LEN needs no new preparation.
-
-
-The rows of a mixture of prepared sets.
-
-Held-out prompts with their answers, as they are stored in prepared chats and preference pairs.
-
-The loaders of all stages: which rows each step, rank and micro-batch reads, and how they become batches.
-
-Rows are a function of (seed, step), so no loader state is saved, and a run resumes on any number of ranks.
+Rows are a function of (seed, step, rank, world size), so no loader state is saved, and a run resumes on any
+number of ranks. Chats and pairs are packed into rows when the data is opened, from their lengths: another
+MAX_SEQ_LEN needs no new preparation.
 """
 
 import hashlib
 import itertools
+import math
 import os
 import queue
 import threading
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any, NamedTuple, Union
 
@@ -33,8 +24,7 @@ import torch
 
 from common.errors import DataError
 from config import Config
-from data_pipeline.mixture import Mixture, is_mixture, read_mixture, source_facts
-from data_pipeline.row_order import Mixing, Phase, RowOrder, permutation
+from data_pipeline.mixture import Mixture, Phase, is_mixture, read_mixture, source_facts
 from data_pipeline.shards import (
     Cache,
     TokenizerFacts,
@@ -46,6 +36,116 @@ from data_pipeline.shards import (
     read_manifest,
 )
 from fused.head import IGNORE_INDEX
+
+FEISTEL_ROUNDS = 6
+CLOSING_SECONDS = 10
+# A segment of an example is one uint32: its length, whether it ends the example, whether it is a target.
+LENGTH_SHIFT, LAST, TARGET = 2, 2, 1
+
+# --------------------------------------------------------------------------------------------- order of rows
+
+
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int, source: int = 0) -> np.ndarray:
+    """Return where a pseudo-random bijection on [0, n) takes positions, as int64; it needs no memory.
+
+    A Feistel network over pairs (left, right) with left < a, right < b and a*b >= n, adding modulo a and b. A
+    value beyond n goes through it again until it falls inside; as a*b < n + a, that is rare.
+
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 4 (walking) and 5 (a*b).
+    """
+    root = math.isqrt(n - 1) + 1
+    a, b = np.uint64(root), np.uint64(-(-n // root))
+    # A last 0 changes nothing: NumPy fills the seeds up with zeros.
+    keys = np.random.SeedSequence([seed, epoch, source]).generate_state(FEISTEL_ROUNDS, np.uint64)
+    values, outside = np.array(positions, np.uint64), np.arange(len(positions))
+    while len(outside):
+        left, right = np.divmod(values[outside], b)
+        for key_left, key_right in zip(keys[::2], keys[1::2]):
+            left = (left + _mix(right ^ key_left) % a) % a
+            right = (right + _mix(left ^ key_right) % b) % b
+        values[outside] = left * b + right
+        outside = outside[values[outside] >= n]
+    return values.astype(np.int64)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 values, so that each input bit affects all output bits.
+
+    Source: splitmix64's finaliser (Steele, Lea and Flood 2014), variant 13 of Stafford.
+    """
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def rows_at(positions: np.ndarray, n_rows: int, seed: int, source: int = 0) -> np.ndarray:
+    """Return the int64 indices of the rows at ascending positions: one permutation of all after another."""
+    epochs, within = np.divmod(positions, n_rows)
+    return np.concatenate([permute(within[epochs == epoch], n_rows, seed, epoch, source)
+                           for epoch in np.unique(epochs).tolist()])
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Which row of which source is at each position of a run on a mixture, without any state.
+
+    The first p positions of a phase are divided over the sources one after the other: each takes, rounded
+    down, its weight's share of what those before it have left. So at every moment, and in every step, a
+    source has its share to within a row or so, and each further position belongs to exactly one source.
+    """
+
+    sizes: tuple[int, ...]  # the rows of each source, numbered after those of the sources before it
+    phases: tuple[Phase, ...]  # from position 0 on
+
+    def taken(self, positions: np.ndarray) -> np.ndarray:
+        """Return how many rows each source gives before each position: (sources, positions), int64."""
+        taken = np.zeros((len(self.sizes), len(positions)), np.int64)
+        ends = [phase.start for phase in self.phases[1:]] + [1 << 38]
+        for phase, end in zip(self.phases, ends):
+            left, units = np.clip(positions, phase.start, end) - phase.start, sum(phase.weights)
+            for source, weight in enumerate(phase.weights):
+                if weight:  # the last one with a weight takes all that is left
+                    smooth = left * weight // units
+                    taken[source] += smooth
+                    left, units = left - smooth, units - weight
+        return taken
+
+    def rows_at(self, positions: np.ndarray, seed: int | None) -> np.ndarray:
+        """Return the int64 indices of the rows at ascending positions; without a seed, unshuffled."""
+        before = self.taken(positions)
+        sources = (self.taken(positions + 1) - before).argmax(axis=0)
+        rows, first = np.empty(len(positions), np.int64), 0
+        for source, size in enumerate(self.sizes):
+            if len(places := np.flatnonzero(sources == source)):
+                rotations = before[source, places]
+                rows[places] = first + (rotations % size if seed is None else
+                                        rows_at(rotations, size, seed, source))
+            first += size
+        return rows
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The rows that one rank reads: a contiguous part of each step's rows, cut into micro-batches."""
+
+    n_rows: int
+    rows_per_step: int  # of all ranks together
+    micro_batch_size: int
+    seed: int
+    rank: int = 0
+    world_size: int = 1
+    mixing: Mixing | None = None  # of a mixture's sources
+
+    def all_rows(self, step: int) -> np.ndarray:
+        """Return the row indices of a step, of all ranks, int64."""
+        positions = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        if self.mixing is None:
+            return rows_at(positions, self.n_rows, self.seed)
+        return self.mixing.rows_at(positions, self.seed)
+
+    def micro_batches(self, step: int) -> np.ndarray:
+        """Return this rank's row indices of a step, int64 of shape (micro-batches, micro_batch_size)."""
+        return self.all_rows(step).reshape(self.world_size, -1, self.micro_batch_size)[self.rank]
 
 
 @dataclass(frozen=True)
@@ -72,51 +172,83 @@ class Batch:
         moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
         return replace(moved, document_ids_BT=self.document_ids_BT)
 
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        tensors = (self.tokens_BT, self.targets_BT, self.document_ids_BT, self.target_index_M)
+        return Batch(*(None if tensor is None else change(tensor) for tensor in tensors),
+                     {name: change(tensor) for name, tensor in self.stored.items()}, self.padding)
+
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory, which a GPU can copy asynchronously."""
         return self._map(torch.Tensor.pin_memory)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
-        tensors = (self.tokens_BT, self.targets_BT, self.document_ids_BT, self.target_index_M)
-        return Batch(*(None if tensor is None else change(tensor) for tensor in tensors),
-                     stored={name: change(tensor) for name, tensor in self.stored.items()},
-                     padding=self.padding)
-
     def ignore_from(self, row: int) -> "Batch":
         """Return the batch without targets in the rows from `row` on, which are padding."""
-        targets_BT = self.targets_BT.clone()
+        targets_BT, target_index_M = self.targets_BT.clone(), self.target_index_M
         targets_BT[row:] = IGNORE_INDEX
-        target_index_M = self.target_index_M
         if target_index_M is not None:
             target_index_M = target_index_M[target_index_M < row * targets_BT.shape[1]]
         return replace(self, targets_BT=targets_BT, target_index_M=target_index_M)
 
 
 def join(batches: Sequence[Batch], order: np.ndarray) -> Batch:
-    """Return the rows of several batches as one: its row i is row order[i] of all of them.
+    """Return the rows of several batches as one: its row i is row order[i] of all of them."""
+    def joined(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        return None if tensors[0] is None else torch.cat(tensors)[torch.from_numpy(order)]
 
-    Stored tensors that differ in their second axis (the pairs of a row) are filled up with zeros.
-    """
-    def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(tensors)[torch.from_numpy(order)]
-
-    def padded(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        missing = [max(other.shape[1] for other in tensors) - tensor.shape[1] for tensor in tensors]
-        return [torch.cat([tensor, tensor.new_zeros(len(tensor), count, *tensor.shape[2:])], 1)
-                for tensor, count in zip(tensors, missing)]
-
-    targets_BT = joined([batch.targets_BT for batch in batches])
-    document_ids_BT, target_index_M = None, None
-    if batches[0].document_ids_BT is not None:
-        document_ids_BT = joined([batch.document_ids_BT for batch in batches])
+    tokens_BT, targets_BT, document_ids_BT = map(joined, zip(*(
+        (batch.tokens_BT, batch.targets_BT, batch.document_ids_BT) for batch in batches)))
+    target_index_M = None
     if batches[0].target_index_M is not None:
         target_index_M = (targets_BT.flatten() != IGNORE_INDEX).nonzero().flatten()
-    stored = {name: joined(padded([batch.stored[name] for batch in batches])) for name in batches[0].stored}
-    return Batch(joined([batch.tokens_BT for batch in batches]), targets_BT, document_ids_BT, target_index_M,
-                 stored, sum(batch.padding for batch in batches))
+    # Stored tensors may differ in their second axis, the pairs of a row: they are filled up with zeros.
+    stored = {}
+    for name in batches[0].stored:
+        tensors = [batch.stored[name] for batch in batches]
+        longest = max(tensor.shape[1] for tensor in tensors)
+        stored[name] = joined([torch.cat([tensor, tensor.new_zeros(
+            len(tensor), longest - tensor.shape[1], *tensor.shape[2:])], 1) for tensor in tensors])
+    return Batch(tokens_BT, targets_BT, document_ids_BT, target_index_M, stored,
+                 sum(batch.padding for batch in batches))
 
 
 ReadRows = Callable[[np.ndarray], Batch]
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The rows of a token set: row i holds the tokens [i*T, i*T + T]. Called with indices, it gives a batch.
+
+    With a `document_start_id`, batches contain the document ids of each row.
+    """
+
+    token_set: TokenSet
+    row_tokens: int
+    document_start_id: int | None = None
+
+    def __len__(self) -> int:
+        return (self.token_set.tokens - 1) // self.row_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the data, the same on every rank."""
+        return self.token_set.fingerprint
+
+    def describe(self) -> str:
+        """Return a description of the rows for the user."""
+        return f"{self.token_set.tokens:,} tokens"
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        # One token more than a row, for the last target.
+        length = self.row_tokens
+        ids_BT = np.stack([self.token_set.read(index * length, length + 1) for index in indices.tolist()])
+        tokens_BT, document_ids_BT = ids_BT[:, :-1], None
+        if self.document_start_id is not None:
+            # Numbered from 1 at each row's first token, and one more at each later start.
+            starts_BT = tokens_BT == self.document_start_id
+            starts_BT[:, 0] = True
+            document_ids_BT = torch.from_numpy(np.cumsum(starts_BT, axis=1, dtype=np.int32))
+        return Batch(torch.from_numpy(tokens_BT.astype(np.int64)),
+                     torch.from_numpy(ids_BT[:, 1:].astype(np.int64)), document_ids_BT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +264,6 @@ class Packing:
     def items_in(self, bin: int) -> np.ndarray:
         """Return the indices of the items in one bin."""
         return self.items[self.offsets[bin]:self.offsets[bin + 1]]
-
-
-class _Placement(NamedTuple):
-    """Consecutive bins that each receive the same number of items of one length."""
-
-    first_bin: int
-    bins: int
-    items_per_bin: int
 
 
 def pack(lengths: np.ndarray, capacity: int) -> Packing:
@@ -175,62 +299,60 @@ def pack(lengths: np.ndarray, capacity: int) -> Packing:
     return Packing(items, offsets)
 
 
-def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[_Placement]:
-    """Yield the placements by falling length, given the number of items of each length.
+def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first bin, bins, items that each of them gets) by falling length, given the number of items of
+    each length.
 
     Bins with equal room left are interchangeable. The fullest bin that fits an item is still the fullest
     afterwards and takes as many as it can, so whole ranges of bins are filled at once.
     """
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(capacity + 1)]  # by room left: (first bin, bins)
-    roomy: list[int] = []  # a heap of the rooms in which the current length fits and that have bins
-    opened, longer = 0, capacity + 1
+    ranges: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by room left: (first bin, bins)
+    rooms: list[int] = []  # that have bins, ascending
+    opened = 0
 
     def add_range(room: int, first: int, bins: int) -> None:
         if bins:
-            if room >= length and not ranges[room]:
-                heappush(roomy, room)
+            if not ranges[room]:
+                insort(rooms, room)
             ranges[room].append((first, bins))
 
     for length in np.flatnonzero(counts)[::-1].tolist():
-        # Rooms that were too small for the longer items before.
-        for room in range(length, longer):
-            if ranges[room]:
-                heappush(roomy, room)
-        longer, items = length, int(counts[length])
+        items = int(counts[length])
         while items:
-            if not roomy:
+            fullest = bisect_left(rooms, length)
+            if fullest == len(rooms):
                 bins = -(-items // (capacity // length))
                 add_range(capacity, opened, bins)
                 opened += bins
-            room = roomy[0]
+            room = rooms[fullest]
             first, bins = ranges[room].pop()
             if not ranges[room]:
-                heappop(roomy)
+                del rooms[fullest]
             # Fill the bins of one range, the last of them perhaps not to the brim.
             per_bin = room // length
             full = min(bins, items // per_bin)
             rest = items - full * per_bin if full < bins else 0  # fewer than `per_bin`, all for one more bin
             for start, count, taken in ((first, full, per_bin), (first + full, int(rest > 0), rest)):
                 if count:
-                    yield _Placement(start, count, taken)
+                    yield start, count, taken
                     add_range(room - taken * length, start, count)
             begun = full + (rest > 0)
             add_range(room, first + begun, bins - begun)
             items -= full * per_bin + rest
 
 
-# A segment is one uint32: its length, whether it ends its example, whether its tokens are targets.
-LENGTH_SHIFT, LAST, TARGET = 2, 2, 1
+# --------------------------------------------------------------------------------- rows of chats and pairs
 
 
 @dataclass(frozen=True, eq=False)
 class ExampleSet:
-    """One split of prepared chats or pairs: tokens, their segments, and where each example begins."""
+    """One split of prepared chats or pairs: tokens, and the segments that each example is cut into."""
 
     path: Path
     kind: str  # "chats" or "pairs"
     tokens: TokenSet
-    segments: TokenSet
+    segments: np.ndarray  # uint32, of all examples
+    fingerprint: str  # a hash of tokens and segments, the same on every rank
     starts: np.ndarray  # int64, in tokens; one more than there are examples
     segment_starts: np.ndarray  # int64, in segments; one more than there are examples
     first_targets: np.ndarray  # int32; for pairs the length of the prompt
@@ -238,73 +360,43 @@ class ExampleSet:
     def __len__(self) -> int:
         return len(self.first_targets)
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of tokens and segments, the same on every rank."""
-        return hashlib.sha256((self.tokens.fingerprint + self.segments.fingerprint).encode()).hexdigest()
-
     def read(self, example: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids and the segments of one example. Raises DataError if a file has changed."""
+        """Return the token ids and the segments of one example."""
         start, end = self.starts[example:example + 2].tolist()
         first, last = self.segment_starts[example:example + 2].tolist()
-        ids, segments = self.tokens.read(start, end - start), self.segments.read(first, last - first)
-        if int((segments >> LENGTH_SHIFT).sum()) != len(ids):
-            raise DataError(f"{self.path}: the segments of example {example:,} were changed while they were "
-                            "read; restore them, or prepare the data again")
-        return ids, segments
+        return self.tokens.read(start, end - start), self.segments[first:last]
 
 
 def open_example_set(path: str | Path, split: str, kind: str, tokenizer: TokenizerFacts,
                      verification: Verification = Verification()) -> ExampleSet:
-    """Open one split of prepared chats or pairs, as `open_token_set` opens documents.
-
-    Args:
-        kind: "chats" or "pairs", what the data must hold.
-    """
-    assert kind in ("chats", "pairs")
+    """Open one split of prepared "chats" or "pairs", as `open_token_set` opens documents."""
     tokens = open_token_set(path, split, tokenizer, kind=kind, verification=verification)
-    segments = open_segments(path, split, verification)
-    columns = zip(*_examples(segments, kind, f"{path}: {split}"))
-    lengths, segment_counts, first_targets = map(np.concatenate, columns)
-    if (total := int(lengths.sum(dtype=np.int64))) != tokens.tokens:
-        raise DataError(f"{path}: the {split} segments are {total:,} tokens long in all, but there are "
+    stored = open_segments(path, split, verification)
+    segments = np.concatenate([*stored.blocks()])
+    # Where each example begins and ends, in segments.
+    ends = np.flatnonzero(segments & LAST) + 1
+    if not len(ends) or ends[-1] < len(segments):
+        raise DataError(f"{path}: {split} example {len(ends):,} has no end; prepare the data again")
+    segment_starts = np.concatenate([[0], ends])
+    firsts, counts = segment_starts[:-1], np.diff(segment_starts)
+    # A pair is prompt, chosen and rejected answer; a chat has a target; both begin without one.
+    lengths, is_target = segments >> LENGTH_SHIFT, (segments & TARGET).astype(bool)
+    targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
+    valid = (counts == 3) & (targets == 2) if kind == "pairs" else targets > 0
+    valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
+    if not valid.all():
+        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} is not cut into segments as {kind} "
+                        "are; prepare the data again")
+    # The same in tokens, and each example's first target.
+    borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    if borders[-1] != tokens.tokens:
+        raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in all, but there are "
                         f"{tokens.tokens:,}; prepare the data again")
-    starts, segment_starts = (np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-                              for counts in (lengths, segment_counts))
-    return ExampleSet(Path(path), kind, tokens, segments, starts, segment_starts, first_targets)
-
-
-def _examples(segments: TokenSet, kind: str, name: str) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield int32 arrays over all examples in order, a block of the file at a time: the numbers of tokens, of
-    segments, and of tokens before the first target.
-    """
-    examples, unfinished = 0, np.empty(0, np.uint32)  # the segments of an example that crosses a block's end
-    for block in segments.blocks():
-        block = np.concatenate([unfinished, block])
-        ends = np.flatnonzero(block & LAST) + 1
-        complete = int(ends[-1]) if len(ends) else 0
-        block, unfinished = block[:complete], block[complete:]
-        if not complete:
-            continue
-        lengths, is_target = (block >> LENGTH_SHIFT).astype(np.int64), (block & TARGET).astype(bool)
-        counts = np.diff(ends, prepend=0)
-        firsts = ends - counts
-        # A pair is prompt, chosen and rejected answer; a chat has a target; both begin without one.
-        targets = np.add.reduceat(is_target, firsts, dtype=np.int64)
-        valid = (counts == 3) & (targets == 2) if kind == "pairs" else targets > 0
-        valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
-        if not valid.all():
-            raise DataError(f"{name} example {examples + int(valid.argmin()):,} is not cut into segments as "
-                            f"{kind} are; prepare the data again")
-        examples += len(valid)
-        # Token positions, from the block's begin on and then from the example's.
-        borders = np.cumsum(lengths)
-        tokens = np.diff(borders[ends - 1], prepend=0)
-        first_target = np.minimum.reduceat(np.where(is_target, borders - lengths, borders[-1]), firsts)
-        first_target -= borders[ends - 1] - tokens
-        yield tokens.astype(np.int32), counts.astype(np.int32), first_target.astype(np.int32)
-    if len(unfinished):
-        raise DataError(f"{name} example {examples:,} has no end; prepare the data again")
+    starts = borders[segment_starts]
+    first_targets = np.minimum.reduceat(np.where(is_target, borders[:-1], borders[-1]), firsts) - starts[:-1]
+    fingerprint = hashlib.sha256((tokens.fingerprint + stored.fingerprint).encode()).hexdigest()
+    return ExampleSet(Path(path), kind, tokens, segments, fingerprint, starts, segment_starts,
+                      first_targets.astype(np.int32))
 
 
 class ExampleRows:
@@ -322,45 +414,27 @@ class ExampleRows:
     """
 
     def __init__(self, example_set: ExampleSet, row_tokens: int, document_mask: bool = True):
-        self.example_set, self.row_tokens = example_set, row_tokens
-        self.numbered = document_mask or example_set.kind == "pairs"
-        # The slots of each example, and which of them fit.
+        self.example_set, self.row_tokens, kind = example_set, row_tokens, example_set.kind
+        self.token_set, self.fingerprint = example_set.tokens, example_set.fingerprint
+        self.numbered = document_mask or kind == "pairs"
+        # The slots of each example, and the row that it needs at least.
         lengths, first_targets = np.diff(example_set.starts), example_set.first_targets
-        if example_set.kind == "pairs":
-            slots = lengths + first_targets - 2
-            usable, shortest = slots <= row_tokens, slots.min()
-        else:
-            slots = np.minimum(lengths - 1, row_tokens)
-            usable, shortest = first_targets <= row_tokens, first_targets.min()
-        kept = np.flatnonzero(usable)
+        slots = lengths + first_targets - 2 if kind == "pairs" else np.minimum(lengths - 1, row_tokens)
+        needed = slots if kind == "pairs" else first_targets
+        kept = np.flatnonzero(needed <= row_tokens)
         if not len(kept):
-            raise DataError(f"{example_set.path}: none of the {len(lengths):,} {example_set.kind} keeps a "
-                            f"target in a row of MAX_SEQ_LEN={row_tokens} tokens; set it to {shortest:,} or "
-                            "more")
+            raise DataError(f"{example_set.path}: none of the {len(lengths):,} {kind} keeps a target in a "
+                            f"row of MAX_SEQ_LEN={row_tokens} tokens; set it to {needed.min():,} or more")
         packing = pack(slots[kept], row_tokens)
         self._packing = Packing(kept.astype(packing.items.dtype)[packing.items], packing.offsets)
-        self._bins = permutation(len(packing), 0, 0)(np.arange(len(packing)))
+        self._bins = permute(np.arange(len(packing)), len(packing), 0, 0)
         self.examples, self.left_out = len(kept), len(lengths) - len(kept)
         self.tokens = int(slots[kept].sum())
-        self.truncated = int((lengths[kept] - 1 > row_tokens).sum()) if example_set.kind == "chats" else 0
+        self.truncated = int((lengths[kept] - 1 > row_tokens).sum()) if kind == "chats" else 0
+        self.fill = self.tokens / (len(self) * row_tokens)  # the share of slots that are not padding
 
     def __len__(self) -> int:
         return len(self._bins)
-
-    @property
-    def token_set(self) -> TokenSet:
-        """The tokens of all examples."""
-        return self.example_set.tokens
-
-    @property
-    def fill(self) -> float:
-        """The share of slots that are not padding."""
-        return self.tokens / (len(self) * self.row_tokens)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the data, the same on every rank."""
-        return self.example_set.fingerprint
 
     def describe(self) -> str:
         """Return a description of the rows for the user."""
@@ -411,18 +485,14 @@ class MixedRows:
     """The rows of a mixture: those of its sources, numbered one source after the other.
 
     Called with indices, it gives a batch.
-
-    Args:
-        parts: the rows of each source; None: it is not read.
-        chosen: the only rows to read, in this order; None: all of them.
     """
 
     folder: Path
     mixture: Mixture
-    parts: tuple[Any, ...]  # TokenRows or ExampleRows, also with stored outputs
+    parts: tuple[Any, ...]  # the rows of each source, perhaps with stored outputs; None: it is not read
     mixing: Mixing
     fingerprint: str
-    chosen: np.ndarray | None = None
+    chosen: np.ndarray | None = None  # the only rows to read, in this order; None: all of them
 
     def __len__(self) -> int:
         return sum(self.mixing.sizes) if self.chosen is None else len(self.chosen)
@@ -432,9 +502,8 @@ class MixedRows:
         if self.chosen is None:
             tokens = sum(part.token_set.tokens for part in self.parts)
             return f"{tokens:,} tokens in a mixture of {len(self.parts)} sources"
-        last = self.mixture.weights[-1]
-        missing = [source.label for source, part, weight in zip(self.mixture.sources, self.parts, last)
-                   if weight and part is None]
+        missing = [source.label for source, part, weight in
+                   zip(self.mixture.sources, self.parts, self.mixture.weights[-1]) if weight and part is None]
         return f"{len(self):,} rows" + (f" (none of {', '.join(missing)})" if missing else "")
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -499,54 +568,6 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
     return found
 
 
-CLOSING_SECONDS = 10
-
-# ------------------------------------------------------------------------------------------------------ rows
-
-
-@dataclass(frozen=True)
-class TokenRows:
-    """The rows of a token set: row i holds the tokens [i*T, i*T + T]. Called with indices, it gives a batch.
-
-    With a `document_start_id`, batches contain the document ids of each row.
-    """
-
-    token_set: TokenSet
-    row_tokens: int
-    document_start_id: int | None = None
-
-    def __len__(self) -> int:
-        return (self.token_set.tokens - 1) // self.row_tokens
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the data, the same on every rank."""
-        return self.token_set.fingerprint
-
-    def describe(self) -> str:
-        """Return a description of the rows for the user."""
-        return f"{self.token_set.tokens:,} tokens"
-
-    def __call__(self, indices: np.ndarray) -> Batch:
-        length = self.row_tokens
-        # One token more than a row, for the last target.
-        read = self.token_set.read
-        ids_BT = np.concatenate([read(index * length, length + 1) for index in indices.tolist()])
-        ids_BT = ids_BT.reshape(-1, length + 1)
-        tokens_BT, targets_BT = ids_BT[:, :-1].astype(np.int64), ids_BT[:, 1:].astype(np.int64)
-        document_ids_BT = None
-        if self.document_start_id is not None:
-            document_ids_BT = torch.from_numpy(number_documents(ids_BT[:, :-1], self.document_start_id))
-        return Batch(torch.from_numpy(tokens_BT), torch.from_numpy(targets_BT), document_ids_BT)
-
-
-def number_documents(ids_BT: np.ndarray, document_start_id: int) -> np.ndarray:
-    """Return int32 document ids: 1 from each row's first token on, and one more at each later start."""
-    starts_BT = ids_BT == document_start_id
-    starts_BT[:, 0] = True
-    return np.cumsum(starts_BT, axis=1, dtype=np.int32)
-
-
 Rows = Union[TokenRows, ExampleRows, MixedRows]
 
 
@@ -565,54 +586,52 @@ def open_rows(config: Config, split: str, tokenizer, verify: str) -> Rows:
             "dpo": config.dpo_data_path}[config.training_stage]
     if is_mixture(path):
         return open_mixture(config, Path(path), split, tokenizer, verify)
-    minimum = (config.total_batch_size if split == "train" else config.max_seq_len) + 1
-    rows = open_set(config, path, split, tokenizer, verify, minimum)
-    if config.training_stage != "pretrain" and split == "train":
-        check_step(config, path, len(rows), f"its {rows.examples:,} {rows.example_set.kind} fill")
+    rows = open_set(config, path, split, tokenizer, verify)
+    is_text = isinstance(rows, TokenRows)
+    held = rows.describe() if is_text else f"{rows.examples:,} {rows.example_set.kind}"
+    check_rows(config, path, split, len(rows), f"its {held} fill")
     return rows
 
 
-def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str,
-             minimum_tokens: int = 2) -> TokenRows | ExampleRows:
-    """Open one split of a single set. Raises DataError; text has at least `minimum_tokens`."""
+def open_set(config: Config, path: str | Path, split: str, tokenizer, verify: str) -> TokenRows | ExampleRows:
+    """Open one split of a single set."""
     verification = Verification(verify, cache_of(config))
     if config.training_stage == "pretrain":
-        token_set = open_token_set(path, split, tokenizer, minimum_tokens=minimum_tokens,
-                                   verification=verification)
-        return TokenRows(token_set, config.max_seq_len,
-                         token_set.document_start_id if config.document_mask else None)
+        tokens = open_token_set(path, split, tokenizer, verification=verification)
+        document_start_id = tokens.document_start_id if config.document_mask else None
+        return TokenRows(tokens, config.max_seq_len, document_start_id)
     kind = "chats" if config.training_stage == "sft" else "pairs"
     example_set = open_example_set(path, split, kind, tokenizer, verification)
     return ExampleRows(example_set, config.max_seq_len, config.document_mask)
 
 
-def check_step(config: Config, path: str | Path, rows: int, what: str) -> None:
-    """Raise DataError if a step reads more rows than there are."""
-    if rows < config.rows_per_step:
-        at_once = config.micro_batch_size * config.world_size
-        largest = rows // at_once * at_once * config.max_seq_len
-        lower = f" to {largest} or less" if largest else " and MICRO_BATCH_SIZE"
-        raise DataError(f"{path}: {what} {rows:,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but a "
-                        f"step reads {config.rows_per_step:,}; prepare more, or lower "
-                        f"TOTAL_BATCH_SIZE{lower}")
+def check_rows(config: Config, path: str | Path, split: str, rows: int, what: str) -> None:
+    """Raise DataError if there are fewer rows than a step reads, or none for validation."""
+    needed, reader, lower = config.rows_per_step, "a step", "TOTAL_BATCH_SIZE and MICRO_BATCH_SIZE"
+    if split == "validation":
+        needed, reader, lower = 1, "validation", "MAX_SEQ_LEN"
+    elif most := rows // (config.micro_batch_size * config.world_size):
+        most *= config.micro_batch_size * config.world_size * config.max_seq_len
+        lower = f"TOTAL_BATCH_SIZE to {most} or less"
+    if rows < needed:
+        raise DataError(f"{path}: {what} {rows:,} rows of MAX_SEQ_LEN={config.max_seq_len} tokens, but "
+                        f"{reader} reads {needed:,}; prepare more, or lower {lower}")
 
 
 def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: str) -> MixedRows:
     """Open one split of a mixture.
 
-    Of the validation split it has the first rows by the weights of the last phase, so that validation is the
-    same through the whole run; a source that held out less than a row is left out there.
+    Validation reads a fixed prefix, mixed by the last phase's weights, so that it is the same through the
+    whole run; a source that held out less than a row is left out there.
     """
-    mixture, parts = read_mixture(folder), []
+    mixture, parts, is_training = read_mixture(folder), [], split == "train"
     phases = mixture.phases_of_run(config.max_steps, config.rows_per_step)
-    if split == "validation":
-        phases = (phases[-1]._replace(start=0),)
     shortest_row = config.max_seq_len + 1 if config.training_stage == "pretrain" else 1
-    for number, source in enumerate(mixture.sources):
+    for source, weight in zip(mixture.sources, phases[-1].weights):
         path = Path(os.path.normpath(folder / source.set))
         stream = read_manifest(path).splits.get(split)
         tokens = stream.tokens if stream else 0
-        if split == "validation" and (tokens < shortest_row or not phases[0].weights[number]):
+        if not is_training and (tokens < shortest_row or not weight):
             parts.append(None)
             continue
         parts.append(open_set(config, path, split, tokenizer, verify))
@@ -626,77 +645,58 @@ def open_mixture(config: Config, folder: Path, split: str, tokenizer, verify: st
     allow_open_files(sum(len(part.token_set.shards) for part in parts if part), folder)
     sizes = tuple(len(part) if part else 0 for part in parts)
     fingerprint = mixture.fingerprint([part.fingerprint if part else "" for part in parts])
-    if split == "train":
-        check_step(config, folder, sum(sizes), "its sources fill")
+    if is_training:
+        check_rows(config, folder, split, sum(sizes), "its sources fill")
         return MixedRows(folder, mixture, tuple(parts), Mixing(sizes, phases), fingerprint)
-    weights = tuple(weight if part else 0 for part, weight in zip(parts, phases[0].weights))
+    weights = tuple(weight if part else 0 for part, weight in zip(parts, phases[-1].weights))
     mixing = Mixing(sizes, (Phase(0, weights),))
     chosen = mixing.rows_at(np.arange(min(config.validation_rows, sum(sizes))), seed=None)
     return MixedRows(folder, mixture, tuple(parts), mixing, fingerprint, chosen)
 
 
-# -------------------------------------------------------------------------------------------------- batches
-
-
-class StepLoader:
-    """Iterate over the steps from `first_step` on: this rank's micro-batches of each on the device, and the
-    sum of `count` over them.
+@contextmanager
+def load_steps(read_rows: ReadRows, order: RowOrder, device: torch.device,
+               count: Callable[[Batch], torch.Tensor], first_step: int = 0,
+               ahead: int = 2) -> Iterator[Iterator[tuple[list[Batch], int]]]:
+    """A `with` block that gets an iterator over the steps from `first_step` on: this rank's micro-batches of
+    each on the device, and the sum of `count` over them.
 
     A thread reads up to `ahead` steps in advance, into pinned memory for a GPU, and counts on the CPU. An
-    error in the thread is raised by the next `next()`. Leaving the `with` block, or `close`, ends the thread.
+    error in the thread is raised by the next `next()`. At the end of the block the thread ends, or is
+    abandoned if a dead file system blocks it, so that the process can end.
     """
+    ready: queue.SimpleQueue = queue.SimpleQueue()
+    room, closed, on_gpu = threading.Semaphore(ahead), threading.Event(), device.type == "cuda"
 
-    def __init__(self, read_rows: ReadRows, order: RowOrder, device: torch.device,
-                 count: Callable[[Batch], torch.Tensor], first_step: int = 0, ahead: int = 2):
-        self._read_rows, self._order, self._device, self._count = read_rows, order, device, count
-        self._ready: queue.SimpleQueue = queue.SimpleQueue()
-        self._room = threading.Semaphore(ahead)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._read_ahead, args=(first_step,), name="read-ahead",
-                                        daemon=True)
-        self._thread.start()
-
-    def _read_ahead(self, first_step: int) -> None:
+    def read_ahead() -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a new thread would use GPU 0, and memory there
+            if on_gpu:
+                torch.cuda.set_device(device)  # a new thread would use GPU 0, and memory there
             for step in itertools.count(first_step):
-                self._room.acquire()
-                if self._closed.is_set():
+                room.acquire()
+                if closed.is_set():
                     return
-                self._ready.put(self._read_step(step))
+                batches = [read_rows(rows) for rows in order.micro_batches(step)]
+                units = sum(int(count(batch)) for batch in batches)
+                ready.put(([batch.pin_memory() for batch in batches] if on_gpu else batches, units))
         except BaseException as error:  # of any kind: nobody must wait for a step that never comes
-            self._ready.put(error)
+            ready.put(error)
 
-    def _read_step(self, step: int) -> tuple[list[Batch], int]:
-        batches = [self._read_rows(rows) for rows in self._order.micro_batches(step)]
-        count = sum(int(self._count(batch)) for batch in batches)
-        return [batch.pin_memory() for batch in batches] if self._device.type == "cuda" else batches, count
+    def steps() -> Iterator[tuple[list[Batch], int]]:
+        while not isinstance(item := ready.get(), BaseException):
+            room.release()
+            batches, units = item
+            yield [batch.to(device) for batch in batches], units
+        raise item
 
-    def __iter__(self) -> Iterator[tuple[list[Batch], int]]:
-        return self
-
-    def __next__(self) -> tuple[list[Batch], int]:
-        assert not self._closed.is_set(), "the loader is closed"
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._ready.put(item)
-            raise item
-        self._room.release()
-        batches, count = item
-        return [batch.to(self._device) for batch in batches], count
-
-    def close(self) -> None:
-        """End the thread, or abandon it if a dead file system blocks it, so that the process can end."""
-        self._closed.set()
-        self._room.release()
-        self._thread.join(CLOSING_SECONDS)
-
-    def __enter__(self) -> "StepLoader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    thread = threading.Thread(target=read_ahead, name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        yield steps()
+    finally:
+        closed.set()
+        room.release()
+        thread.join(CLOSING_SECONDS)
 
 
 def validation_batches(read_rows: ReadRows, rows: int, micro_batch_size: int, device: torch.device,
@@ -707,9 +707,7 @@ def validation_batches(read_rows: ReadRows, rows: int, micro_batch_size: int, de
     targets, so that the sums over all ranks equal those of a single process.
     """
     batches_per_rank = -(-rows // (micro_batch_size * world_size))
-    for batch in range(rank * batches_per_rank, (rank + 1) * batches_per_rank):
-        first = batch * micro_batch_size
-        indices = np.arange(first, first + micro_batch_size)
-        real = max(0, min(rows - first, micro_batch_size))
-        read = read_rows(np.where(indices < rows, indices, 0))
-        yield (read if real == micro_batch_size else read.ignore_from(real)).to(device)
+    for number in range(rank * batches_per_rank, (rank + 1) * batches_per_rank):
+        indices = number * micro_batch_size + np.arange(micro_batch_size)
+        batch = read_rows(np.where(indices < rows, indices, 0))
+        yield (batch if indices[-1] < rows else batch.ignore_from(int((indices < rows).sum()))).to(device)

@@ -6,17 +6,32 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common.errors import DataError
 from common.files import write_json
-from data_pipeline.row_order import Phase, weight_units
 from data_pipeline.shards import MANIFEST, MIXTURE, first_fault, read_manifest
 
 LABEL_COLUMNS = 32
+WEIGHT_UNITS = 1 << 24  # in the sum of a phase's weights, so that a position times a weight is below 2^63
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class Phase(NamedTuple):
+    """A part of a run in which the sources of a mixture keep their weights."""
+
+    start: int  # its first position
+    weights: tuple[int, ...]  # of each source, as `weight_units` returns them
+
+
+def weight_units(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return weights as whole numbers with a sum of about WEIGHT_UNITS; none that is above 0 becomes 0."""
+    largest = max(weights)  # dividing first, as the sum of floats could overflow or vanish
+    total = sum(weight / largest for weight in weights)
+    return tuple(max(1, round(weight / largest / total * WEIGHT_UNITS)) if weight else 0
+                 for weight in weights)
 
 
 class Part(BaseModel, strict=True):

@@ -391,7 +391,7 @@ def check_ids(shard: Shard, start: int, ids: np.ndarray, vocab_size: int) -> Non
 
 
 def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, kind: str = "documents",
-                   minimum_tokens: int = 2, verification: Verification = Verification()) -> TokenSet:
+                   verification: Verification = Verification()) -> TokenSet:
     """Open one split of prepared data or of token files made by others.
 
     Sizes, headers and the tokenizer's hash are always checked, with one small read per file. `verification`
@@ -402,7 +402,6 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
             `.npy`), a glob of such files, or a folder of them.
         split: "train" or "validation"; files of others are chosen by `train` or `val` in their names.
         kind: of KINDS, what the data must hold; files of others hold documents.
-        minimum_tokens: what the caller needs, for instance one batch and one token.
     """
     assert split in SPLIT_WORDS and verification.mode in ("auto", "always", "never")
     try:
@@ -419,10 +418,6 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
             raise _unprepared(Path(path), f"holds no {MANIFEST} of {kind}", kind)
         token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
         allow_open_files(len(shards), token_set.folder)
-        if token_set.tokens < minimum_tokens:
-            smaller = "TOTAL_BATCH_SIZE" if split == "train" else "MAX_SEQ_LEN"
-            raise DataError(f"{path}: the {split} split has {token_set.tokens:,} tokens, but "
-                            f"{minimum_tokens:,} are needed; prepare more text, or lower {smaller}")
         _verify(token_set, verification)
     except OSError as error:
         raise DataError(f"{KINDS[kind][0]}={path}: {error.filename or path} cannot be read: "

@@ -20,9 +20,8 @@ from config import Config
 from data_pipeline.chats import show_segment
 from data_pipeline.mixture import describe_sources, is_mixture, read_mixture, source_facts
 from data_pipeline.prepare import describe_counts, names_of_sources, read_prepared
-from data_pipeline.row_order import rows_at
 from data_pipeline.shards import MANIFEST, MIXTURE, TokenizerFacts, TokenSet, prepared_folder
-from dataloaders import Batch, ExampleRows, MixedRows, Rows, open_mixture, open_set
+from dataloaders import Batch, ExampleRows, MixedRows, Rows, open_mixture, open_set, rows_at
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 

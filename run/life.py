@@ -33,17 +33,18 @@ from common import __version__
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
 from config import Config, is_plain_name
-from data_pipeline.row_order import RowOrder, permutation
 from dataloaders import (
     HeldOut,
     MixedRows,
+    RowOrder,
     Rows,
-    StepLoader,
     cache_of,
+    load_steps,
     map_parts,
     open_rows,
     parts_of,
     read_held_out,
+    rows_at,
     validation_batches,
 )
 from hellaswag_utils import ChoiceSet, read_choice_set
@@ -137,9 +138,9 @@ class Inputs:
         return np.flatnonzero(used).tolist()
 
     def training_batches(self, config: Config, ranks: Ranks, objective: Objective,
-                         first_step: int) -> StepLoader:
+                         first_step: int):
         """This rank's micro-batches of each step from `first_step` on, and the units in them."""
-        return StepLoader(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
+        return load_steps(self.rows, self.order(config, ranks), ranks.device, objective.count, first_step,
                           config.prefetch_steps)
 
     def validation_batches(self, config: Config, ranks: Ranks):
@@ -513,7 +514,7 @@ def rows_of_run(config: Config, rows: Rows, source: int) -> np.ndarray:
         count = int(rows.mixing.taken(np.array([count]))[source, 0])
     if count >= size:
         return np.arange(size)
-    return np.sort(permutation(size, config.seed, 0, source)(np.arange(count)))
+    return np.sort(rows_at(np.arange(count), size, config.seed, source))
 
 
 def validation_rows_of(config: Config, rows: Rows, source: int) -> np.ndarray:

@@ -42,9 +42,8 @@ from common.command_line import CommandParser
 from common.errors import run_script
 from common.files import write_json
 from config import Config
-from data_pipeline.row_order import rows_of_step
 from data_pipeline.shards import MANIFEST, Cache, SplitWriter, TokenizerFacts, Tokens, open_token_set
-from dataloaders import Batch, ExampleRows, TokenRows, open_example_set
+from dataloaders import Batch, ExampleRows, RowOrder, TokenRows, open_example_set
 from fused.head import IGNORE_INDEX
 from learn.objectives import DPO, Distillation, NextToken, frozen_logprobs, stored_reference
 from learn.optim import Optimizer
@@ -149,7 +148,7 @@ def token_count(rows: ExampleRows | TokenRows, indices: np.ndarray) -> int:
 def packed_steps(rows: ExampleRows | TokenRows, read=None) -> Steps:
     """Steps of packed rows in the order of a run; `read` returns the rows with what is stored about them."""
     for step in count():
-        indices = rows_of_step(step, ROWS_PER_STEP, len(rows), CONFIG.seed)
+        indices = RowOrder(len(rows), ROWS_PER_STEP, 1, CONFIG.seed).all_rows(step)
         yield [(read or rows)(indices)], token_count(rows, indices)
 
 
@@ -157,7 +156,7 @@ def padded_steps(chats: list[Example], micro_batches: int) -> Steps:
     """Steps of padded batches, with one chat a row."""
     size = EXAMPLES_PER_MICRO_BATCH
     for step in count():
-        order = rows_of_step(step, size * micro_batches, len(chats), CONFIG.seed)
+        order = RowOrder(len(chats), size * micro_batches, 1, CONFIG.seed).all_rows(step)
         drawn = [chats[number] for number in order]
         batches = [padded_batch(drawn[first:first + size]) for first in range(0, len(drawn), size)]
         yield batches, sum(len(prompt) + len(answer) for prompt, answer in drawn)
@@ -383,7 +382,8 @@ def dpo(folder: Path) -> Group:
 def distillation(folder: Path) -> Group:
     """Pretraining rows without a teacher, with a live one of the same shape, and with its stored outputs."""
     rows, teacher = document_rows(folder / "documents"), LlamaTeacher(new_model(seed=2), VOCAB)
-    orders = [rows_of_step(step, ROWS_PER_STEP, len(rows), CONFIG.seed) for step in range(STORED_STEPS)]
+    order = RowOrder(len(rows), ROWS_PER_STEP, 1, CONFIG.seed)
+    orders = [order.all_rows(step) for step in range(STORED_STEPS)]
     wanted = np.unique(np.concatenate(orders))
     with StopSignals() as signals:
         outputs = OutputStore(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))

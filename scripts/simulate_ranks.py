@@ -64,7 +64,7 @@ def cost_of_a_job(config, tasks, idle_seconds: float, folder: Path) -> Seconds:
 
     import hellaswag_utils
     from checkpoint import store
-    from data_pipeline.row_order import RowOrder
+    from dataloaders import RowOrder
     from evaluation import during_run
     from parallel.ranks import RunContext, StopSignals, joined_ranks
     from run import life

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.row_order import RowOrder, permutation, rows_of_step
 from data_pipeline.shards import (
     HEADER_BYTES,
     Shard,
@@ -18,7 +17,7 @@ from data_pipeline.shards import (
     header_bytes,
     open_token_set,
 )
-from dataloaders import Batch, StepLoader, TokenRows, number_documents, validation_batches
+from dataloaders import Batch, RowOrder, TokenRows, load_steps, permute, validation_batches
 from fused.head import IGNORE_INDEX
 
 CPU = torch.device("cpu")
@@ -29,20 +28,20 @@ CPU = torch.device("cpu")
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(n, seed, epoch):
-    assert sorted(permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
+    assert sorted(permute(np.arange(n), n, seed, epoch).tolist()) == list(range(n))
 
 
 @settings(max_examples=30)
 @given(n=st.integers(10**10, 2**59), seed=st.integers(0, 2**31))
 def test_permutation_of_ten_billion_rows_and_more_stays_inside_without_repeats(n, seed):
     positions = np.concatenate([np.arange(1000), np.arange(n - 1000, n)])
-    rows = permutation(n, seed, 3)(positions)
+    rows = permute(positions, n, seed, 3)
     assert rows.dtype == np.int64 and len(set(rows.tolist())) == 2000 and rows.min() >= 0 and rows.max() < n
 
 
 def test_permutation_of_ten_billion_rows_is_made_without_memory():
     tracemalloc.start()
-    rows = permutation(10**10, 1, 0)(np.arange(10**10 - 64, 10**10))
+    rows = permute(np.arange(10**10 - 64, 10**10), 10**10, 1, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(set(rows.tolist())) == 64 and peak < 1 << 20
@@ -51,7 +50,7 @@ def test_permutation_of_ten_billion_rows_is_made_without_memory():
 @pytest.mark.parametrize("n", [1000, 10**10])
 def test_seeds_and_epochs_give_unrelated_orders(n):
     positions = np.arange(1000)
-    orders = [permutation(n, seed, epoch)(positions) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    orders = [permute(positions, n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))]
     for index, one in enumerate(orders):
         assert (one == positions).sum() < 10
         for other in orders[:index]:
@@ -65,7 +64,7 @@ def chi_squared(counts):
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 10, 17])
 def test_every_position_goes_everywhere_equally_often(n):
     trials = 1000
-    rows = np.stack([permutation(n, seed, 0)(np.arange(n)) for seed in range(trials)])
+    rows = np.stack([permute(np.arange(n), n, seed, 0) for seed in range(trials)])
     for position in range(n):
         spread = chi_squared(np.bincount(rows[:, position], minlength=n))
         assert spread < n - 1 + 6 * np.sqrt(2 * (n - 1)), (position, spread)
@@ -73,7 +72,7 @@ def test_every_position_goes_everywhere_equally_often(n):
 
 def test_the_order_looks_random():
     n = 200_000
-    rows = permutation(n, 5, 2)(np.arange(n))
+    rows = permute(np.arange(n), n, 5, 2)
     assert abs(np.corrcoef(np.arange(n), rows)[0, 1]) < 0.02
     assert abs(np.corrcoef(rows[:-1], rows[1:])[0, 1]) < 0.02
     for part in rows.reshape(20, -1):  # every part of the epoch samples the whole set
@@ -82,15 +81,15 @@ def test_the_order_looks_random():
 
 @given(n=st.integers(1, 60), rows_per_step=st.integers(1, 150))
 def test_each_row_comes_once_an_epoch(n, rows_per_step):
-    steps = -(-3 * n // rows_per_step)
-    read = np.concatenate([rows_of_step(step, rows_per_step, n, 9) for step in range(steps)])[:3 * n].reshape(3, n)
+    order = RowOrder(n, rows_per_step, 1, 9)
+    read = np.concatenate([order.all_rows(step) for step in range(-(-3 * n // rows_per_step))])[:3 * n].reshape(3, n)
     assert (np.sort(read) == np.arange(n)).all()
 
 
 def test_the_first_rows_of_each_step_stay_as_they_are():
     """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
-    assert rows_of_step(0, 8, 1000, 1337).tolist() == [556, 552, 14, 70, 902, 759, 330, 958]
-    assert rows_of_step(10**6, 4, 10**10, 1337).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
+    assert RowOrder(1000, 8, 1, 1337).all_rows(0).tolist() == [556, 552, 14, 70, 902, 759, 330, 958]
+    assert RowOrder(10**10, 4, 1, 1337).all_rows(10**6).tolist() == [4890105082, 5250760444, 7419930486, 2727345790]
 
 
 # The content of rows
@@ -137,7 +136,8 @@ def test_documents_are_numbered_from_one_at_each_start():
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_document_numbers_equal_a_naive_count(ids):
     expected = [[1 + sum(token == 0 for token in row[1:end + 1]) for end in range(6)] for row in ids]
-    assert number_documents(np.array(ids), 0).tolist() == expected
+    rows = TokenRows(token_set(sum(ids, []) + [0]), 6, document_start_id=0)
+    assert rows(np.arange(len(ids))).document_ids_BT.tolist() == expected
 
 
 def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path):
@@ -150,7 +150,7 @@ def test_a_billion_tokens_are_opened_at_their_end_without_reading_them(tmp_path)
     tracemalloc.start()
     rows = TokenRows(open_token_set(tmp_path, "train", TokenizerFacts(5), verification=Verification("never")), 1024)
     order = RowOrder(len(rows), 512, 8, 1, rank=3, world_size=4)
-    with StepLoader(rows, order, CPU, count_targets, first_step=len(rows) // 512) as loader:
+    with load_steps(rows, order, CPU, count_targets, first_step=len(rows) // 512) as loader:
         assert next(loader)[0][0].tokens_BT.shape == (8, 1024)
     assert rows.token_set.read(tokens - 4, 4).tolist() == [1, 2, 3, 4]
     peak = tracemalloc.get_traced_memory()[1]
@@ -179,16 +179,16 @@ def first_steps(loader, count):
 
 
 def test_loading_from_any_step_is_skipping_to_it():
-    with StepLoader(identity_rows, ORDER, CPU, count_targets) as loader:
+    with load_steps(identity_rows, ORDER, CPU, count_targets) as loader:
         all_steps = first_steps(loader, 15)
     assert all_steps == [ORDER.micro_batches(step).tolist() for step in range(15)]
     for first in range(12):
-        with StepLoader(identity_rows, ORDER, CPU, count_targets, first_step=first) as loader:
+        with load_steps(identity_rows, ORDER, CPU, count_targets, first_step=first) as loader:
             assert first_steps(loader, 3) == all_steps[first:first + 3]
 
 
 def test_a_step_comes_with_what_is_counted_in_it():
-    with StepLoader(identity_rows, ORDER, CPU, lambda batch: batch.tokens_BT[:, 0].sum()) as loader:
+    with load_steps(identity_rows, ORDER, CPU, lambda batch: batch.tokens_BT[:, 0].sum()) as loader:
         for step in range(6):
             batches, count = next(loader)
             assert count == ORDER.micro_batches(step).sum() and isinstance(count, int) and len(batches) == 2
@@ -200,16 +200,14 @@ def read_ahead_threads():
 
 def test_the_thread_reads_no_further_than_it_may_and_ends_on_closing():
     calls = []
-    loader = StepLoader(lambda rows: calls.append(rows) or identity_rows(rows), ORDER, CPU, count_targets, ahead=3)
-    next(loader)
-    deadline = time.monotonic() + 10
-    while len(calls) < 8 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    time.sleep(0.05)
-    assert len(calls) == 8  # the returned step and three ahead, of two micro-batches each
-    assert read_ahead_threads()
-    loader.close()
-    loader.close()
+    with load_steps(lambda rows: calls.append(rows) or identity_rows(rows), ORDER, CPU, count_targets, ahead=3) as loader:
+        next(loader)
+        deadline = time.monotonic() + 10
+        while len(calls) < 8 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05)
+        assert len(calls) == 8  # the returned step and three ahead, of two micro-batches each
+        assert read_ahead_threads()
     assert not read_ahead_threads()
 
 
@@ -219,16 +217,15 @@ def test_an_error_in_the_thread_reaches_whoever_asks():
             raise OSError("the disk is gone")
         return identity_rows(rows)
 
-    with StepLoader(fail_at_second_step, ORDER, CPU, count_targets) as loader:
+    with load_steps(fail_at_second_step, ORDER, CPU, count_targets) as loader:
         next(loader)
-        for _ in range(2):
-            with pytest.raises(OSError, match="the disk is gone"):
-                next(loader)
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(loader)
     assert not read_ahead_threads()
 
 
 def test_leaving_by_an_error_ends_the_thread():
-    with pytest.raises(KeyError), StepLoader(identity_rows, ORDER, CPU, count_targets):
+    with pytest.raises(KeyError), load_steps(identity_rows, ORDER, CPU, count_targets):
         raise KeyError
     assert not read_ahead_threads()
 
@@ -236,7 +233,7 @@ def test_leaving_by_an_error_ends_the_thread():
 def test_a_reader_that_hangs_does_not_keep_the_loader_open(monkeypatch):
     monkeypatch.setattr("dataloaders.CLOSING_SECONDS", 0.05)
     release = threading.Event()
-    with StepLoader(lambda rows: release.wait(60), ORDER, CPU, count_targets):
+    with load_steps(lambda rows: release.wait(60), ORDER, CPU, count_targets):
         pass
     assert read_ahead_threads()
     release.set()
@@ -264,7 +261,7 @@ def test_validation_is_the_same_sum_at_any_number_of_ranks(rows):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_arrive_on_the_gpu():
     device = torch.device("cuda", 0)
-    with StepLoader(identity_rows, ORDER, device, count_targets) as loader:
+    with load_steps(identity_rows, ORDER, device, count_targets) as loader:
         for step in range(20):
             batches, count = next(loader)
             assert count == 18 and all(batch.targets_BT.device == device for batch in batches)

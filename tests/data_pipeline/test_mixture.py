@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 import data_pipeline.prepare as preparation
 from common.errors import DataError, SettingsError
 from config import Config
-from data_pipeline.mixture import Mixture, describe_sources, read_mixture, source_facts
+from data_pipeline.mixture import Mixture, Phase, describe_sources, read_mixture, source_facts, weight_units
 from data_pipeline.prepare import DOCUMENTS, PreparationOptions, PreparationPlan
-from data_pipeline.row_order import Mixing, Phase, RowOrder, rows_of_step, weight_units
 from data_pipeline.sources import Source
 from data_preparation_utils import describe, prepare_mixture, read_mix
-from dataloaders import Batch, join, open_rows
+from dataloaders import Batch, Mixing, RowOrder, join, open_rows
 from run.life import read_inputs, rows_of_run
 from tokenizer import load_tokenizer
 
@@ -75,7 +74,7 @@ def test_a_source_gives_all_its_rows_once_before_it_repeats_one(mixing, seed):
 def test_a_mixture_of_one_source_is_the_plain_order():
     mixing = Mixing((37,), (Phase(0, weight_units([3])),))
     for step in range(20):
-        assert mixing.rows_at(np.arange(step * 8, step * 8 + 8), 5).tolist() == rows_of_step(step, 8, 37, 5).tolist()
+        assert mixing.rows_at(np.arange(step * 8, step * 8 + 8), 5).tolist() == RowOrder(37, 8, 1, 5).all_rows(step).tolist()
 
 
 def test_two_sources_of_one_size_have_different_orders():

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from checkpoint import store
 from common.errors import CheckpointError, DataError
-from data_pipeline.row_order import RowOrder, rows_of_step
 from data_pipeline.shards import (
     MANIFEST,
     ShardWriter,
@@ -27,7 +26,7 @@ from data_pipeline.shards import (
     open_token_set,
 )
 from data_pipeline.sources import Reading, Source, flaw_of, read_texts
-from dataloaders import pack
+from dataloaders import RowOrder, pack
 
 fewer = settings(max_examples=40)
 any_text = st.text(st.characters(), max_size=12)  # lone surrogates and NUL among it
@@ -169,7 +168,7 @@ def test_examples_fill_rows_no_worse_than_first_fit(seed, count, capacity, centr
        step=st.integers(0, 10**6), world_sizes=st.permutations([1, 2, 3, 4, 8]))
 def test_the_ranks_of_any_world_size_share_the_same_rows_of_a_step(n_rows, micro, accumulation, seed, step, world_sizes):
     rows_per_step = 24 * micro * accumulation
-    expected = rows_of_step(step, rows_per_step, n_rows, seed)
+    expected = RowOrder(n_rows, rows_per_step, 1, seed).all_rows(step)
     for world_size in world_sizes[:2]:
         shares = [RowOrder(n_rows, rows_per_step, micro, seed, rank, world_size).micro_batches(step)
                   for rank in range(world_size)]
@@ -214,7 +213,7 @@ def test_any_ids_are_read_back_as_they_were_written(set_folder, token_set, shard
     chunks, vocab_size = token_set
     ids = sum(chunks, [])
     folder = write_set(set_folder, chunks, shard_tokens, vocab_size)
-    opened = open_token_set(folder, "train", TokenizerFacts(vocab_size), minimum_tokens=1, verification=Verification("always"))
+    opened = open_token_set(folder, "train", TokenizerFacts(vocab_size), verification=Verification("always"))
     assert [shard.tokens for shard in opened.shards[:-1]] == [shard_tokens] * (len(opened.shards) - 1)
     assert opened.read(0, opened.tokens).tolist() == np.concatenate([*opened.blocks()]).tolist() == ids
     start = data.draw(st.integers(0, len(ids)))
@@ -230,7 +229,7 @@ def test_any_flipped_bit_of_any_shard_is_found(set_folder, token_set, shard_toke
     path = dice.choice(sorted(folder.glob("*.bin")))
     flip_bit(path, dice)
     with pytest.raises(DataError, match=path.name):
-        open_token_set(folder, "train", TokenizerFacts(token_set[1]), minimum_tokens=1, verification=Verification("always"))
+        open_token_set(folder, "train", TokenizerFacts(token_set[1]), verification=Verification("always"))
 
 
 # Checkpoints

@@ -44,9 +44,9 @@ def prepare(folder, vocab_size=VOCABULARY, dtype="uint16", **splits):
     return folder
 
 
-def open_train(path, verify="auto", minimum_tokens=2, **changes):
+def open_train(path, verify="auto", **changes):
     tokenizer = TokenizerFacts(**{"vocab_size": VOCABULARY, "sha256": TOKENIZER} | changes)
-    return open_token_set(path, "train", tokenizer, minimum_tokens=minimum_tokens, verification=Verification(verify))
+    return open_token_set(path, "train", tokenizer, verification=Verification(verify))
 
 
 @pytest.fixture
@@ -145,12 +145,6 @@ def test_the_place_of_an_id_beyond_the_vocabulary_in_a_long_file(tmp_path, monke
     write_llmc(tmp_path / "train.bin", ids)
     with pytest.raises(DataError, match=r"token 333 \(byte 1690\) has id 60"):
         open_train(tmp_path, vocab_size=60)
-
-
-def test_too_few_tokens_are_refused_with_the_number_needed(prepared):
-    assert open_train(prepared, minimum_tokens=52).tokens == 52
-    with pytest.raises(DataError, match="has 52 tokens, but 53 are needed.*TOTAL_BATCH_SIZE"):
-        open_train(prepared, minimum_tokens=53)
 
 
 # Verification is remembered

@@ -26,8 +26,8 @@ from factories import (
 
 import debug.replay
 from common.errors import CheckpointError, PaddockError, SettingsError
-from data_pipeline.row_order import rows_of_step
 from data_preparation_utils import PreparationOptions, prepare_set
+from dataloaders import RowOrder
 from debug.replay import read_settings, replay
 from model_utils import build_model
 from run import folder as run_folder
@@ -190,7 +190,7 @@ def place_of(prepared: Prepared, token: int) -> str:
 def seed_for(row: int, tokens: int, steps: range) -> tuple[int, int]:
     """A seed with which the row is read in one of these steps (from 1), and in which."""
     rows = (tokens - 1) // ROW_TOKENS
-    return next((seed, step) for seed in range(1000) for step in steps if row in rows_of_step(step - 1, 8, rows, seed))
+    return next((seed, step) for seed in range(1000) for step in steps if row in RowOrder(rows, 8, 1, seed).all_rows(step - 1))
 
 
 def noise_row(prepared: Prepared) -> tuple[int, np.ndarray]:

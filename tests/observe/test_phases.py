@@ -12,7 +12,7 @@ import torch
 from factories import UNMEASURED
 
 from common.heartbeat import HEARTBEAT
-from dataloaders import StepLoader
+from dataloaders import RowOrder
 from learn.objectives import NextToken
 from observe import phases
 from observe.phases import COMPARED, Phases, SlowRanks, median_of_others
@@ -255,7 +255,7 @@ def sleepy() -> None:
         setattr(module, name, delayed)
 
     plant(NextToken, "loss_sum", lambda: SLOW_FORWARD if rank == 1 else FORWARD)
-    plant(StepLoader, "_read_step", lambda: SLOW_READ * (rank == 2))
+    plant(RowOrder, "micro_batches", lambda: SLOW_READ * (rank == 2))
     plant(life, "write_checkpoint", lambda: SLOW_SAVE * (rank == 3))
 
 

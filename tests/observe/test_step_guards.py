@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import train
 from checkpoint import store
-from data_pipeline.row_order import rows_of_step
 from data_pipeline.shards import open_token_set
+from dataloaders import RowOrder
 from learn import objectives
 from observe import guards
 from report.data import RunReader
@@ -35,7 +35,7 @@ def test_the_ledger_has_each_step_with_its_rows_loss_and_norm(whole, prepared):
     entries = whole.lines("ledger")
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
     for entry in entries:
-        rows = rows_of_step(entry["step"] - 1, 8, (tokens - 1) // 32, seed=1337)
+        rows = RowOrder((tokens - 1) // 32, 8, 1, seed=1337).all_rows(entry["step"] - 1)
         assert entry["rows_crc32"] == f"{zlib.crc32(rows.astype('<i8').tobytes()):08x}"
         assert entry["loss"] == whole.column("train_loss")[entry["step"]] and entry["updated"]
         assert entry["grad_norm"] == whole.column("grad_norm")[entry["step"]]

@@ -17,7 +17,6 @@ from typing import Optional
 import pytest
 from factories import PATIENCE, UNMEASURED, TinyRun, main_with, prepare_stages, start
 
-import dataloaders
 import model_utils
 import train
 from checkpoint import store
@@ -134,12 +133,8 @@ def forget_optimizer() -> None:
 
 
 def shift_rows() -> None:
-    original = dataloaders.StepLoader.__init__
-
-    def init(self, read_rows, order, device, count, first_step=0, ahead=2):
-        original(self, read_rows, order, device, count, first_step + (first_step > 0), ahead)
-
-    dataloaders.StepLoader.__init__ = init
+    original = life.load_steps
+    life.load_steps = lambda rows, order, device, count, first, ahead: original(rows, order, device, count, first + (first > 0), ahead)
 
 
 def begin_anew() -> None:

@@ -82,7 +82,7 @@ SHARDS = group(
     dangling=(instead(SHARD, lambda name: os.symlink("nowhere", name)), "is missing"),
     held_out=(cut("set/validation-00000.bin", -2), "validation-00000.bin: is cut short"),
     another_tokenizer=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[:-1])), "made with another tokenizer"),
-    too_few=(env(TOTAL_BATCH_SIZE=65536), "has 3,960 tokens, but 65,537 are needed"),
+    too_few=(env(TOTAL_BATCH_SIZE=65536), "its 3,960 tokens fill .* but a step reads"),
     set_missing=(gone("set"), "set: no such file or folder"), set_loop=(instead("set", loop), "set: no such file"),
     set_pipe=(instead("set", os.mkfifo), "set: no such file"), set_empty=(instead("set", os.mkdir), "holds neither manifest"),
     set_text=(instead("set", lambda name: Path(name).write_text("x")), "call it .txt or .jsonl, and prepare it"),
