@@ -44,7 +44,6 @@ from model import SHARED_PREFIX, Transformer
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits, unpacked; HellaSwag's have 3 kB and 13 MB
 HELLASWAG = "HELLASWAG_PATH="  # the setting of its file; those of other sets are less strict
-NAME_ANOTHER = "name a file in HellaSwag's schema"
 
 
 class Item(NamedTuple):
@@ -85,25 +84,18 @@ class ChoiceSet(NamedTuple):
         return {f"{self.name}_{metric}": value for metric, value in values.items()}
 
 
-# ------------------------------------------------------------------------------------------- items
-
-
 def read_choice_set(named: EvalTask, tokenizer, config: Config) -> ChoiceSet:
-    """Return the first HELLASWAG_EXAMPLES items of a file, in tokens. Raises DataError."""
+    """Return the first HELLASWAG_EXAMPLES items of a file, in tokens."""
     items = read_items(named.path, named.setting)[:config.hellaswag_examples or None]
     chance = sum(1 / len(item.endings) for item in items) / len(items)
     wording = json.dumps([item[1:] for item in items]).encode()
-    tasks = prepare_tasks(items, tokenizer, config.max_seq_len)
+    tasks = [prepare_task(item, tokenizer, config.max_seq_len) for item in items]
     return ChoiceSet(named.name, named.title, tasks, chance, hashlib.sha256(wording).hexdigest())
 
 
 def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
-    """Return all items of a .jsonl or .jsonl.gz file in HellaSwag's schema.
-
-    Args:
-        setting: what names the file.
-    """
-    items, left, advice = [], FILE_BYTES, NAME_ANOTHER
+    """Return all items of a .jsonl or .jsonl.gz file in HellaSwag's schema, which `setting` names."""
+    items, left, advice = [], FILE_BYTES, "name a file in HellaSwag's schema"
     if setting == HELLASWAG:
         advice = f"get it with {command('scripts/load_hellaswag_dataset.py')}"
     try:
@@ -126,8 +118,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
 def parse_item(line: bytes, where: str, of_hellaswag: bool = True) -> Item:
     """Return a line of the file as an item, worded as the harness does.
 
-    Args:
-        of_hellaswag: it must have four endings and an activity; other sets have 2 to 16, and may have none.
+    HellaSwag's have four endings and an activity; those of other sets have 2 to 16, and may have none.
     """
     def invalid(what: str) -> DataError:
         return DataError(f"{where}: {what}; correct the line, or remove it")
@@ -167,16 +158,8 @@ def clean(text: str) -> str:
     return without_marks.replace("  ", " ")
 
 
-# ------------------------------------------------------------------------------------------ tokens
-
-
-def prepare_tasks(items: Sequence[Item], tokenizer, max_seq_len: int) -> list[Task]:
-    """Return the items in tokens. A context that is too long loses its beginning."""
-    return [prepare_task(item, tokenizer, max_seq_len) for item in items]
-
-
 def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
-    """Return an item in tokens. Raises DataError like `prepare_tasks`."""
+    """Return an item in tokens. A context that is too long loses its beginning."""
     # A token that spans the border belongs to the ending. Source: lm-evaluation-harness, `_encode_pair`.
     context_ids = tokenizer.encode(item.context.rstrip())
     endings = [tokenizer.encode(f"{item.context} {ending}")[len(context_ids):] for ending in item.endings]
@@ -201,9 +184,6 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
         documents += [number] * (len(head) + len(ending) - 1)
     as_int32 = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
     return Task(*as_int32, [*map(len, endings)], [*map(len, item.endings)], item.label)
-
-
-# ------------------------------------------------------------------------------------------ scores
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
@@ -264,11 +244,3 @@ def evaluate_batches(model: Transformer, tasks: Sequence[Task], *, rank: int = 0
             yield (indices, correct_B2) if number < len(batches) else ([], correct_B2[:0])
     finally:
         model.train(was_training)
-
-
-def evaluate(model: Transformer, tasks: Sequence[Task], **how) -> np.ndarray:
-    """Return which tasks are answered right, (N, 2) bool as of `evaluate_batches`, in one process."""
-    correct_N2 = np.zeros((len(tasks), 2), bool)
-    for indices, correct_B2 in evaluate_batches(model, tasks, **how):
-        correct_N2[indices] = correct_B2
-    return correct_N2

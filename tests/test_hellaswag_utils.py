@@ -15,12 +15,11 @@ from common.errors import DataError
 from config import ModelConfig
 from hellaswag_utils import (
     ChoiceSet,
+    Task,
     batches_of,
     ending_logprobs,
-    evaluate,
     evaluate_batches,
     prepare_task,
-    prepare_tasks,
     read_items,
 )
 from model import Transformer
@@ -78,7 +77,16 @@ def items(records, tmp_path_factory):
     return read_items(write(tmp_path_factory.mktemp("items") / "made.jsonl", records))
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+def prepared(items, tokenizer, max_seq_len: int = MAX_SEQ_LEN) -> list[Task]:
+    return [prepare_task(item, tokenizer, max_seq_len) for item in items]
+
+
+def evaluate(model, tasks, batch_tokens: int) -> np.ndarray:
+    """Which tasks one process answers right, (N, 2)."""
+    correct_N2 = np.zeros((len(tasks), 2), bool)
+    for indices, correct_B2 in evaluate_batches(model, tasks, device=CPU, batch_tokens=batch_tokens):
+        correct_N2[indices] = correct_B2
+    return correct_N2
 
 
 def test_files_are_read_plain_and_compressed(tmp_path):
@@ -94,12 +102,9 @@ def test_files_are_read_plain_and_compressed(tmp_path):
         assert first.context == "Canoeing: A man paddles. he", "a ctx is taken as it stands"
         assert first.endings == ["falls.", "sings loudly.", "swims.", "rests."]
         assert (first.label, first.where) == (3, f"{path}:1") and second.where.startswith(f"{path}:")
-
-
-def test_two_part_contexts_and_string_labels_are_read_as_the_hub_has_them(tmp_path):
-    record = {"activity_label": "Sailing", "ctx_a": "Step one. [title] Go.", "ctx_b": "the Man", "ctx": "unused", "label": "0",
-              "endings": ["a", "b", "c", "d"]}
-    (item,) = read_items(write(tmp_path / "a.jsonl", [record]))
+    # In two parts, and with a label that is text, as the hub has them.
+    record |= {"activity_label": "Sailing", "ctx_a": "Step one. [title] Go.", "ctx_b": "the Man", "ctx": "unused", "label": "0"}
+    (item,) = read_items(write(plain, [record]))
     assert item.context == "Sailing: Step one.. Go. The man" and item.label == 0
 
 
@@ -163,9 +168,6 @@ def test_files_without_items_are_refused(tmp_path):
             read_items(tmp_path / name)
 
 
-# ------------------------------------------------------------------------------------------------------------------ scoring
-
-
 def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len: int) -> float:
     """The ending's log-probability in a row of its own, from plain logits."""
     row = (context + ending)[-(max_seq_len + 1):]
@@ -177,7 +179,7 @@ def alone(model: Transformer, context: list[int], ending: list[int], max_seq_len
 @pytest.mark.parametrize("max_seq_len", [MAX_SEQ_LEN, 64, 48])
 def test_endings_score_as_if_each_stood_alone(model, tokenizer, items, max_seq_len):
     """With the context whole, and with contexts that lose their beginning in some items or in all."""
-    tasks = prepare_tasks(items[:12], tokenizer, max_seq_len)
+    tasks = prepared(items[:12], tokenizer, max_seq_len)
     batches = [[tasks[index] for index in batch] for batch in batches_of(tasks, 2000)]
     got = np.concatenate([ending_logprobs(model, batch, CPU) for batch in batches])
     expected = {}
@@ -189,15 +191,12 @@ def test_endings_score_as_if_each_stood_alone(model, tokenizer, items, max_seq_l
     np.testing.assert_allclose(got, [expected[key] for key in order], atol=2e-4)
 
 
-def test_the_context_is_run_once(tokenizer, items):
-    task = prepare_task(items[0], tokenizer, MAX_SEQ_LEN)
-    context = len(tokenizer.encode(items[0].context)) + 1
+def test_an_ending_that_does_not_fit_is_named_and_the_context_is_run_once(tokenizer, items):
+    context = len(tokenizer.encode(items[3].context.rstrip())) + 1
+    task = prepare_task(items[3], tokenizer, MAX_SEQ_LEN)
     assert len(task.tokens_T) == context - 1 + sum(task.ending_tokens)
     assert int((task.targets_T >= 0).sum()) == sum(task.ending_tokens)
-
-
-def test_an_ending_that_does_not_fit_is_named(tokenizer, items):
-    longest = max(prepare_task(items[3], tokenizer, MAX_SEQ_LEN).ending_tokens)
+    longest = max(task.ending_tokens)
     prepare_task(items[3], tokenizer, longest)
     expected = rf"made.jsonl:4: an ending of {longest} tokens does not fit into MAX_SEQ_LEN={longest - 1}"
     with pytest.raises(DataError, match=expected):
@@ -207,13 +206,13 @@ def test_an_ending_that_does_not_fit_is_named(tokenizer, items):
 def test_items_with_other_numbers_of_endings_share_a_batch(model, tokenizer, items):
     """Cut to 2, 3 or 4 endings, in one batch with whole items: each ending scores as it did."""
     cut = [item._replace(endings=item.endings[:2 + number % 3], label=0) for number, item in enumerate(items[:9])]
-    whole, some = (prepare_tasks(part, tokenizer, MAX_SEQ_LEN) for part in (items[:9], cut))
+    whole, some = (prepared(part, tokenizer) for part in (items[:9], cut))
     expected, got = ending_logprobs(model, whole, CPU), ending_logprobs(model, some, CPU)
     for number, item in enumerate(cut):
         count = len(item.endings)
         np.testing.assert_allclose(got[number, :count], expected[number, :count], atol=2e-4)
         assert np.all(np.isneginf(got[number, count:]))
-    answers = evaluate(model, some, device=CPU, batch_tokens=10**6)
+    answers = evaluate(model, some, 10**6)
     lengths = np.array([[len(ending) for ending in item.endings] for item in items[:9]])
     for number, item in enumerate(cut):
         scores = expected[number, :len(item.endings)]
@@ -222,8 +221,8 @@ def test_items_with_other_numbers_of_endings_share_a_batch(model, tokenizer, ite
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 40])
 def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, world_size):
-    tasks = prepare_tasks(items[:23], tokenizer, MAX_SEQ_LEN)
-    one = evaluate(model, tasks, device=CPU, batch_tokens=1500)
+    tasks = prepared(items[:23], tokenizer)
+    one = evaluate(model, tasks, 1500)
     together, forwards, answered = np.zeros((23, 2), int), [], []
     for rank in range(world_size):
         parts = list(evaluate_batches(model, tasks, rank=rank, world_size=world_size, device=CPU, batch_tokens=1500))
@@ -236,7 +235,7 @@ def test_ranks_together_count_what_one_process_counts(model, tokenizer, items, w
 
 
 def test_batches_keep_the_budget_and_lose_nothing(tokenizer, items):
-    tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
+    tasks = prepared(items, tokenizer)
     for budget in (64, 700, 5000):
         batches = batches_of(tasks, budget)
         assert sorted(index for batch in batches for index in batch) == list(range(len(tasks)))
@@ -245,7 +244,7 @@ def test_batches_keep_the_budget_and_lose_nothing(tokenizer, items):
 
 def test_the_caller_can_stop_between_batches(model, tokenizer, items):
     model.train()
-    batches = evaluate_batches(model, prepare_tasks(items[:8], tokenizer, MAX_SEQ_LEN), device=CPU, batch_tokens=400)
+    batches = evaluate_batches(model, prepared(items[:8], tokenizer), device=CPU, batch_tokens=400)
     assert len(next(batches)[0]) > 0 and not model.training
     assert torch.is_grad_enabled()
     batches.close()
@@ -257,9 +256,6 @@ def test_answers_give_accuracy_and_its_error():
     assert ChoiceSet("arc", "ARC", [], 0.3, "").metrics(correct_N2) == {
         "arc_acc": 0.4, "arc_acc_norm": 0.5, "arc_n": 10, "arc_chance": 0.3,
         "arc_stderr": pytest.approx(np.std([1] * 4 + [0] * 6, ddof=1) / np.sqrt(10))}
-
-
-# ---------------------------------------------------------------------------------------------------- lm-evaluation-harness
 
 
 @pytest.fixture(scope="module")
@@ -290,10 +286,10 @@ def harness(model, tokenizer, tmp_path_factory):
 
 
 def assert_equal_judgement(judged, model, tokenizer, items) -> None:
-    tasks = prepare_tasks(items, tokenizer, MAX_SEQ_LEN)
+    tasks = prepared(items, tokenizer)
     for (_, _, logprobs), task in zip(judged, tasks, strict=True):
         np.testing.assert_allclose(ending_logprobs(model, [task], CPU)[0], logprobs, atol=1e-3)
-    correct_N2 = evaluate(model, tasks, device=CPU, batch_tokens=4000)
+    correct_N2 = evaluate(model, tasks, 4000)
     assert correct_N2.tolist() == [[bool(acc), bool(acc_norm)] for acc, acc_norm, _ in judged]
     assert correct_N2[:, 0].sum() != correct_N2[:, 1].sum(), "else a confusion of the two would not show"
 
