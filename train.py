@@ -45,8 +45,9 @@ from observe.profile import Measurements
 from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
 from parallel.ranks import Interrupted, classify_exception, stop_watchdog
 from run import diagnostics
-from run.life import Run, StepResult, begin, how_to_resume, keep_settings, open_run, save_checkpoint
+from run.life import Run, StepResult, how_to_resume, record_settings, save_checkpoint, start_writing
 from run.log import console_line
+from run.start import open_run
 from run.trackers import abandoning_trackers
 
 
@@ -83,7 +84,7 @@ def train(loaded: Loaded) -> int:
     try:
         with open_run(loaded) as run:
             check.print_overview(run)
-            begin(run)
+            start_writing(run)
             HEARTBEAT.enter("data", run.progress.step + 1)
             with Measurements(run) as measured:
                 code = train_loop(run, measured)
@@ -120,7 +121,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
 
                 # Before the step counts: the ledger, and whether it may count.
                 if progress.step == first:
-                    keep_settings(run)
+                    record_settings(run)
                 append_ledger(run, result)
                 if not result.finite:
                     recheck_locally = partial(own_part_is_finite, run, batches, result.count)

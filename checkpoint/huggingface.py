@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from checkpoint.schema import GONE
+from checkpoint.manifest import GONE
 from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import read_plain
@@ -368,8 +368,11 @@ def model_settings_from_huggingface(config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelConfig,
-                      tokenizer, max_seq_len: int) -> None:
-    """Write a Hugging Face model folder: config.json, generation_config.json, weights and tokenizer files."""
+                      tokenizer, max_seq_len: int) -> dict[str, str]:
+    """Write a Hugging Face model folder: config.json, generation_config.json, weights and tokenizer files.
+
+    Returns the SHA-256 of the files with the weights.
+    """
     folder = Path(folder)
     tensors = to_huggingface(state_dict, model_config, tokenizer.vocab_size)
     config = huggingface_config(model_config, tokenizer.vocab_size, max_seq_len, tokenizer.bos_id,
@@ -377,15 +380,19 @@ def save_model_folder(folder: Path, state_dict: Mapping[str, Tensor | LazyTensor
     ends = [tokenizer.eos_id] + [tokenizer.eot_id] * (tokenizer.eot_id != tokenizer.eos_id)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
     ids = {name: value for name, value in ids.items() if value is not None}
-    save_weights(folder, tensors)
+    hashes = save_weights(folder, tensors)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", ids)
     tokenizer.save_huggingface(folder)
+    return hashes
 
 
 def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
-                 max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """Write tensors as model.safetensors, or several files if one would be too large, with an index."""
+                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, str]:
+    """Write tensors as model.safetensors, or several files if one would be too large, with an index.
+
+    Returns the SHA-256 of these files.
+    """
     # Not by huggingface_hub, which is optional here and writes a file in one call without a heartbeat.
     shards: list[dict[str, LazyTensor]] = [{}]
     room = max_shard_bytes
@@ -395,16 +402,17 @@ def save_weights(folder: Path, tensors: Mapping[str, LazyTensor],
             room = max_shard_bytes
         shards[-1][name] = tensor
         room -= tensor.nbytes
-    weight_map = {}
+    weight_map, hashes = {}, {}
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         if len(shards) == 1:
             file_name = WEIGHTS_FILE
-        write_tensors(folder / file_name, shard, {"format": "pt"})
+        hashes[file_name] = write_tensors(folder / file_name, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file_name)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     # Also of a single file: without an index, vLLM takes the optimizer's file for weights too.
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    return hashes
 
 
 def load_model_weights(folder: Path) -> dict[str, LazyTensor]:

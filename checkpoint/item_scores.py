@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.schema import read_lines
-from common.errors import CheckpointError
+from checkpoint.schema import read_entries
 
 BITS = ("correct", "correct_norm", "exact")  # right or wrong, in the order of the items
 NUMBERS = ("loss", "count", "rouge_l")
@@ -40,20 +39,18 @@ def unpacked_bits(text: str, count: int) -> np.ndarray:
     return np.unpackbits(data, count=count).astype(bool)
 
 
-def read_item_scores(path: Path, aside: Optional[Counter[str]] = None) -> Iterator[ItemScores]:
-    """Yield the evaluations of a run, as they were made; lines that are not valid are counted in `aside`."""
-    aside = Counter() if aside is None else aside
-    try:
-        for _, line in read_lines(path):
-            try:
-                entry = line.model_dump() if line else {}
-                yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
-            except (KeyError, TypeError, ValueError, OverflowError):
-                aside[path.name] += 1
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; check what is at this path") from error
+def read_item_scores(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[ItemScores]:
+    """Yield the evaluations of a run in the order of the log.
+
+    Args:
+        invalid: counts the lines that are not valid, by the name of the file.
+    """
+    invalid = Counter() if invalid is None else invalid
+    for entry in read_entries(path, invalid):
+        try:
+            yield ItemScores(entry["step"], entry["name"], entry["items"], decoded(entry))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            invalid[path.name] += 1
 
 
 def decoded(entry: dict[str, Any]) -> dict[str, np.ndarray]:

@@ -207,14 +207,19 @@ def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor])
                               "copy or download it again") from error
 
 
-def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig, tokenizer) -> None:
-    """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files."""
+def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig,
+                        tokenizer) -> dict[str, str]:
+    """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files.
+
+    Returns the SHA-256 of the file with the weights.
+    """
     tensors = to_peft(adapter.state, model_config, tokenizer.vocab_size)
     config = peft_config(adapter.config, model_config.tie_embeddings, adapter.base_path, adapter.token_ids)
-    write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
+    hashes = {WEIGHTS_FILE: write_tensors(folder / WEIGHTS_FILE, tensors, {"format": "pt"})}
     write_json(folder / CONFIG_FILE, config)
     write_json(folder / BASE_FILE, {"base_sha256": adapter.base_sha256})
     tokenizer.save_huggingface(folder)
+    return hashes
 
 
 def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: int) -> Adapter:

@@ -1,85 +1,20 @@
-"""The manifest of a checkpoint: the size and SHA-256 of each file. Needs only the standard library.
-
-The fields of a checkpoint's manifest and state, and of the lines of a run's logs.
+"""The fields of a checkpoint's manifest and state, and of the lines of a run's logs.
 
 A field that an older version did not write has a default; an unknown field means a newer version wrote it.
 """
 
-import hashlib
-import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Optional, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
-from common.files import leads_outside, plain, read_plain, sha256
-from common.text import command
-
-MANIFEST = "MANIFEST.json"
-FORMAT = 1
-CARD = "README.md"  # which the user may edit, so it is not listed
-GONE = "is gone: it was pruned or deleted in the meantime; start again, or choose another"
-NEWER = "it was written by a newer Paddock; use that version"
-
-
-def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """Return the only valid bytes of this manifest, its own hash included: any other byte is damage."""
-    content = json.dumps(manifest, indent=1, sort_keys=True)
-    seal = hashlib.sha256(content.encode()).hexdigest()
-    return (json.dumps({**manifest, "sha256": seal}, indent=1, sort_keys=True) + "\n").encode()
-
-
-def read_sealed(folder: Path) -> bytes:
-    """Return the content of a checkpoint's manifest, verified by its own hash; its files are not."""
-    path = Path(folder) / MANIFEST
-    try:
-        content = read_plain(path)
-    except FileNotFoundError as error:
-        problem = GONE if not os.path.isdir(folder) else (
-            f"has no {MANIFEST}: it is no checkpoint of Paddock's, or an incomplete one; import a model from "
-            f"elsewhere with {command('scripts/import_checkpoint.py')}")
-        raise CheckpointError(f"{folder} {problem}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    try:
-        manifest = json.loads(content)
-        intact = sealed({key: value for key, value in manifest.items() if key != "sha256"}) == content
-    except (ValueError, AttributeError, RecursionError):
-        intact = False
-    if not intact:
-        raise CheckpointError(f"{path} is damaged; use another checkpoint")
-    if isinstance(number := manifest.get("format"), int) and number > FORMAT:
-        raise CheckpointError(f"{path} has format {number}, and this version reads {FORMAT}: {NEWER}")
-    return content
-
-
-def fault_of(folder: Path, name: str, expected: Mapping[str, Any],
-             advance: Callable[[int], object] = lambda count: None) -> Optional[str]:
-    """Return what is wrong with a file that a manifest lists, in words; None if it is intact.
-
-    Args:
-        advance: called with the number of bytes of each block that was hashed.
-    """
-    path = folder / name
-    if leads_outside(name, folder):
-        return f"{folder / MANIFEST} lists a file outside its folder: {name!r} (put a copy of it there)"
-    try:
-        with open(path, "rb", opener=plain) as file:
-            size = os.fstat(file.fileno()).st_size
-            digest = sha256(file, advance) if size == expected["size"] else None
-    except FileNotFoundError:
-        return f"{path} is missing"
-    except OSError as error:
-        return f"{path} cannot be read: {error}"
-    if digest is None:
-        return f"{path} is damaged: it has {size:,} bytes, and {expected['size']:,} were written"
-    return None if digest == expected["sha256"] else f"{path} is damaged: its SHA-256 has changed"
-
+from common.files import plain
 
 MAX_LINE_BYTES = 1 << 24
 
@@ -90,23 +25,29 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=-MOST_SECONDS, lt=MOST_SECONDS)]
 PathText = Annotated[str, Field(pattern=r"^[^\x00]*$", max_length=4096)]
 KNOWN_FIELDS = ConfigDict(strict=True, extra="forbid")
-ANY_FIELDS = ConfigDict(strict=True, extra="allow")
-Schema = TypeVar("Schema", bound=BaseModel)
 
 
-class File(BaseModel):
-    """A file of a checkpoint."""
+class Known(BaseModel):
+    """Has these fields and no others."""
 
     model_config = KNOWN_FIELDS
+
+
+class Open(BaseModel):
+    """May have any other fields."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class File(Known):
+    """A file of a checkpoint."""
 
     size: Count
     sha256: str
 
 
-class Manifest(BaseModel):
+class Manifest(Known):
     """A checkpoint's MANIFEST.json."""
-
-    model_config = KNOWN_FIELDS
 
     format: Literal[1]
     paddock: str
@@ -141,10 +82,8 @@ class SavedProgress:
     pending_metrics: Optional[dict[str, Union[int, float, None]]] = field(default_factory=dict)
 
 
-class RunSettings(BaseModel):
+class RunSettings(Open):
     """The settings in a run's config.json that its report reads; each version has others besides."""
-
-    model_config = ANY_FIELDS
 
     TRAINING_STAGE: str = ""
     MAX_STEPS: Count = 0
@@ -154,18 +93,14 @@ class RunSettings(BaseModel):
     DISTILLATION_ENABLED: bool = False
 
 
-class Tensor(BaseModel):
+class Tensor(Open):
     """A tensor in the header of a safetensors file."""
-
-    model_config = ANY_FIELDS
 
     shape: list[Count] = []
 
 
-class Source(BaseModel):
+class Source(Open):
     """An entry of `sources` in a run's data.json."""
-
-    model_config = ANY_FIELDS
 
     source: str
     share: Optional[Number] = None
@@ -174,27 +109,21 @@ class Source(BaseModel):
     passes: Optional[Number] = None
 
 
-class RunData(BaseModel):
+class RunData(Open):
     """A run's data.json."""
-
-    model_config = ANY_FIELDS
 
     sources: Optional[list[Source]] = None
 
 
-class Settings(BaseModel):
+class Settings(Open):
     """The settings that a checkpoint was written with; each version has its own."""
-
-    model_config = ANY_FIELDS
 
     TRAINING_STAGE: str
     LORA_ENABLED: bool = False
 
 
-class Scaler(BaseModel):
+class Scaler(Open):
     """The state of torch.amp.GradScaler."""
-
-    model_config = ANY_FIELDS
 
     scale: float = Field(gt=0)
     growth_factor: float = Field(gt=0)
@@ -203,10 +132,8 @@ class Scaler(BaseModel):
     growth_tracker: Count = Field(alias="_growth_tracker")
 
 
-class State(BaseModel):
+class State(Known):
     """A checkpoint's trainer_state.json."""
-
-    model_config = KNOWN_FIELDS
 
     progress: SavedProgress
     identity: dict[str, Union[str, int]]
@@ -223,10 +150,8 @@ class State(BaseModel):
         return self
 
 
-class Line(BaseModel):
+class Line(Open):
     """One line of a log; in metrics.jsonl with a field for each metric."""
-
-    model_config = ANY_FIELDS
 
     step: Count
 
@@ -277,8 +202,8 @@ def number(value: Any, most: float = sys.float_info.max) -> Optional[float]:
     return float(value) if is_number and abs(value) <= most else None
 
 
-def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's JSON file, with defaults for missing fields."""
+def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]:
+    """The content of a checkpoint's JSON file, with defaults for missing fields."""
     try:
         return schema.model_validate_json(content).model_dump(by_alias=True)
     except ValidationError as error:
@@ -287,44 +212,15 @@ def parse(content: bytes, schema: type[Schema], path: Path) -> dict[str, Any]:
                    if fault["type"] in ("extra_forbidden", "unexpected_keyword_argument")]
         fault = (unknown or faults)[0]
         where = ".".join(map(str, fault["loc"]))[:100] or "its content"
-        what = fault["msg"][0].lower() + fault["msg"][1:]
         problem = (f"{where} is not known to this version: {NEWER}" if unknown
-                   else f"{where}: {what}; copy it again")
+                   else f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}; copy it again")
         raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest, verified by its own hash; the files that it lists are not."""
-    return parse(read_sealed(folder), Manifest, Path(folder) / MANIFEST)
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose files all have their listed size and SHA-256.
-
-    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
-    """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    for name, expected in manifest["files"].items():
-        if fault := fault_of(folder, name, expected):
-            raise CheckpointError(f"{fault}; use another checkpoint")
-    return manifest
-
-
-def read_state_file(path: Path) -> dict[str, Any]:
-    """Return trainer_state.json in the form of `State`. Raises CheckpointError if it is invalid."""
-    try:
-        return parse(read_plain(path), State, path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
     """Yield each line of a log, raw and parsed; None for one that does not match the schema.
 
-    An incomplete last line is left out: it is being written, or a crash cut it short.
-    Raises:
-        OSError: the file cannot be read, or is no regular file.
+    An incomplete last line is left out: it is being written, or a crash cut it short. Raises OSError.
     """
     schema = SCHEMAS.get(path.name, Line)
     with open(path, "rb", opener=plain) as file:
@@ -338,10 +234,18 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
             yield line.rstrip(b"\n"), entry
 
 
-def read_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the valid lines of a log, if there is one. Raises CheckpointError if it cannot be read."""
+def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a log, if there is one.
+
+    Args:
+        invalid: counts the other lines by the name of the file.
+    """
     try:
-        yield from (entry.model_dump() for _, entry in read_lines(path) if entry)
+        for _, entry in read_lines(path):
+            if entry:
+                yield entry.model_dump()
+            elif invalid is not None:
+                invalid[path.name] += 1
     except FileNotFoundError:
         return
     except OSError as error:

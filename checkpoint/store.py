@@ -3,11 +3,12 @@
 A checkpoint is a folder `step-00000200`. It is written as `tmp-...`, gets a MANIFEST.json with the size and
 SHA-256 of every file except README.md, which the user may edit, and only then its name. Deleting begins with
 renaming to `trash-...`. No pickles.
+
+Layout, writer and publishing are separate: run/life.py says which files hold which tensors,
+checkpoint/tensors.py writes their bytes, and `publish` gives them a manifest and a name.
 """
 
 import errno
-import json
-import math
 import os
 import re
 import resource
@@ -15,21 +16,19 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
-
-from torch import Tensor
+from typing import Any, Optional
 
 from checkpoint.huggingface import hub_model, is_model_name
-from checkpoint.schema import CARD, FORMAT, GONE, MANIFEST, read_manifest, read_state_file, sealed, verify
-from checkpoint.tensors import LazyTensor, open_tensors, write_tensors
+from checkpoint.manifest import CARD, FORMAT, GONE, MANIFEST, fault_of, read_sealed, sealed
+from checkpoint.schema import Manifest, State, parse
+from checkpoint.tensors import LazyTensor, open_tensors
 from common import __version__
 from common.errors import CheckpointError
-from common.files import sha256, sync, sync_folder
+from common.files import free_bytes, read_plain, sha256, sync, sync_folder, why_not_writable
 from common.text import command, print_safely, printable
-from parallel.fsdp import RowServer
-from parallel.ranks import Ranks
 
 STATE = "trainer_state.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -49,75 +48,67 @@ def warn_on_console(text: str) -> None:
     print_safely(f"warning: {printable(text)}", sys.stderr)
 
 
-class Contents(NamedTuple):
-    """What a checkpoint holds."""
-
-    step: int
-    write_model: Callable[[Path], None]  # writes the model's files into a folder; called on rank 0
-    state: Mapping[str, Any]  # JSON-like; its `val_loss`, if any, decides what KEEP_BEST keeps
-    optimizer: Mapping[str, Tensor | LazyTensor]
-    model_bytes: int = 0  # that `write_model` will write, to find a full disk beforehand
-    server: Optional[RowServer] = None  # from which these tensors come, if the model is sharded
+# ------------------------------------------------------------------------------------------- writing
 
 
-def save(checkpoints_dir: Path, contents: Contents, ranks: Ranks, warn: Warn = warn_on_console) -> Path:
-    """Write the checkpoint of a step, replacing one of the same step, and return its folder.
-
-    Rank 0 writes. Collective: every rank must call it.
-    """
-    optimizer_bytes = sum(tensor.nbytes for tensor in contents.optimizer.values())
-
-    def write(folder: Path) -> None:
-        contents.write_model(folder)
-        write_tensors(folder / OPTIMIZER, contents.optimizer)
-        (folder / STATE).write_text(json.dumps(contents.state, indent=1) + "\n", encoding="utf-8")
-
-    folder, val_loss = Path(checkpoints_dir) / f"step-{contents.step:08d}", contents.state.get("val_loss")
-    measured = isinstance(val_loss, (int, float)) and math.isfinite(val_loss)
-    facts = {"step": contents.step, "world_size": ranks.world_size,
-             "val_loss": float(val_loss) if measured else None}
-    needed_bytes = contents.model_bytes + optimizer_bytes
-    (contents.server or ranks).on_rank0(
-        lambda: publish(folder, write, facts, needed_bytes, optimizer_bytes, warn))
-    return folder
-
-
-def publish(folder: Path, write_files: Callable[[Path], None], facts: Mapping[str, Any],
-            needed_bytes: int = 0, largest_file_bytes: int = 0, warn: Warn = warn_on_console) -> None:
+def publish(folder: Path, write_files: Callable[[Path], Optional[Mapping[str, str]]],
+            facts: Mapping[str, Any], needed_bytes: int = 0, largest_file_bytes: int = 0,
+            warn: Warn = warn_on_console) -> None:
     """Write a folder with its manifest, all or nothing, replacing one of the same name.
 
     If a network disk fails for a moment, everything is written again after RETRY_SECONDS: data written before
     a failed fsync may be lost even if a second fsync succeeds.
+
+    Args:
+        write_files: fills a folder. It may return the SHA-256 of files that it hashed while writing.
+        facts: what the manifest holds besides the files.
     """
     folder = Path(folder).absolute()
     for seconds in (*RETRY_SECONDS, None):
         try:
-            check_writable(folder.parent, needed_bytes, largest_file_bytes)
-            return _publish_once(folder, write_files, facts, needed_bytes, warn)
+            check_room(folder.parent, needed_bytes, largest_file_bytes)
+            with atomic_folder(folder, facts, needed_bytes, warn) as (temporary, hashes):
+                hashes |= write_files(temporary) or {}
+            return
         except CheckpointError as error:
-            if seconds is None or _error_number(error.__cause__) not in TRANSIENT_ERRORS:
+            # Rust code puts the number into the text.
+            in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error.__cause__))
+            number = getattr(error.__cause__, "errno", None) or (int(in_text[1]) if in_text else None)
+            if seconds is None or number not in TRANSIENT_ERRORS:
                 raise
             warn(f"{error}; trying again in {seconds:g} s")
             time.sleep(seconds)
 
 
-def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapping[str, Any],
-                  needed_bytes: int, warn: Warn) -> None:
+@contextmanager
+def atomic_folder(folder: Path, facts: Mapping[str, Any], needed_bytes: int,
+                  warn: Warn) -> Iterator[tuple[Path, dict[str, str]]]:
+    """A `with` block that fills a temporary folder, which then gets a manifest and this name, all or nothing.
+
+    Yields the folder, and a dict for the SHA-256 of files that were hashed while they were written; the other
+    files are hashed here.
+    """
     temporary = folder.with_name(f"tmp-{folder.name.removeprefix('step-')}-{os.getpid()}")
-    replaced = folder.with_name(f"replaced-{folder.name}")
+    replaced, hashes = folder.with_name(f"replaced-{folder.name}"), {}
     try:
-        # The files, then the manifest, all brought to the disk.
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        write_files(temporary)
-        names = sorted(str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file())
-        files = {name: {"size": (temporary / name).stat().st_size, "sha256": _sync_and_hash(temporary / name)}
-                 for name in names}
+        temporary.mkdir(parents=True)
+        yield temporary, hashes
+
+        # The files, then the manifest, all brought to the disk.
+        files = {}
+        for path in sorted(path for path in temporary.rglob("*") if path.is_file()):
+            sync(path)
+            name = str(path.relative_to(temporary))
+            if name not in (CARD, *hashes):
+                with open(path, "rb") as file:
+                    hashes[name] = sha256(file)
+            files[name] = {"size": path.stat().st_size, "sha256": hashes.get(name)}
         files.pop(CARD, None)
-        written = 1 + max((manifest["written"] for _, manifest in _newest_first(folder.parent)[0]), default=0)
+        written = 1 + max((manifest["written"] for _, manifest in newest_first(folder.parent)[0]), default=0)
         manifest = {"format": FORMAT, "paddock": __version__, **facts, "written": written, "files": files}
         (temporary / MANIFEST).write_bytes(sealed(manifest))
-        _sync_and_hash(temporary / MANIFEST)
+        sync(temporary / MANIFEST)
         for inner in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
             sync_folder(inner)
 
@@ -139,36 +130,14 @@ def _publish_once(folder: Path, write_files: Callable[[Path], None], facts: Mapp
         _remove(replaced, warn)
 
 
-def _error_number(error: Optional[BaseException]) -> Optional[int]:
-    in_text = re.search(r"\b(?:code:|os error) (\d+)", str(error))  # where Rust code puts it
-    return getattr(error, "errno", None) or (int(in_text[1]) if in_text else None)
-
-
-def check_writable(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
-    """Create the folder and check that so many bytes can be written into it."""
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f"tmp-probe-{os.getpid()}"
-        try:
-            probe.write_bytes(b"probe")
-        finally:
-            probe.unlink(missing_ok=True)
-    except OSError as error:
+def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
+    """Check that so many bytes can be written into a folder, which need not exist yet."""
+    if error := why_not_writable(folder):
         raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a writable folder "
                               f"({_space(folder, needed_bytes)})") from error
-    check_room(folder, needed_bytes, largest_file_bytes)
-
-
-def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> None:
-    """Check the same as far as possible without writing anything; the folder need not exist yet."""
-    folder = Path(folder)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
-    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        raise CheckpointError(f"{folder} cannot be written to ({existing}); set OUTPUT_DIR to another folder")
-    if shutil.disk_usage(existing).free < needed_bytes:
+    if free_bytes(folder) < needed_bytes:
         raise CheckpointError(f"{folder} has too little room for a checkpoint: "
-                              f"{_space(existing, needed_bytes)}; free some, or set OUTPUT_DIR to another "
+                              f"{_space(folder, needed_bytes)}; free some, or set OUTPUT_DIR to another "
                               "disk, or a smaller KEEP_LAST")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < largest_file_bytes:
@@ -178,45 +147,78 @@ def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> 
 
 def _space(folder: Path, needed_bytes: int) -> str:
     try:
-        free = f"{shutil.disk_usage(folder).free:,}"
+        free = f"{free_bytes(folder):,}"
     except OSError:
         free = "an unknown number"
     return f"{needed_bytes:,} bytes needed, {free} free"
 
 
-def _sync_and_hash(path: Path) -> str:
-    sync(path)
-    with open(path, "rb") as file:
-        return sha256(file)
+# ------------------------------------------------------------------------------------------- reading
 
 
-def newest_verified(checkpoints_dir: Path,
-                    last_step: Optional[int] = None) -> tuple[Optional[Path], list[str]]:
-    """Return the last written checkpoint that verifies, and a warning for each bad one that was skipped.
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The checkpoint's manifest, verified by its own hash; the files that it lists are not."""
+    return parse(read_sealed(folder), Manifest, Path(folder) / MANIFEST)
+
+
+def verify(folder: Path, resumes: Callable[[Mapping[str, Any]], bool] = lambda state: True) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files all have their listed size and SHA-256.
+
+    Unlisted files are ignored. The folder may be a link, but no file in it may lead out of it.
+
+    Args:
+        resumes: whether this trainer state is resumed; if not, the optimizer's file is not verified.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    files = manifest["files"]
+    for name in sorted(files, key=lambda name: name == OPTIMIZER):  # after the state
+        if name == OPTIMIZER and not resumes(read_state(folder)):
+            continue
+        if fault := fault_of(folder, name, files[name]):
+            raise CheckpointError(f"{fault}; use another checkpoint")
+    return manifest
+
+
+def verify_model(folder: Path) -> None:
+    """Verify all but the optimizer's file. A model from elsewhere has no manifest, and is not verified."""
+    if os.path.exists(folder / MANIFEST):
+        verify(folder, resumes=lambda state: False)
+
+
+def newest_verified(checkpoints_dir: Path, last_step: Optional[int] = None,
+                    check: Callable[[Path], object] = verify) -> tuple[Optional[Path], list[str]]:
+    """The last written checkpoint that passes a check, and a warning for each bad one that was skipped.
 
     It is None only if there is no checkpoint at all, or none up to `last_step`.
     """
-    readable, reasons = _newest_first(checkpoints_dir)
+    readable, reasons = newest_first(checkpoints_dir)
     for folder, manifest in readable:
         if last_step is not None and manifest["step"] > last_step:
             continue
         try:
-            verify(folder)
+            check(folder)
         except CheckpointError as error:
             reasons.append(str(error))
         else:
             return folder, [f"skipping a checkpoint: {reason}" for reason in reasons]
     if reasons:
         raise CheckpointError(f"none of the {len(reasons)} checkpoints in {checkpoints_dir} can be used, the "
-                              f"first because: {reasons[0]}. Restore a good one, or begin anew with "
+                              f"first because: {reasons[0]}. Restore a good one, or start again with "
                               "RESUME=never or another RUN_NAME")
     return None, []
 
 
-def _newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
+def newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any]]], list[str]]:
     """The checkpoints with a valid manifest, last written first, and why the others' are not valid."""
     readable, reasons = [], []
-    for folder in _folders(checkpoints_dir):
+    try:
+        names = sorted(filter(CHECKPOINT_NAME.fullmatch, os.listdir(checkpoints_dir)), reverse=True)
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise CheckpointError(f"{checkpoints_dir} cannot be read: {error}") from error
+    for folder in (Path(checkpoints_dir) / name for name in names):
         try:
             readable.append((folder, read_manifest(folder)))
         except CheckpointError as error:
@@ -224,18 +226,8 @@ def _newest_first(checkpoints_dir: Path) -> tuple[list[tuple[Path, dict[str, Any
     return sorted(readable, key=lambda item: item[1]["written"], reverse=True), reasons
 
 
-def _folders(checkpoints_dir: Path) -> list[Path]:
-    try:
-        names = sorted(filter(CHECKPOINT_NAME.fullmatch, os.listdir(checkpoints_dir)), reverse=True)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{checkpoints_dir} cannot be read: {error}") from error
-    return [Path(checkpoints_dir) / name for name in names]
-
-
 def places(name: str, run_dir: Path) -> tuple[Path, ...]:
-    """Return the folders that a setting may mean, in the order in which they are tried.
+    """The folders that a setting may mean, in the order in which they are tried.
 
     A step or folder of this run, a path, or a run beside this one.
     """
@@ -244,13 +236,14 @@ def places(name: str, run_dir: Path) -> tuple[Path, ...]:
     return run_dir / "checkpoints" / name, run_dir / name, Path(name).expanduser(), *beside
 
 
-def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
-    """Return the folder that a setting or a script's argument names.
+def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
+           check: Callable[[Path], object] = verify_model) -> Path:
+    """The folder that a setting or a script's argument names; it passes a check if it has a manifest.
 
     It is a step of this run, a run of OUTPUT_DIR, the path of a checkpoint, run or model, or a model of the
-    hub (`owner/name`, `owner/name@revision`). Of several checkpoints it is the newest that verifies;
-    otherwise the caller verifies.
+    hub (`owner/name`, `owner/name@revision`). Of several checkpoints it is the newest that passes.
     """
+    # The folder of this name.
     found, run_dir = [], Path(run_dir)
     for folder in places(name, run_dir):
         if folder.name and not os.path.isdir(folder):  # a crash while it was saved again renamed it
@@ -258,7 +251,9 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
         if os.path.isdir(folder):
             found.append(folder)
     if not found and "/" in name and is_model_name(name):
-        return hub_model(name)
+        if (folder := hub_model(name) / MANIFEST).exists():
+            check(folder.parent)
+        return folder.parent
     if not found:
         raise CheckpointError(f"there is no checkpoint {name!r}, neither in {run_dir.parent} nor at that "
                               "path")
@@ -266,44 +261,54 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console) -> Path:
     if len(found) == 2 and found == by_path_and_name and not os.path.samefile(*found):
         raise CheckpointError(f"{name!r} means both {found[0].absolute()} and {found[1]}; write one of these "
                               "paths")
-    return _newest_in(found[0], warn)
 
-
-def _newest_in(folder: Path, warn: Warn) -> Path:
-    """The newest verified checkpoint of a run or of a folder of checkpoints; else the folder itself."""
+    # Of a run or a folder of checkpoints, the newest.
+    folder = found[0]
     for checkpoints_dir in (folder, folder / "checkpoints"):
-        if checkpoints_dir.is_dir() and _folders(checkpoints_dir):
-            newest, messages = newest_verified(checkpoints_dir)
-            for message in messages:
-                warn(message)
+        newest, messages = newest_verified(checkpoints_dir, check=check)
+        for message in messages:
+            warn(message)
+        if newest:
             return newest
+    if (folder / MANIFEST).exists():
+        check(folder)
+        return folder
     if (folder / "log").is_dir() and (folder / "metrics.jsonl").exists():
         raise CheckpointError(f"the run {folder} has saved no checkpoint yet")
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
-    if not (is_model and not (folder / STATE).exists() or (folder / MANIFEST).exists()):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {MANIFEST}; and no Hugging Face model: "
-                              "it has no config.json. Meta's files are imported with "
+    if not is_model or (folder / STATE).exists():
+        raise CheckpointError(f"{folder} is neither a Paddock checkpoint (no {MANIFEST}) nor a Hugging Face "
+                              "model (no config.json). Meta's files are imported with "
                               f"{command('scripts/import_checkpoint.py', folder)} FOLDER")
     return folder
 
 
-def _has(folder: Path, name: str) -> bool:
-    """Whether this file exists. Raises CheckpointError if it did when the checkpoint was chosen."""
-    if (folder / name).exists():
-        return True
-    if not folder.is_dir() or ((folder / MANIFEST).exists() and name in read_manifest(folder)["files"]):
-        raise CheckpointError(f"{folder / name} {GONE}")
-    return False
-
-
 def read_state(folder: Path) -> dict[str, Any]:
-    """Return the `schema.State`; empty for an imported model. Raises CheckpointError if it is gone."""
-    return read_state_file(Path(folder) / STATE) if _has(Path(folder), STATE) else {}
+    """The `schema.State`; empty for an imported model. Raises CheckpointError if it is gone."""
+    path = Path(folder) / STATE
+    try:
+        return parse(read_plain(path), State, path) if _has(path) else {}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; use another checkpoint") from error
 
 
 def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
-    """Return the optimizer's tensors, on the CPU; like `read_state`."""
-    return open_tensors(Path(folder) / OPTIMIZER) if _has(Path(folder), OPTIMIZER) else {}
+    """The optimizer's tensors, on the CPU; like `read_state`."""
+    path = Path(folder) / OPTIMIZER
+    return open_tensors(path) if _has(path) else {}
+
+
+def _has(path: Path) -> bool:
+    """Whether this file of a checkpoint exists. Raises CheckpointError if it did when it was chosen."""
+    folder = path.parent
+    if path.exists():
+        return True
+    if not folder.is_dir() or ((folder / MANIFEST).exists() and path.name in read_manifest(folder)["files"]):
+        raise CheckpointError(f"{path} {GONE}")
+    return False
+
+
+# ------------------------------------------------------------------------------------------- deleting
 
 
 def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iterable[Path] = (),
@@ -313,21 +318,19 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
     Keeps the `keep_last` written last (0 = all), the `keep_best` of lowest validation loss, the protected
     (what the run was resumed from), and all that cannot be read. Deletes nothing unless the newest verifies.
     """
-    if keep_last == 0:
-        return []
-    readable, _ = _newest_first(checkpoints_dir)
-    if not readable:
+    readable, _ = newest_first(checkpoints_dir) if keep_last else ([], [])
+    measured = [item for item in readable if item[1]["val_loss"] is not None]
+    best = sorted(measured, key=lambda item: item[1]["val_loss"])[:keep_best]
+    kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best)}
+    kept |= {Path(folder).resolve() for folder in protected}
+    pruned = [folder for folder, _ in readable if folder.resolve() not in kept]
+    if not pruned:
         return []
     try:
         verify(readable[0][0])
     except CheckpointError as error:
         warn(f"no checkpoint is deleted, because the newest is bad: {error}")
         return []
-    measured = [item for item in readable if item[1]["val_loss"] is not None]
-    best = sorted(measured, key=lambda item: item[1]["val_loss"])[:keep_best]
-    kept = {folder.resolve() for folder, _ in (*readable[:keep_last], *best)}
-    kept |= {Path(folder).resolve() for folder in protected}
-    pruned = [folder for folder, _ in readable if folder.resolve() not in kept]
     for folder in pruned:
         _remove(folder, warn)
     return pruned

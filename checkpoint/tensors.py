@@ -1,5 +1,6 @@
 """Reading and writing safetensors files, tensor by tensor and by rows."""
 
+import hashlib
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoint.schema import GONE
+from checkpoint.manifest import GONE
 from common.errors import CheckpointError
 from common.files import BLOCK_BYTES, plain
 from common.heartbeat import HEARTBEAT
@@ -85,8 +86,11 @@ def read_all(tensors: Mapping[str, LazyTensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
-                  metadata: Optional[Mapping[str, str]] = None) -> None:
-    """Write a safetensors file, byte for byte as safetensors would, with one tensor in memory at a time."""
+                  metadata: Optional[Mapping[str, str]] = None) -> str:
+    """Write a safetensors file, byte for byte as safetensors would, with one tensor in memory at a time.
+
+    Returns its SHA-256.
+    """
     # Not by safetensors.torch.save_file: it copies all tensors of a GPU to the host at once, and it is one
     # call without a heartbeat, so that a slow disk could not be told from a hang.
     ordered = sorted(tensors.items(), key=lambda item: ([*DTYPES].index(item[1].dtype), item[0]))
@@ -96,13 +100,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor],
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(text)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(text)
         for _, tensor in ordered:
             for block in lazy(tensor).whole().flatten().view(torch.uint8).split(BLOCK_BYTES):
-                file.write(block.cpu().numpy())
+                data = block.cpu().numpy()
+                file.write(data)
+                digest.update(data)
                 HEARTBEAT.beat()
-            del block  # so that the next tensor is read without this one
+            del block, data  # so that the next tensor is read without this one
+    return digest.hexdigest()
 
 
 def open_tensors(path: Path) -> dict[str, LazyTensor]:

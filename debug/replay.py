@@ -37,8 +37,8 @@ from observe.guards import FirstBad, describe_tensors, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.diagnostics import robust_z_score
 from run.folder import RunFolder, segments
-from run.life import Run, StepResult, build_run, prepare_device, read_inputs
-from run.start import Found, find_base, named_checkpoint, start_from
+from run.life import Run, StepResult
+from run.start import Found, build_run, find_base, find_start, named_checkpoint, prepare_device, read_inputs
 from settings.load import Layer, Loaded, read_json_file, validate
 from train import train_step
 
@@ -256,14 +256,12 @@ def find_weights(run_dir: Path, step: int, config: Config) -> Found:
     if folder or named is None:
         return Found(folder, folder is not None, messages)
     by_path = config.resume == named
-    later, _ = store.newest_verified(run_dir / "checkpoints")
+    later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
     progress = store.read_state(later)["progress"] if later else {}
     if progress.get("base") and not by_path:  # the very weights, wherever they are now
         folder = find_base(config, progress, run_dir, messages.append)
     else:
-        folder = store.locate(named, run_dir, messages.append)
-    if (folder / store.MANIFEST).exists():
-        store.verify(folder)
+        folder = store.locate(named, run_dir, messages.append, store.verify)
     return Found(folder, by_path, messages)
 
 
@@ -274,11 +272,11 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
     loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
-    start = start_from(find_weights(run_dir, step, config), loaded, inputs.identity, run_dir, ranks)
+    start = find_start(loaded, inputs, run_dir, ranks, find_weights(run_dir, step, config))
     for message in (*start.warnings, *start.notes):
         log.warn(message)
     context = RunContext(ranks, StopSignals(), log)
-    run = build_run(config, context, inputs, RunFolder(run_dir), start, for_replay=True)
+    run = build_run(start, context, inputs, RunFolder(run_dir), for_replay=True)
     if run.progress.step >= step:
         raise SettingsError(f"--step {step}: this run began with step {run.progress.step + 1} (START_STEP, "
                             "or a checkpoint's)")

@@ -21,10 +21,10 @@ from model_utils import choose_dtype
 from parallel.ranks import RunContext, collective
 from run.adapters import load_for_use, merge
 from run.folder import RunFolder
-from run.life import Base, Inputs, Progress, Run, choose_objective, read_measured
+from run.life import Inputs, Progress, Run
+from run.start import choose_objective, read_measured
 from settings.load import Layer, validate
 from tokenizer import load_tokenizer
-
 
 # -------------------------------------------------------------------------------------------- settings
 
@@ -101,8 +101,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     run_dir = folder.resolve().parent.parent
     objective = None
     if inputs.validation_rows is not None:
-        of_run = Base(config, progress, run_dir)
-        objective, inputs = choose_objective(config, inputs, model, dtype, of_run, context)
+        objective, inputs = choose_objective(config, inputs, model, progress, run_dir, context)
     return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
                folder)
 

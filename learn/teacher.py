@@ -54,7 +54,10 @@ def find_teacher(config: Config, tokenizer) -> Path:
     try:
         # Unlike a start, a teacher may be any model of the hub: also one whose name has no owner, like gpt2.
         is_local = any(os.path.exists(place) for place in store.places(name, run_dir))
-        folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
+        if is_model_name(name) and not is_local:
+            store.verify_model(folder := hub_model(name))
+        else:
+            folder = store.locate(name, run_dir)
     except CheckpointError as error:
         raise CheckpointError(f"{setting}: {error}") from error
     if not (folder / "config.json").exists():
@@ -63,8 +66,6 @@ def find_teacher(config: Config, tokenizer) -> Path:
             "holds adapters only; merge them into their base with "
             f"{command('scripts/merge_lora.py', folder)} --output FOLDER" if has_adapters else
             "has no config.json; name a checkpoint or a model folder"))
-    if (folder / store.MANIFEST).exists():
-        store.verify(folder)
     check_vocabulary(folder, name, tokenizer)
     return folder
 

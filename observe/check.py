@@ -58,8 +58,8 @@ from parallel.ranks import Ranks, collective
 from run.card import trained_count
 from run.diagnostics import device_name
 from run.folder import has_run
-from run.life import Inputs, Run, adapted_on_meta, find_start, prepare_device, read_inputs, trained_bytes
-from run.start import Start
+from run.life import Inputs, Run, trained_bytes
+from run.start import Start, adapted_on_meta, find_start, prepare_device, read_inputs
 from settings.depth import TOKENS_PER_PARAMETER
 from settings.load import Loaded
 from tokenizer import load_tokenizer

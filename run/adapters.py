@@ -55,9 +55,6 @@ def load_model(folder: Path, device: Optional[torch.device] = None, dtype: Optio
         quantization: of the base, as LORA_BASE_QUANTIZATION.
     """
     source = base or folder
-    for place in dict.fromkeys((folder, source)):
-        if os.path.exists(place / store.MANIFEST):
-            store.verify(place)
     peft.refuse_adapters(source)
     config, tensors = read_model_config(source), huggingface.load_model_weights(source)
     rows, adapter = huggingface.vocabulary_rows(tensors), None
@@ -116,8 +113,8 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
     longest = huggingface.context_length(read_json(base_folder / "config.json"))
     differences = []
 
-    def write(folder: Path) -> None:
-        huggingface.save_model_folder(folder, state, model.config, tokenizer, longest)
+    def write(folder: Path) -> dict[str, str]:
+        hashes = huggingface.save_model_folder(folder, state, model.config, tokenizer, longest)
         tensors = huggingface.load_model_weights(folder)
         with torch.no_grad():
             merged = model_from_tensors(tensors, model.config, tokenizer.vocab_size).eval()
@@ -128,6 +125,7 @@ def merge(adapter_folder: Path, output: Path, base: Optional[str] = None,
                                   "base and adapters; nothing is written: are the adapters finite?")
         write_card(folder, lambda: merged_card(output.name, adapter_folder, base_folder, dtype),
                    store.warn_on_console)
+        return hashes
 
     size = sum(tensor.nbytes for tensor in state.values())
     store.publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size,

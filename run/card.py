@@ -20,7 +20,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined, Template
 
 from checkpoint.huggingface import name_of_download
-from checkpoint.schema import CARD
+from checkpoint.manifest import CARD
 from common import __version__
 from common.files import read_json, read_plain
 from common.heartbeat import HEARTBEAT

@@ -19,7 +19,7 @@ from checkpoint.store import warn_on_console
 from common.errors import CheckpointError
 from common.files import FileLock
 from config import Config
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, collective
 from run.log import LOGS, REPORT, disk_errors
 
 LOCK = "run.lock"
@@ -61,30 +61,41 @@ class RunFolder:
 
 
 @contextmanager
+@collective
 def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFolder]:
     """The run's folder, made if needed and locked against a second job; rank 0 chooses its name.
 
     A new folder is removed again at the end if nothing was written into it.
-    Collective: every rank must call it.
     """
     with ExitStack() as stack:
-        own = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
-        path = ranks.broadcast(own and str(own.path))
-        yield own or RunFolder(path)
+        made = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
+        path = ranks.broadcast(made and str(made.path))
+        yield made or RunFolder(path)
 
 
 @contextmanager
 def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
     """The same on rank 0."""
-    output_dir = Path(config.output_dir)
-    path = output_dir / (config.run_name or f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}")
+    default = f"{config.training_stage}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = Path(config.output_dir) / (config.run_name or default)
     made = [place for place in (path, *path.parents) if not os.path.lexists(place)]
     if config.run_name is None:
         with disk_errors(path):
             path = new_folder(path)
         made = [path, *made[1:]]
+
+    def remove_empty() -> None:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+    def remove_lock_if_alone() -> None:  # while this process holds it
+        with suppress(OSError):
+            if os.listdir(path) == [LOCK]:
+                (path / LOCK).unlink()
+
     with ExitStack() as stack:
-        stack.callback(remove_if_empty, made)
+        stack.callback(remove_empty)
         stack.enter_context(lock_run(path, warn))
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         stack.callback(os.close, descriptor)
@@ -96,8 +107,14 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
         except OSError:  # not all file systems lock folders; the lock file is held in any case
             pass
         if made:
-            stack.callback(remove_lock_if_alone, path)
+            stack.callback(remove_lock_if_alone)
         yield RunFolder(path, descriptor)
+
+
+def is_inside(folder: Path, run_dir: Path) -> bool:
+    """Whether a folder is one of the run's own checkpoints, which may be a link to another disk."""
+    parents = folder.resolve().parent, folder.absolute().parent.resolve()
+    return (run_dir / "checkpoints").resolve() in parents
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -115,20 +132,6 @@ def new_folder(path: Path) -> Path:
         except FileExistsError:
             if not os.path.lexists(folder):  # a parent is a file
                 raise
-
-
-def remove_if_empty(folders: list[Path]) -> None:
-    """Remove folders until one is not empty."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
-def remove_lock_if_alone(run_dir: Path) -> None:
-    """Remove the lock, which this process holds, if the folder contains nothing else."""
-    with suppress(OSError):
-        if os.listdir(run_dir) == [LOCK]:
-            (run_dir / LOCK).unlink()
 
 
 @contextmanager

@@ -1,18 +1,63 @@
-"""Where a run starts: its own newest checkpoint, or the one that the settings name; and its base model."""
+"""How a run starts, from the top: `open_run` locates a checkpoint, adopts its shape, builds and restores.
+
+Nothing in the run's folder is written here except its lock. Training, replay and --check all go this way.
+"""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import numpy as np
+import torch
+from torch import Tensor
+
+import lora
 from checkpoint import huggingface, peft, store
 from checkpoint.resume_rules import assignments, check_changes
-from common.errors import CheckpointError, SettingsError
+from common.errors import CheckpointError, SettingsError, requires_package
+from common.heartbeat import HEARTBEAT
 from config import FEED_FORWARD, MODEL_SETTINGS, START_FROM, Config, rules
-from model_utils import check_model, read_model_config
-from parallel.ranks import Ranks
-from run.folder import earlier_runs
+from dataloaders import MixedRows, Rows, cache_of, map_parts, open_rows, parts_of, read_held_out, rows_at
+from hellaswag_utils import read_choice_set
+from learn.objectives import (
+    PREFERENCE_OBJECTIVES,
+    Distillation,
+    NextToken,
+    Objective,
+    Reference,
+    frozen_logprobs,
+    reference_is_stored,
+    stored_reference,
+)
+from learn.optim import Optimizer
+from learn.stored import OutputStore, with_reference, with_teacher
+from learn.teacher import find_teacher, load_teacher, teacher_facts
+from model import Transformer, padded
+from model_utils import (
+    allocate_model,
+    build_model,
+    check_model,
+    check_vocabulary,
+    choose_device,
+    choose_dtype,
+    compile_where_possible,
+    load_weights,
+    make_deterministic,
+    model_on_meta,
+    read_model_config,
+    read_parameters,
+    restore_padding,
+)
+from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
+from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
+from run.life import Inputs, Progress, Run, trained_bytes, write_report
+from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
 from settings.load import Loaded
+from tokenizer import load_tokenizer
 
 START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint",
                   "dpo": "instruct_checkpoint"}
@@ -21,7 +66,7 @@ START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint
 class Found(NamedTuple):
     """The checkpoint that a run starts from."""
 
-    folder: Optional[Path]  # None: initial weights
+    folder: Optional[str]  # None: initial weights
     own: bool  # it was written by this run
     warnings: list[str]
 
@@ -32,12 +77,227 @@ class Start(NamedTuple):
     config: Config  # the settings, with the shape of the model that the run starts from
     folder: Optional[Path]  # a checkpoint or a model folder; None: initial weights
     own: bool  # it was written by this run
-    state: dict[str, Any]  # the trainer's state to resume; empty if optimizer and step start anew
-    base: Optional[Path]  # the model that the run began with, where it is now
-    base_sha256: Optional[str]  # of its weights
-    remembered: dict[str, Any]  # the fields of Progress that record all this
+    state: dict[str, Any]  # the trainer's state to resume; empty if optimizer and step start again
     notes: list[str]
     warnings: list[str]
+    base: Optional[Path] = None  # the model that the run began with, where it is now
+    remembered: Mapping[str, Any] = {}  # the fields of Progress with which a later start finds it again
+
+
+@contextmanager
+@collective
+def open_run(loaded: Loaded) -> Iterator[Run]:
+    """A run that is ready for its next step, on every rank. Interrupted: a rank received a stop signal."""
+    config = loaded.config
+    device = prepare_device(config)
+    with ExitStack() as stack:
+        signals = stack.enter_context(StopSignals())
+        ranks = stack.enter_context(joined_ranks(device.type, config.distributed_timeout))
+        verified = ranks.on_rank0(lambda: read_inputs(config, verify=True))
+        inputs = ranks.raise_on_all(lambda: verified or read_inputs(config, verify=False))
+        warnings = [*loaded.warnings]
+        folder = stack.enter_context(open_run_folder(config, ranks, warnings.append))
+        HEARTBEAT.stacks_folder = folder.path / "log"
+        start = find_start(loaded, inputs, folder.path, ranks)
+        log = RunLog(start.config, ranks.rank, device.type)
+        stack.push(lambda error, *_: log.close(finished=error is None and signals.received is None))
+        for message in (*warnings, *start.warnings):
+            log.warn(message)
+        for message in (*loaded.notes, *start.notes):
+            log.info(message)
+        context = RunContext(ranks, signals, log)
+        try:
+            run = build_run(start, context, inputs, folder)
+            stack.push(lambda error, *_: write_report(
+                run, FINISH_SECONDS if error is None and signals.received is None else LEAVE_SECONDS))
+            context.leave_if_stopped()
+        except Interrupted:
+            log.info("Stopped by a signal before the first step; nothing is changed. The same command starts "
+                     "again.")
+            raise
+        stack.push(lambda _, error, trace: log.event("end", run.progress.step, reason=run.why_ended(error)))
+        yield run
+
+
+def prepare_device(config: Config) -> torch.device:
+    """The device to compute on, with torch's kernels chosen as DETERMINISTIC says."""
+    device = torch.device(choose_device(config))
+    if config.memory_snapshot and device.type != "cuda":
+        raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, and torch "
+                            "sees no GPU here; remove it")
+    make_deterministic(config, device.type)
+    return device
+
+
+# -------------------------------------------------------------------------------------------- inputs
+
+
+def read_inputs(config: Config, verify: bool) -> Inputs:
+    """Open everything that the settings name.
+
+    Args:
+        verify: verify the data as VERIFY_DATA says; one rank does it for all.
+    """
+    tokenizer = load_tokenizer(config.tokenizer_path, config.tokenizer_backend)
+    if verify:
+        cache_of(config).check()
+    how = config.verify_data if verify else "never"
+    train = open_rows(config, "train", tokenizer, how)
+    measured = read_measured(config, tokenizer, how)
+    path = getattr(config, f"{config.training_stage}_data_path")
+    rows = measured["validation_rows"]
+    held_out = f", {rows.describe()} held out" if rows else ""
+    return Inputs(tokenizer, train, **measured, fingerprint=train.fingerprint,
+                  description=f"{train.describe()}{held_out} from {path}")
+
+
+def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:
+    """Open what the evaluations read: the fields of `Inputs` that they need.
+
+    Args:
+        verify: "auto", "always" or "never".
+    """
+    rows, held_out = None, []
+    if config.validate_every or config.generation_eval_every:
+        rows = open_rows(config, "validation", tokenizer, verify)
+    if config.generation_eval_every:
+        if verify != "never":  # one rank scores for all
+            with requires_package("rouge-score", "GENERATION_EVAL_EVERY"):
+                import rouge_score.rouge_scorer  # noqa: F401
+            with requires_package("sacrebleu", "GENERATION_EVAL_EVERY"):
+                import sacrebleu  # noqa: F401
+        held_out = read_held_out(rows, config.generation_eval_examples)
+    named_sets = config.choice_sets if config.hellaswag_every else ()
+    return {"validation_rows": rows if config.validate_every else None,
+            "validation_fingerprint": rows.fingerprint if rows else "", "held_out": held_out,
+            "choice_sets": [read_choice_set(named, tokenizer, config) for named in named_sets]}
+
+
+# ---------------------------------------------------------------------- locate, and adopt the shape
+
+
+@collective
+def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: Ranks,
+               found: Optional[Found] = None) -> Start:
+    """Where the settings start the run, and how.
+
+    Args:
+        inputs: what the run reads, which a checkpoint must have read too; None: unknown, and not compared.
+        found: the checkpoint, if it is known already.
+    """
+    if found is None:
+        found = Found(*ranks.broadcast(ranks.on_rank0(lambda: locate(loaded.config, run_dir))))
+    if found.folder is None:
+        return Start(loaded.config, None, False, {}, [], found.warnings)
+    folder = on_each_machine(Path(found.folder), ranks)
+    start = ranks.raise_on_all(lambda: adopt(found._replace(folder=folder), loaded, inputs, run_dir))
+
+    # What a later start needs to find the same base again.
+    config, named = start.config, named_checkpoint(start.config)
+    if not start.own:
+        base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
+        base, remembered = folder, {"wandb_run_id": None, "begun_from": named}
+    else:
+        progress, base, remembered = start.state["progress"], None, {}
+        home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
+        if progress.get("base_beside") and home != run_dir:  # the checkpoint of another run is resumed here
+            remembered["base_beside"] = os.path.relpath(
+                (home / progress["base_beside"]).resolve(), run_dir.resolve())
+        if named is not None and not names_its_start(named, progress, run_dir):
+            own_steps = [place for place in store.places(named, run_dir)
+                         if place.is_dir() and is_inside(place, run_dir)]
+            remembered["begun_from"] = own_steps[0].name if own_steps else named
+        if config.lora_enabled:
+            base_sha256 = progress.get("base_sha256")
+            base = find_base_on_rank0(config, progress, home, ranks, start.warnings.append)
+    if base is not None:
+        remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
+                       "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
+    return start._replace(base=base, remembered=remembered)
+
+
+def locate(config: Config, run_dir: Path) -> Found:
+    """The verified checkpoint to start from.
+
+    A run that began from the named checkpoint resumes its own newest one, so that the command which started
+    a job also resumes it after a pre-emption. Naming one of its own goes back to that step. A run that has
+    steps cannot start from anything else.
+    """
+    named, newest, warnings = named_checkpoint(config), None, []
+    if config.resume != "never":
+        newest, warnings = store.newest_verified(run_dir / "checkpoints")
+    if newest is None:
+        if named is None and config.training_stage == "sft" and not (
+                config.random_init or config.distillation_enabled):
+            raise SettingsError(f"TRAINING_STAGE=sft has nothing to start from: {run_dir} has no checkpoint, "
+                                "and the settings name none. Set PRETRAIN_CHECKPOINT to the model to "
+                                "fine-tune, or RANDOM_INIT=true to train random weights")
+        if config.resume == "auto" and (earlier := earlier_runs(run_dir)):
+            warnings.append(f"{run_dir} has no checkpoint except those of a run that RESUME=never moved "
+                            f"aside, so this run starts from the beginning; to resume the earlier one, "
+                            f"RESUME={earlier[-1].parent}")
+    own_state = store.read_state(newest) if newest else {}
+    if named is None or (newest and began_from(named, own_state["progress"], run_dir)):
+        return Found(newest and str(newest), newest is not None, warnings)
+
+    # Something is named that this run did not begin from.
+    def check(folder: Path) -> None:
+        may_resume = config.resume == named or is_inside(folder, run_dir)
+        store.verify(folder, lambda state: resumes_trainer_state(state, may_resume, config))
+
+    folder, own = store.locate(named, run_dir, warnings.append, check), config.resume == named
+    if config.resume == "never" and is_inside(folder, run_dir):
+        raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "
+                              f"another RUN_NAME, and set {start_setting(config)}={folder}")
+    if newest:
+        forbid_overwriting_source(store.read_state(folder), folder, run_dir, config)
+        restarts = not own and (config.reset_optimizer or config.start_step is not None)
+        own = is_inside(folder, run_dir) and not restarts
+        if not own:
+            raise CheckpointError(how_to_start_anew(newest, folder, own_state, config))
+        if newest.resolve() != folder.resolve():
+            warnings.append(f"{newest} is not used, because the settings name {folder}")
+    return Found(str(folder), own, warnings)
+
+
+def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path) -> Start:
+    """The start from this checkpoint, with the settings of its model that no layer sets."""
+    folder, own, warnings = found
+    state = store.read_state(folder)
+    resumed = resumes_trainer_state(state, own, loaded.config)
+    if resumed:
+        saved = {name: state["settings"][name.upper()] for name in MODEL_SETTINGS
+                 if name.upper() in state["settings"]}
+        model = huggingface.checked_settings(saved, str(folder / store.STATE))
+    else:
+        forbid_overwriting_source(state, folder, run_dir, loaded.config)
+        peft.refuse_adapters(folder)
+        model = read_model_config(folder)
+    values = model.model_dump(include={*MODEL_SETTINGS})
+    if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # another of them may set the same width
+        values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
+    if loaded.config.keep_layers:
+        del values["n_layers"]
+    config = loaded.with_defaults(values).config
+    taken = {name.upper(): value for name, value in values.items()
+             if getattr(config, name) != getattr(loaded.config, name)}
+    notes = [f"model settings from {folder}: {assignments(taken).removeprefix('set ')}"] if taken else []
+
+    # Do settings and inputs fit the checkpoint, and one another?
+    if resumed and inputs:
+        identity = inputs.identity(config, state["identity"])
+        changes = check_changes(state, config, identity, folder, own, loaded.sources)
+        notes, warnings = notes + changes.notes, warnings + changes.warnings
+    if not resumed:
+        warnings = warnings + check_model(folder, config, loaded.sources)
+        part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
+        notes.append(f"weights from {part}{folder}; optimizer, schedule and step start anew")
+        if inputs and not state:  # a model from elsewhere may have another vocabulary
+            notes += check_vocabulary(folder, inputs.tokenizer.vocab_size)
+    allowed = {*loaded.warnings} if loaded.is_plan else ()
+    if conflicts := [conflict for conflict in rules(config, start_is_read=True) if conflict not in allowed]:
+        raise SettingsError(*conflicts)
+    return Start(config, folder, resumed and own, state if resumed else {}, notes, warnings)
 
 
 def named_checkpoint(config: Config) -> Optional[str]:
@@ -53,19 +313,7 @@ def start_setting(config: Config) -> str:
     return next(named, START_SETTINGS[config.training_stage]).upper()
 
 
-def weights_sha256(folder: Path) -> str:
-    """The hash of a model folder's weights, independent of how they are split into files."""
-    peft.refuse_adapters(folder)
-    return huggingface.weights_sha256(huggingface.load_model_weights(folder))
-
-
-def is_inside(folder: Path, run_dir: Path) -> bool:
-    """Whether a folder is one of the run's own checkpoints, which may be a link to another disk."""
-    parents = folder.resolve().parent, folder.absolute().parent.resolve()
-    return (run_dir / "checkpoints").resolve() in parents
-
-
-def continues(state: Mapping[str, Any], own: bool, config: Config) -> bool:
+def resumes_trainer_state(state: Mapping[str, Any], own: bool, config: Config) -> bool:
     """Whether a run resumes this trainer state; if not, it takes the weights alone."""
     if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
         return False
@@ -73,65 +321,12 @@ def continues(state: Mapping[str, Any], own: bool, config: Config) -> bool:
     return own or not (weights_alone or state["settings"]["LORA_ENABLED"])
 
 
-# --------------------------------------------------------------------------------------- which checkpoint
-
-
-def find_checkpoint(config: Config, run_dir: Path, ranks: Ranks) -> Found:
-    """The checkpoint to start from. Collective: every rank must call it.
-
-    A run that began from the named checkpoint resumes its own newest one, so that the command which started
-    a job also resumes it after a pre-emption. Naming one of its own goes back to that step. A run that has
-    steps cannot start from anything else.
-    """
-    def find() -> list:
-        newest, warnings = None, []
-        if config.resume != "never":
-            newest, warnings = store.newest_verified(run_dir / "checkpoints")
-        named = named_checkpoint(config)
-        own_state = store.read_state(newest) if newest else {}
-        if named is None and newest is None:
-            refuse_random_weights(config, run_dir)
-        if newest is None and config.resume == "auto" and (earlier := earlier_runs(run_dir)):
-            warnings.append(f"{run_dir} has no checkpoint except those of a run that RESUME=never moved "
-                            f"aside, so this run starts from the beginning; to resume the earlier one, "
-                            f"RESUME={earlier[-1].parent}")
-        if named is None or (newest and began_from(named, own_state.get("progress", {}), run_dir)):
-            return [newest and str(newest), newest is not None, warnings]
-
-        # Something is named that this run did not begin from.
-        folder = store.locate(named, run_dir, warnings.append)
-        if (folder / store.MANIFEST).exists():
-            store.verify(folder)
-        own = config.resume == named
-        if config.resume == "never" and is_inside(folder, run_dir):
-            raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "
-                                  f"another RUN_NAME, and set {start_setting(config)}={folder}")
-        if newest:
-            refuse_own_weights(store.read_state(folder), folder, run_dir, config)
-            starts_anew = not own and (config.reset_optimizer or config.start_step is not None)
-            own = is_inside(folder, run_dir) and not starts_anew
-            if not own:
-                raise CheckpointError(how_to_start_anew(newest, folder, own_state, config))
-            if newest.resolve() != folder.resolve():
-                warnings.append(f"{newest} is not used, because the settings name {folder}")
-        return [str(folder), own, warnings]
-
-    folder, own, warnings = ranks.broadcast(ranks.on_rank0(find))
-    return Found(Path(folder) if folder else None, own, warnings)
-
-
 def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """Whether a run was started, or taken back, from what the settings name now, however it is spelt.
-
-    Compares the names, then the places that they mean (a run named there may have continued since), and only
-    then the weights.
-    """
-    if names_its_start(named, progress, run_dir):
-        return True
-    if not progress.get("base_sha256"):
-        return False
+    """True if the settings name what this run started from, by name, path or hash."""
+    if names_its_start(named, progress, run_dir) or not progress.get("base_sha256"):
+        return names_its_start(named, progress, run_dir)
     try:
-        folder = store.locate(named, run_dir, lambda _: None)
+        folder = store.locate(named, run_dir, lambda _: None, store.read_manifest)
         return not is_inside(folder, run_dir) and weights_sha256(folder) == progress["base_sha256"]
     except CheckpointError:
         return False
@@ -150,12 +345,12 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
 
 
 def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], config: Config) -> str:
-    """The refusal of a start that would lose a run's steps, up to `newest`, with what to do instead."""
+    """The error for a start that would lose a run's steps, up to `newest`, with what to do instead."""
     run_dir, by_path = newest.parent.parent, config.resume not in ("auto", "never")
     begun = own_state["progress"].get("begun_from")
     setting = "RESUME" if by_path else start_setting(config)
     ways = []
-    if continues(own_state, True, config):
+    if resumes_trainer_state(own_state, True, config):
         how = f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"
         ways.append(f"to resume it, {how}")
     if not (is_inside(folder, run_dir) and config.lora_enabled):
@@ -167,18 +362,28 @@ def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], 
             f"settings would start it anew from {folder}. {advice[0].upper()}{advice[1:]}")
 
 
-# ------------------------------------------------------------------------------------------------ the base
+def forbid_overwriting_source(state: Mapping[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
+    """Raise CheckpointError if a stage would overwrite the run whose weights it starts from."""
+    of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
+    whole = not state.get("settings", {}).get("LORA_ENABLED")
+    if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
+        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, which this run would "
+                              f"overwrite. Choose another RUN_NAME, and set {start_setting(config)}={folder}")
+
+
+# ---------------------------------------------------------------------------------------------- the base
+
+
+def weights_sha256(folder: Path) -> str:
+    """The hash of a model folder's weights, independent of how they are split into files."""
+    peft.refuse_adapters(folder)
+    return huggingface.weights_sha256(huggingface.load_model_weights(folder))
 
 
 def base_places(progress: Mapping[str, Any], run_dir: Path) -> list[Path]:
     """Where a run's base model was when the run began, and the same relative to the run's folder."""
     places = (progress.get("base"), progress.get("base_beside"))
     return [run_dir / place for place in places if place]  # an absolute path stays absolute
-
-
-def relative_to_run(base: Path, run_dir: Path) -> str:
-    """The path from a run's folder to its base model."""
-    return os.path.relpath(base.resolve(), run_dir.resolve())
 
 
 def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path,
@@ -201,8 +406,8 @@ def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Pat
     remembered, wanted = base_places(progress, run_dir), progress.get("base_sha256")
     named, failures = [], []
     for name in dict.fromkeys(names):
-        try:
-            folder = store.locate(name, run_dir, warn)
+        try:  # the hash of the weights verifies them
+            folder = store.locate(name, run_dir, warn, store.read_manifest if wanted else store.verify_model)
         except CheckpointError as error:
             failures.append(str(error))
             continue
@@ -217,33 +422,30 @@ def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Pat
         if place:
             return place
     for place in dict.fromkeys(path.resolve() for path in (*named, *remembered)):
-        if not place.is_dir():
-            failures.append(f"{place} does not exist")
-            continue
         try:
-            found = weights_sha256(place)
+            if not place.is_dir():
+                raise CheckpointError(f"{place} does not exist")
+            if (sha256 := weights_sha256(place)) == wanted:
+                return place
+            failures.append(f"{place} is another model, whose weights have SHA-256 {sha256}")
         except CheckpointError as error:
             failures.append(str(error))
-            continue
-        if found == wanted:
-            return place
-        failures.append(f"{place} is another model, whose weights have SHA-256 {found}")
     raise CheckpointError("the base of this "
                           f"run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not found: "
                           f"{'; '.join(failures) or 'no place is known'}. Bring it back, or {advice}")
 
 
+@collective
 def find_base_on_rank0(config: Config, progress: Mapping[str, Any], run_dir: Path, ranks: Ranks,
                        warn: Callable[[str], None]) -> Path:
-    """`find_base` by rank 0 for all. Collective: every rank must call it."""
+    """`find_base` by rank 0 for all."""
     found = ranks.broadcast(ranks.on_rank0(lambda: str(find_base(config, progress, run_dir, warn))))
     return on_each_machine(Path(found), ranks)
 
 
+@collective
 def on_each_machine(folder: Path, ranks: Ranks) -> Path:
     """The folder that rank 0 found; of a model of the hub, each machine's own copy, which one rank downloads.
-
-    Collective: every rank must call it.
     """
     name = huggingface.name_of_download(folder)
     if name is None or ranks.world_size == 1:
@@ -252,98 +454,202 @@ def on_each_machine(folder: Path, ranks: Ranks) -> Path:
     return ranks.raise_on_all(lambda: huggingface.hub_model(name))
 
 
-# ------------------------------------------------------------------------------------------- how it starts
+# ---------------------------------------------------------------------------------- build and restore
 
 
-def start_from(found: Found, loaded: Loaded,
-               identity_of: Optional[Callable[[Config, Mapping[str, Any]], Mapping[str, Any]]], run_dir: Path,
-               ranks: Ranks) -> Start:
-    """How a run starts from the checkpoint that was found. Collective: every rank must call it.
-
-    Args:
-        identity_of: `Inputs.identity`; None: what the run reads is unknown, and not compared.
-    """
-    folder, own, warnings = found
-    if folder is None:
-        return Start(loaded.config, None, False, {}, None, None, {}, [], warnings)
-    folder = on_each_machine(folder, ranks)
-    state = ranks.raise_on_all(lambda: store.read_state(folder))
-    if not (resumed := continues(state, own, loaded.config)):
-        refuse_own_weights(state, folder, run_dir, loaded.config)
-    config, notes = ranks.raise_on_all(lambda: adopt_model(loaded, state if resumed else {}, folder))
-    if not resumed:
-        warnings += ranks.raise_on_all(lambda: check_model(folder, config, loaded.sources))
-        part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
-        notes.append(f"weights from {part}{folder}; optimizer, schedule and step start anew")
-        state, own = {}, False
-    elif identity_of is not None:
-        identity = ranks.raise_on_all(lambda: identity_of(config, state["identity"]))
-        changes = ranks.raise_on_all(lambda: check_changes(state, config, identity, folder, own,
-                                                           loaded.sources))
-        notes, warnings = notes + changes.notes, warnings + changes.warnings
-    allowed = {*loaded.warnings} if loaded.is_plan else ()
-    if conflicts := [conflict for conflict in rules(config, start_is_read=True) if conflict not in allowed]:
-        raise SettingsError(*conflicts)
-
-    # What a later start needs to find the same base again.
-    named, base, base_sha256, remembered = named_checkpoint(config), None, None, {}
-    if not own:
-        base, base_sha256 = folder, ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
-        remembered = {"wandb_run_id": None, "begun_from": named}
-    else:
-        progress = state["progress"]
-        home = run_dir if is_inside(folder, run_dir) else folder.resolve().parents[1]
-        if progress.get("base_beside") and home != run_dir:  # the checkpoint of another run is resumed here
-            remembered["base_beside"] = relative_to_run(home / progress["base_beside"], run_dir)
-        if named is not None and not names_its_start(named, progress, run_dir):
-            own_steps = [place for place in store.places(named, run_dir)
-                         if place.is_dir() and is_inside(place, run_dir)]
-            remembered["begun_from"] = own_steps[0].name if own_steps else named
-        if config.lora_enabled:
-            base_sha256 = progress.get("base_sha256")
-            base = find_base_on_rank0(config, progress, home, ranks, warnings.append)
-    if base is not None:
-        remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
-                       "base_beside": relative_to_run(base, run_dir)}
-    return Start(config, folder, own, state, base, base_sha256, remembered, notes, warnings)
-
-
-def adopt_model(loaded: Loaded, state: Mapping[str, Any], folder: Path) -> tuple[Config, list[str]]:
-    """The settings, with those of the model that no layer sets from the run's start; and what to say of it.
+@collective
+def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFolder,
+              for_replay: bool = False) -> Run:
+    """The run in memory: model, optimizer, progress, and the objective with all that it needs.
 
     Args:
-        state: the trainer's state that is resumed; empty: the start is the model in the folder alone.
+        for_replay: the run will not be saved, and its own weights may be non-finite.
     """
-    if state:
-        saved = {name: state["settings"][name.upper()] for name in MODEL_SETTINGS
-                 if name.upper() in state["settings"]}
-        model = huggingface.checked_settings(saved, str(folder / store.STATE))
+    config, ranks = start.config, context.ranks
+    dtype = choose_dtype(config, ranks.device.type)
+    if config.lora_enabled:  # new adapters on the start's base, or those of the start
+        generator = torch.Generator().manual_seed(config.seed)
+        model, adapter = adapted_on_meta(config, start, inputs, dtype, generator, ranks)
+        allocate_model(model, config, ranks)
+        ranks.raise_on_all(lambda: load_weights(start.base, model))
+        lora.init_adapters(model, generator)
+        if adapter:
+            ranks.raise_on_all(lambda: lora.load_adapter_state_dict(model, adapter.state))
     else:
-        peft.refuse_adapters(folder)
-        model = read_model_config(folder)
-    values = model.model_dump(include={*MODEL_SETTINGS})
-    if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # another of them may set the same width
-        values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
-    if loaded.config.keep_layers:
-        del values["n_layers"]
-    config = loaded.with_defaults(values).config
-    taken = {name.upper(): value for name, value in values.items()
-             if getattr(config, name) != getattr(loaded.config, name)}
-    return config, [f"model settings from {folder}: {assignments(taken).removeprefix('set ')}"] * bool(taken)
+        model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+        if start.folder is not None:
+            finite = not (for_replay and start.own)
+            ranks.raise_on_all(lambda: load_weights(start.folder, model, finite))
+    optimizer = Optimizer(model, config, ranks)
+    scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
+    progress = restore(start, model, optimizer, scaler)
+    if not for_replay and progress.step < config.max_steps:
+        size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
+        ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
+    objective, inputs = choose_objective(config, inputs, model, progress, folder.path, context)
+    run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
+    if reason := compile_where_possible(model, config, ranks.device.type):
+        context.log.warn(f"no torch.compile: {reason}")
+    return run
 
 
-def refuse_random_weights(config: Config, run_dir: Path) -> None:
-    """Raise SettingsError if supervised fine-tuning would start from random weights without RANDOM_INIT."""
-    if config.training_stage == "sft" and not (config.random_init or config.distillation_enabled):
-        raise SettingsError(f"TRAINING_STAGE=sft has nothing to start from: {run_dir} has no checkpoint, and "
-                            "the settings name none. Set PRETRAIN_CHECKPOINT to the model to fine-tune, or "
-                            "RANDOM_INIT=true to train random weights")
+@collective
+def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.dtype,
+                    generator: torch.Generator, ranks: Ranks
+                    ) -> tuple[Transformer, Optional[peft.Adapter]]:
+    """A base with adapters, without memory, and the adapters of the start, if any."""
+    model = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
+    adapter, token_ids = None, {}
+    if start.own:
+        rows = padded(model.vocab_size)
+        adapter = ranks.raise_on_all(lambda: peft.load_adapter_folder(start.folder, config, rows))
+        ranks.raise_on_all(lambda: adapter.check_base(start.remembered["base_sha256"], start.base))
+        token_ids = adapter.token_ids
+    elif config.lora_train_tokens != "none":
+        token_ids = ranks.broadcast(ranks.on_rank0(lambda: token_ids_to_train(config, inputs, start.base)))
+    ranks.raise_on_all(lambda: lora.add_adapters(model, config, generator, token_ids))
+    lora.cast_base(model, dtype)
+    return model, adapter
 
 
-def refuse_own_weights(state: Mapping[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
-    """Raise CheckpointError if a stage would overwrite the run whose weights it starts from."""
-    of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
-    whole = not state.get("settings", {}).get("LORA_ENABLED")
-    if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
-        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, which this run would "
-                              f"overwrite. Choose another RUN_NAME, and set {start_setting(config)}={folder}")
+def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingface.TokenIds:
+    """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
+    used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
+    parameters = read_parameters(base, config, inputs.tokenizer.vocab_size)
+    head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
+    ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
+    return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
+
+
+def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> Progress:
+    """The progress to resume from; also restores the optimizer's and the loss scaler's state."""
+    config, progress = start.config, Progress()
+    if start.state:
+        progress = Progress(**start.state["progress"])
+        optimizer.load_state_tensors(restore_padding(store.read_optimizer(start.folder), model))
+        if scaler is not None and start.state["scaler"]:
+            scaler.load_state_dict(start.state["scaler"])
+    if not start.own and config.start_step is not None:  # all counters that go with the step restart
+        progress = Progress(step=config.start_step, tokens_seen=config.start_step * config.total_batch_size,
+                            recent_losses=progress.recent_losses)
+    return replace(progress, **start.remembered)
+
+
+# ------------------------------------------------------------------------------------------ the objective
+
+
+@collective
+def choose_objective(config: Config, inputs: Inputs, model: Transformer, progress: Progress, run_dir: Path,
+                     context: RunContext) -> tuple[Objective, Inputs]:
+    """The objective of the settings, and the inputs with the precomputed outputs that it needs.
+
+    Interrupted: a rank received a stop signal.
+    """
+    outputs = OutputStore(cache_of(config), context)
+    if config.training_stage == "dpo":
+        objective, reference = PREFERENCE_OBJECTIVES[config.preference_objective], None
+        if objective.needs_reference:
+            reference, inputs = choose_reference(config, inputs, model, progress, run_dir, outputs)
+        return objective(config, reference), inputs
+    if config.distillation_enabled:
+        return choose_teacher(config, inputs, outputs)
+    return NextToken(), inputs
+
+
+@collective
+def choose_teacher(config: Config, inputs: Inputs, outputs: OutputStore) -> tuple[Objective, Inputs]:
+    """Distillation from a teacher that runs in each step, or from its stored outputs."""
+    tokenizer, ranks = inputs.tokenizer, outputs.context.ranks
+    # Rank 0 verifies the teacher's files for all.
+    verified = ranks.broadcast(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
+    folder = on_each_machine(Path(verified), ranks)
+
+    @cache
+    def load():
+        return load_teacher(folder, config, tokenizer.vocab_size, ranks)
+
+    # Live in each step, or stored for the rows that the run reads.
+    if not config.distillation_top_k:
+        compiled = config.compile and ranks.device.type == "cuda"
+        return Distillation(config, load(), compiled), inputs
+    facts = ranks.broadcast(ranks.on_rank0(lambda: teacher_facts(folder, config)))
+    facts["vocab_size"] = tokenizer.vocab_size
+
+    # Each source of a mixture has a separate store, which does not depend on the weights.
+    def stored(split: str, indices_of: Callable[[int], np.ndarray], part, source: int):
+        own = {**facts, "data": parts_of(inputs.rows)[source].fingerprint, "split": split}
+        return with_teacher(outputs, part, own, load, config, indices_of(source))
+
+    rows = map_parts(inputs.rows, partial(stored, "train", partial(rows_of_run, config, inputs.rows)))
+    if held_out := inputs.validation_rows:
+        of_source = partial(validation_rows_of, config, held_out)
+        held_out = map_parts(held_out, partial(stored, "validation", of_source))
+    return Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
+
+
+def rows_of_run(config: Config, rows: Rows, source: int) -> np.ndarray:
+    """The indices of the rows that a whole run reads, of one source of a mixture, ascending."""
+    count, size = config.max_steps * config.rows_per_step, len(parts_of(rows)[source])
+    if isinstance(rows, MixedRows):
+        count = int(rows.mixing.taken(np.array([count]))[source, 0])
+    if count >= size:
+        return np.arange(size)
+    return np.sort(rows_at(np.arange(count), size, config.seed, source))
+
+
+def validation_rows_of(config: Config, rows: Rows, source: int) -> np.ndarray:
+    """The indices of the rows that validation reads, of one source of a mixture, ascending."""
+    if not isinstance(rows, MixedRows):
+        return np.arange(min(config.validation_rows, len(rows)))
+    sources, within = rows.locate(np.arange(len(rows)))
+    return np.unique(within[sources == source])
+
+
+@collective
+def choose_reference(config: Config, inputs: Inputs, model: Transformer, progress: Progress, run_dir: Path,
+                     outputs: OutputStore) -> tuple[Reference, Inputs]:
+    """The reference, and the inputs with its stored log-probabilities if it is not run in each step."""
+    context, stored, dtype = outputs.context, reference_is_stored(config), model.compute_dtype
+    ranks = context.ranks
+    # The base under the adapters is a live reference that costs no memory.
+    if config.lora_enabled and not stored:
+        return partial(logprobs_without_adapters, model), inputs
+
+    @cache
+    def base() -> Path:
+        return find_base_on_rank0(config, asdict(progress), run_dir, ranks, context.log.warn)
+
+    @cache
+    def frozen() -> Transformer:
+        folder = base()
+        reference = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
+        lora.cast_base(reference.requires_grad_(False), dtype)
+        allocate_model(reference, config, ranks)
+        ranks.raise_on_all(lambda: load_weights(folder, reference))
+        compile_where_possible(reference, config, ranks.device.type)
+        return reference.eval()
+
+    if not stored:
+        return partial(frozen_logprobs, frozen()), inputs
+    sha256 = progress.base_sha256
+    if not sha256:  # older versions stored the hash for adapters only
+        folder = base()
+        sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
+    facts = {"weights_sha256": sha256, "compute_dtype": str(dtype)}
+
+    def stored_for(split: str, part, source: int):
+        return with_reference(outputs, part, split, facts, frozen, config.micro_batch_size)
+
+    held_out = inputs.validation_rows and map_parts(inputs.validation_rows, partial(stored_for, "validation"))
+    return stored_reference, replace(inputs, rows=map_parts(inputs.rows, partial(stored_for, "train")),
+                                     validation_rows=held_out)
+
+
+def logprobs_without_adapters(model: Transformer, batch) -> Tensor:
+    """The (B, P, 2) log-probabilities by the base of a model with adapters."""
+    with lora.disable_adapters(model):
+        was_training = model.training
+        try:
+            return frozen_logprobs(model.eval(), batch)
+        finally:
+            model.train(was_training)

@@ -20,7 +20,6 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 from checkpoint.huggingface import read_json
 from checkpoint.peft import refuse_adapters
-from checkpoint.schema import MANIFEST, verify
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, requires_package, run_script
 from common.text import show
@@ -46,8 +45,6 @@ def convert(folder: Path, llama_cpp: Path, output: Path, dtype: str) -> None:
                               "https://github.com/ggml-org/llama.cpp and name its folder with --llama-cpp")
     if output.exists():
         raise CheckpointError(f"{output} exists; name a new file")
-    if (folder / MANIFEST).exists():
-        verify(folder)
     refuse_adapters(folder)
     tokenizer = read_json(folder / "tokenizer.json")
     if not (tokenizer.get("model") or {}).get("merges"):

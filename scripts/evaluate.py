@@ -74,8 +74,8 @@ def main() -> None:
     from evaluation.standalone import Harness, open_model, settings_for
     from model_utils import choose_dtype, find_model
     from parallel.ranks import RunContext, StopSignals, joined_ranks
-    from run.life import prepare_device
     from run.log import finite
+    from run.start import prepare_device
 
     folder = find_model(args.model)
     config = settings_for(folder, flags, args.data)

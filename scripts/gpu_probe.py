@@ -335,6 +335,7 @@ def checkpoint(task) -> None:
     from safetensors.torch import load_file, save_file
 
     from checkpoint import store
+    from checkpoint.tensors import write_tensors
     from learn.optim import Optimizer
 
     model, config, _, ranks = random_model(task)
@@ -353,8 +354,9 @@ def checkpoint(task) -> None:
     def to_host() -> dict[str, Tensor]:
         return {name: tensor.cpu() for name, tensor in weights.items()}
 
-    def write_weights(folder: Path) -> None:
+    def write(folder: Path) -> dict[str, str]:
         save_file(to_host(), folder / "model.safetensors")
+        return {store.OPTIMIZER: write_tensors(folder / store.OPTIMIZER, states)}
 
     clock, file = partial(timed, task), folder / "weights.safetensors"
     host = clock("copy of the weights", to_host, size)
@@ -362,9 +364,8 @@ def checkpoint(task) -> None:
     clock("write of the weights", lambda: save_file(host, file), size)
     clock("load of the weights", lambda: [value.to(ranks.device) for value in load_file(file).values()], size)
     file.unlink()
-    contents = store.Contents(1, write_weights, {}, states, size)
-    save = partial(store.save, folder / "checkpoints", contents, ranks)
-    saved = clock("save in all", save)
+    saved, facts = folder / "step-00000001", {"step": 1, "world_size": 1, "val_loss": None}
+    clock("save in all", partial(store.publish, saved, write, facts))
     clock("verify", partial(store.verify, saved))
     clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)

@@ -34,7 +34,7 @@ from checkpoint.huggingface import (
     weights_sha256,
 )
 from checkpoint.peft import refuse_adapters
-from checkpoint.store import MANIFEST, publish, verify, warn_on_console
+from checkpoint.store import publish, warn_on_console
 from checkpoint.tensors import LazyTensor
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
@@ -84,8 +84,6 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
         tokenizer = load_tokenizer(tokenizer_path or str(meta_file.parent / "tokenizer.model"))
     else:
         source = folder = find_model(str(source))
-        if os.path.exists(folder / MANIFEST):
-            verify(folder)
         refuse_adapters(folder)
         state, config, max_seq_len = read_huggingface(folder)
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
@@ -98,10 +96,11 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
              "left out.")
     size = sum(tensor.nbytes for tensor in state.values())
 
-    def write(folder: Path) -> None:
-        save_model_folder(folder, state, config, tokenizer, max_seq_len)
+    def write(folder: Path) -> dict[str, str]:
+        hashes = save_model_folder(folder, state, config, tokenizer, max_seq_len)
         digest = weights_sha256(load_model_weights(folder))
         write_card(folder, lambda: imported_card(output.name, source, digest, max_seq_len), warn_on_console)
+        return hashes
 
     publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, size, min(size, MAX_SHARD_BYTES))
 

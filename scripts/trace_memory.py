@@ -84,7 +84,7 @@ def build(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
     from learn.teacher import LlamaTeacher
     from model import Transformer
     from parallel.fsdp import shard_model
-    from run.life import logprobs_without_adapters
+    from run.start import logprobs_without_adapters
 
     model, frozen = Transformer(config, vocab_size, dtype), None
     if config.lora_enabled:

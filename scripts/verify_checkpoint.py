@@ -21,7 +21,7 @@ from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint.schema import CARD, MANIFEST, fault_of, read_sealed
+from checkpoint.manifest import CARD, MANIFEST, fault_of, read_sealed
 from common.command_line import CommandParser
 from common.errors import CheckpointError, local_path, run_script
 from common.files import plain, read_plain

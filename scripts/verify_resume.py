@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import common  # noqa: E402, F401  # isort: skip (reports a package that is missing)
 
-from checkpoint.schema import read_entries, read_state_file  # noqa: E402
+from checkpoint.schema import read_entries  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, run_script  # noqa: E402
 from common.text import last_line, show  # noqa: E402
@@ -76,8 +76,7 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
     """
     from checkpoint import store
     from parallel.ranks import Ranks
-    from run.life import find_start
-    from run.start import named_checkpoint, start_setting
+    from run.start import find_start, named_checkpoint, start_setting
 
     changes = {"RESUME": "auto"}
     if named := named_checkpoint(config):
@@ -265,9 +264,11 @@ def compare_lines(what: str, one: list[dict], other: list[dict], names: tuple[st
 
 def compare_runs(one: TrialRun, other: TrialRun, last: int) -> list[Verdict]:
     """Compare everything that two runs wrote."""
+    from checkpoint import store
+
     folders = [run.folder / "checkpoints" / f"step-{last:08d}" for run in (one, other)]
     metrics = [list(read_entries(run.folder / "metrics.jsonl")) for run in (one, other)]
-    states = [read_state_file(folder / "trainer_state.json")["progress"] | {"wandb_run_id": None}
+    states = [store.read_state(folder)["progress"] | {"wandb_run_id": None}
               for folder in folders]
     differing = [name for name in states[0] if states[0][name] != states[1].get(name)]
     return [*(compare_tensors(what, *(tensors_in(folder, what != "weights") for folder in folders))

@@ -172,10 +172,9 @@ FAULTS = [
           "tests/test_hellaswag_utils.py::test_made_items_are_judged_as_lm_evaluation_harness_does"),
 
     # Checkpoints and resuming
-    fault("checkpoint: hash not checked", "checkpoint/schema.py", 'digest == expected["sha256"]',
-          "True", STORE),
-    fault("checkpoint: renamed before it is on the disk", "checkpoint/store.py", "sync(path) with open(",
-          "with open(",
+    fault("checkpoint: hash not checked", "checkpoint/manifest.py",
+          'sha256(file, advance) == expected["sha256"]', "True", STORE),
+    fault("checkpoint: renamed before it is on the disk", "checkpoint/store.py", "sync(path) name =", "name =",
           f"{MACHINE}::test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name"),
     fault("retention: best one deleted", "checkpoint/store.py", "*best)", ")",
           f"{STORE}::test_retention_keeps_last_best_and_protected"),
@@ -190,7 +189,7 @@ FAULTS = [
           "tests/test_lora.py::test_peft_loads_our_folder_and_we_load_it_back_to_the_bit"),
     fault("resume: a step is skipped", "train.py", "run.objective, progress.step)",
           "run.objective, progress.step + (progress.step > 0))", RESUMED),
-    fault("resume: optimizer state not loaded", "run/life.py", "optimizer.load_state_tensors(", "dict(",
+    fault("resume: optimizer state not loaded", "run/start.py", "optimizer.load_state_tensors(", "dict(",
           RESUMED),
     fault("ledger: rows of the next step", "observe/guards.py", "all_rows(run.progress.step)",
           "all_rows(run.progress.step + 1)", "tests/observe/test_step_guards.py"),

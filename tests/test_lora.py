@@ -26,7 +26,7 @@ from model import Linear, Transformer, padded
 from model_utils import model_from_tensors, wrap_model
 from observe.check import describe_adapters
 from parallel.ranks import Ranks, start_ranks, stop_ranks
-from run import life
+from run import start as run_start
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -329,7 +329,7 @@ def test_of_a_trained_base_only_the_tokens_that_it_never_saw_are_found(tied, tok
     base, unseen = trained_on(264, config, tmp_path / "base", tokenizer), [270, tokenizer.eot_id, tokenizer.eot_id + 1]
     inputs = SimpleNamespace(tokenizer=tokenizer, used_ids=lambda: [*range(264), *unseen])
     settings = Config(lora_enabled=True, **config.model_dump())
-    assert life.token_ids_to_train(settings, inputs, base) == ids_of(config, dict(token_rows=unseen))
+    assert run_start.token_ids_to_train(settings, inputs, base) == ids_of(config, dict(token_rows=unseen))
 
 
 def test_tokens_can_be_named():

@@ -23,7 +23,7 @@ from checkpoint import tensors as tensor_files
 from checkpoint.tensors import write_tensors
 from common import __version__
 from common.errors import CheckpointError
-from parallel.ranks import Ranks, start_ranks, stop_ranks
+from parallel.ranks import start_ranks, stop_ranks
 from run import folder as run_folder
 
 fork_warning = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -37,10 +37,20 @@ def write_model(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
-def save(folder: Path, step: int, val_loss=None, write=write_model, **options) -> Path:
-    optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
-    state = {**STATE, "progress": {"step": step}, "val_loss": val_loss}
-    return store.save(folder, store.Contents(step, write, state, optimizer), Ranks(), **options)
+def save(folder: Path, step: int, val_loss=None, write=write_model, optimizer=None, **options) -> Path:
+    """A checkpoint as a run publishes it, whose optimizer's file is hashed while it is written."""
+    if optimizer is None:
+        optimizer = {"weight.exp_avg": torch.full((64,), float(step)), "weight.step": torch.tensor(float(step))}
+
+    def write_files(place: Path) -> dict[str, str]:
+        write(place)
+        (place / store.STATE).write_text(json.dumps({**STATE, "progress": {"step": step}, "val_loss": val_loss}))
+        return {store.OPTIMIZER: tensor_files.write_tensors(place / store.OPTIMIZER, optimizer)}
+
+    measured = val_loss if val_loss == val_loss else None
+    facts = {"step": step, "world_size": 1, "val_loss": measured}
+    store.publish(folder / f"step-{step:08d}", write_files, facts, **options)
+    return folder / f"step-{step:08d}"
 
 
 def names(folder: Path) -> list[str]:
@@ -67,9 +77,8 @@ def test_saved_checkpoint_reads_back(tmp_path):
 
 def test_optimizer_state_may_be_empty_or_of_any_layout(tmp_path):
     matrix = torch.arange(6.0).view(2, 3).T
-    folder = store.save(tmp_path, store.Contents(1, write_model, {}, {"matrix": matrix}), Ranks())
-    assert torch.equal(store.read_optimizer(folder)["matrix"].whole(), matrix)
-    assert store.read_optimizer(store.save(tmp_path, store.Contents(2, write_model, {}, {}), Ranks())) == {}
+    assert torch.equal(store.read_optimizer(save(tmp_path, 1, optimizer={"matrix": matrix}))["matrix"].whole(), matrix)
+    assert store.read_optimizer(save(tmp_path, 2, optimizer={})) == {}
 
 
 def test_no_checkpoint_is_none_and_not_an_error(tmp_path):
@@ -296,8 +305,8 @@ def test_too_little_room_is_found_before_writing(tmp_path):
         raise AssertionError("written in spite of too little room")
 
     with pytest.raises(CheckpointError, match=r"1,000,000,000,000,000,000 bytes needed, [\d,]+ free"):
-        store.save(tmp_path / "checkpoints", store.Contents(1, never, {}, {}, model_bytes=10**18), Ranks())
-    assert names(tmp_path / "checkpoints") == []
+        save(tmp_path / "checkpoints", 1, write=never, needed_bytes=10**18)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("metadata", [None, {"of": "\u201cus\u201d"}])
@@ -316,7 +325,7 @@ def no_space(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("where", ["write_files", "bare", "write_tensors", "_sync_and_hash", "sync_folder"])
+@pytest.mark.parametrize("where", ["write_files", "bare", "sha256", "sync", "sync_folder"])
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     good = save(tmp_path, 1)
 
@@ -338,7 +347,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path, monkeypatch, where):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("where", ["write_files", "tokenizer", "write_tensors", "_sync_and_hash", "sync_folder", "os.rename"])
+@pytest.mark.parametrize("where", ["write_files", "tokenizer", "sha256", "sync", "sync_folder", "os.rename"])
 @pytest.mark.parametrize("failures", [1, len(store.RETRY_SECONDS), len(store.RETRY_SECONDS) + 1])
 def test_a_network_disk_that_is_away_for_a_moment_is_tried_again_and_told(tmp_path, monkeypatch, where, failures):
     """Whichever call fails; the number of retries is limited."""
@@ -398,7 +407,7 @@ def test_a_file_size_limit_is_named(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
         for tensors, word in (({}, "File too large"), (large, "ulimit -f unlimited")):
             try:
-                store.save(tmp_path, store.Contents(2, write_large, {}, tensors), Ranks())
+                save(tmp_path, 2, write=write_large, optimizer=tensors, largest_file_bytes=4 * 4096 * len(tensors))
             except CheckpointError as error:
                 assert word in str(error)
             else:
@@ -426,7 +435,7 @@ def test_a_read_only_folder_is_named(tmp_path):
             for parent in tmp_path.parents[:2]:
                 parent.chmod(0o755)  # pytest's own folders are for their owner alone
             os.seteuid(65534)
-        for call in (lambda: save(target / "checkpoints", 1), lambda: store.check_writable(target, 10),
+        for call in (lambda: save(target / "checkpoints", 1), lambda: store.check_room(target, 10),
                      lambda: run_folder.lock_run(target / "run").__enter__()):
             try:
                 call()
@@ -605,14 +614,14 @@ def two_ranks(rank: int, port: int, folder: Path, results) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     ranks = start_ranks("cpu", 30)
-    store.save(folder, store.Contents(1, write_model, {}, {}), ranks)
+    ranks.on_rank0(lambda: save(folder, 1))
 
     def full(folder: Path) -> None:
         assert rank == 0, "rank 0 alone writes"
         no_space()
 
     try:
-        store.save(folder, store.Contents(2, full, {}, {}), ranks)
+        ranks.on_rank0(lambda: save(folder, 2, write=full))
     except CheckpointError as error:
         results.put((rank, str(error)))
     ranks.barrier()
@@ -634,7 +643,7 @@ def test_a_failure_of_rank_0_is_raised_on_every_rank(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
     assert all("step-00000002 could not be written" in told[rank] for rank in range(2))
     assert names(tmp_path) == ["step-00000001"]
-    assert store.verify(tmp_path / "step-00000001")["world_size"] == 2
+    assert store.verify(tmp_path / "step-00000001")
 
 
 def test_what_stands_in_the_way_at_the_start_of_a_run_comes_into_its_log(tiny_run, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from data_pipeline.prepare import DOCUMENTS, PreparationOptions, PreparationPlan
 from data_pipeline.sources import Source
 from data_preparation_utils import describe, prepare_mixture, read_mix
 from dataloaders import Batch, Mixing, RowOrder, join, open_rows
-from run.life import read_inputs, rows_of_run
+from run.start import read_inputs, rows_of_run
 from tokenizer import load_tokenizer
 
 WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))

@@ -19,7 +19,7 @@ from learn.objectives import DPO, ORPO, Distillation, NextToken, frozen_logprobs
 from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from model import Transformer
 from observe.power import Utilization
-from run.life import logprobs_without_adapters
+from run.start import logprobs_without_adapters
 from tokenizer import load_tokenizer
 
 VOCAB, ROWS, LENGTH, PADDING = 250, 2, 64, 11

@@ -256,7 +256,7 @@ def sleepy() -> None:
 
     plant(NextToken, "loss_sum", lambda: SLOW_FORWARD if rank == 1 else FORWARD)
     plant(RowOrder, "micro_batches", lambda: SLOW_READ * (rank == 2))
-    plant(life, "write_checkpoint", lambda: SLOW_SAVE * (rank == 3))
+    plant(life, "named_parameters", lambda: SLOW_SAVE * (rank == 3))
 
 
 def test_ranks_that_sleep_are_named_with_their_phase_within_20_steps_and_the_others_are_not(tiny_run):

@@ -23,7 +23,7 @@ import model
 import train
 from learn.cost import estimate_memory
 from observe import check
-from run.life import read_inputs
+from run.start import read_inputs
 from settings.load import load_config
 from tokenizer import load_tokenizer
 

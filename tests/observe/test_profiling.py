@@ -16,7 +16,7 @@ from observe import power, profile
 from observe import power as utilization
 from observe.power import Reading, Sample
 from observe.profile import Profiling
-from run.life import prepare_device
+from run.start import prepare_device
 
 # What the run of `whole` measures besides; POWER_HZ is that of the window.
 MEASURED = {"PROFILE_STEPS": "3:4", "POWER_STEPS": "2:4", "POWER_HZ": 200, "PEAK_TFLOPS": 0.001}

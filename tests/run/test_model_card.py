@@ -9,7 +9,7 @@ import pytest
 from factories import prepare_stages
 
 from checkpoint import store
-from checkpoint.schema import CARD
+from checkpoint.manifest import CARD
 from config import Config
 from run.adapters import merge
 from run.card import NOT_TOLD, env_value, facts_of, origin, read_card, run_and_step, sections_of

@@ -22,7 +22,7 @@ import train
 from checkpoint import store
 from learn import optim
 from observe import check
-from run import life
+from run import start as run_start
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "verify_resume.py"
@@ -142,14 +142,14 @@ def begin_anew() -> None:
 
 
 def forget_progress() -> None:
-    original = life.restore
+    original = run_start.restore
 
     def restore(*arguments):
         progress = original(*arguments)
         progress.tokens_seen = 0
         return progress
 
-    life.restore = restore
+    run_start.restore = restore
 
 
 def roll_dice() -> None:
@@ -201,7 +201,7 @@ def exaggerate_on_rank_1() -> None:
             model.layers[1].attention.wo.weight.register_hook(lambda gradient: gradient * 1.01)
             return model
 
-        life.build_model = build
+        run_start.build_model = build
 
 
 def test_a_layout_with_another_gradient_is_found(verify):

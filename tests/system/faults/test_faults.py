@@ -23,7 +23,8 @@ from checkpoint import huggingface, store
 from evaluation import during_run
 from learn import objectives
 from model_utils import build_model
-from run import life, log
+from run import log
+from run import start as run_start
 
 ROOT = Path(__file__).resolve().parents[3]
 WORLD = 2
@@ -33,7 +34,7 @@ WORLD = 2
 
 
 # When the signal arrives (module, function, number of the call), and the last step that is finished then.
-MOMENTS = {"start-up": (life, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
+MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "baseline": (during_run, "validation_loss", 1, 0),
            "step": (train, "learning_rate", 3, 3), "validation": (during_run, "validation_loss", 3, 4),
            "HellaSwag": (during_run, "evaluate_batches", 2, 3), "samples": (during_run, "generate", 1, 6),
            "save": (huggingface, "save_model_folder", 1, 3)}
@@ -98,7 +99,7 @@ def when_built(change) -> None:
         change(model)
         return model
 
-    life.build_model = build
+    run_start.build_model = build
 
 
 def bad_gradient_in_step(step: int, value: float, once: bool = False):
@@ -199,7 +200,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, capsys):
-    monkeypatch.setattr(life, "build_model", life.build_model)
+    monkeypatch.setattr(run_start, "build_model", run_start.build_model)
     run = tiny_run()
     with at_step(1, lambda: None):
         bad_gradient_in_step(3, value)
@@ -219,7 +220,7 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
         with torch.no_grad():
             model.layers[1].ffn_norm.weight[5] = math.inf
 
-    monkeypatch.setattr(life, "build_model", life.build_model)
+    monkeypatch.setattr(run_start, "build_model", run_start.build_model)
     when_built(spoil)
     run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train(DEBUG="true") == 4

@@ -35,12 +35,13 @@ from parallel import ranks
 from parallel.hang import PUBLISH_SECONDS
 from parallel.process import LAUNCHER_PID, LOOPBACK, listen_at, stop_signals
 from run import life
+from run import start as run_start
 
 WORLD = 2
 ENDLESS = {"MAX_STEPS": 100_000, "SAVE_EVERY": 0, "VALIDATE_EVERY": 0, "HELLASWAG_EVERY": 0}
 
 # Where faults are injected: module, function, number of the call; and the last step finished by then.
-MOMENTS = {"start-up": (life, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
+MOMENTS = {"start-up": (run_start, "load_tokenizer", 1, 0), "step": (optim, "learning_rate", 3, 3),
            "validation": (during_run, "validation_loss", 3, 4), "HellaSwag": (during_run, "evaluate_batches", 2, 3),
            "save": (life, "trim_padding", 1, 3)}
 OF_RANK_0 = {"write": (huggingface, "save_model_folder", 1, 3)}

@@ -27,8 +27,8 @@ from checkpoint import store, tensors
 from evaluation import during_run
 from parallel import fsdp
 from parallel.ranks import start_ranks, stop_ranks
-from run import life
-from run.life import write_checkpoint
+from run import start as run_start
+from run.life import save_checkpoint
 from settings.load import load_config
 
 NONE, FULL, HYBRID = {"SHARDING": "none"}, {"SHARDING": "full"}, {"SHARDING": "hybrid", "SHARD_DEGREE": 2}
@@ -106,11 +106,11 @@ def saved(tmp_path_factory) -> dict[str, TinyRun]:
 def save_again(commands: list[list[str]], layouts: list[dict]) -> None:
     """Load the checkpoint of each run with one layout after the other, and save it without a step."""
     ranks = start_ranks("cpu", 60)
-    life.joined_ranks = lambda *_: nullcontext(ranks)
+    run_start.joined_ranks = lambda *_: nullcontext(ranks)
     for argv in commands:
         for layout in layouts:
-            with life.open_run(load_config([*argv, *argv_of(layout)])) as run:
-                write_checkpoint(run)
+            with run_start.open_run(load_config([*argv, *argv_of(layout)])) as run:
+                save_checkpoint(run)
     stop_ranks()
 
 
@@ -153,7 +153,7 @@ def fail_once_in_the_second_save(number: int) -> None:
         raise OSError(number, os.strerror(number))
 
     if is_rank(0):
-        during(tensors, "_write", fail, 100)
+        during(tensors, "lazy", fail, 100)
 
 
 def lose_the_network_disk() -> None:
@@ -165,7 +165,7 @@ def fill_the_disk() -> None:
 
 
 def die_in_the_second_save() -> None:
-    during(tensors, "_write", lambda: os.kill(os.getpid(), signal.SIGKILL), 100)
+    during(tensors, "lazy", lambda: os.kill(os.getpid(), signal.SIGKILL), 100)
 
 
 def die_while_rank_0_writes() -> None:
