@@ -1,14 +1,9 @@
-"""The interface of an objective, and cross-entropy. No objective knows ranks, files or clocks.
+"""What a model is trained to minimize: cross-entropy, losses over preference pairs, and distillation.
 
-Objectives over preference pairs: DPO and its variants, ORPO and SimPO.
-
-Shapes: B rows, T tokens, P pairs of a row (rows with fewer are padded), 2 = chosen and rejected.
-
-
-Distillation: divergences from a teacher's distribution, mixed with cross-entropy.
-
-Shapes: B rows, T tokens, M positions with a target, V vocabulary, K tokens that a stored teacher keeps,
-C = K + 1 with all others as one class.
+No objective knows ranks, files or clocks.
+Shapes: B rows, T tokens, P pairs of a row (rows with fewer are padded), 2 = chosen and rejected;
+M positions with a target, V vocabulary, K tokens that a stored teacher keeps, C = K + 1 with all others as
+one class.
 """
 
 import math
@@ -22,6 +17,12 @@ from torch.nn import functional as F
 
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
+
+CACHE_BYTES = 2**19  # of logits that a CPU, where memory is slower than arithmetic, computes on at a time
+# From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
+Reference = Callable[..., Tensor]
+# The (B, P) loss of each pair, and (B, P) metrics by the name under which their means are logged.
+PairLoss = tuple[Tensor, dict[str, Tensor]]
 
 
 class LossSum(NamedTuple):
@@ -53,23 +54,17 @@ class NextToken:
     """Cross-entropy of the next token in nats; in SFT, the targets are the assistant's tokens only."""
 
     def count(self, batch) -> Tensor:
-        """Return the number of targets."""
         return (batch.targets_BT != IGNORE_INDEX).sum()
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
-        """Return the cross-entropy summed over the targets."""
         return LossSum(-model(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT,
                               target_index_M=batch.target_index_M, reduction="sum"), {})
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        """Return all targets and the loss."""
         return batch.targets_BT, summed.total
 
 
-# From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
-Reference = Callable[..., Tensor]
-# The (B, P) loss of each pair, and (B, P) metrics by the name under which their means are logged.
-PairLoss = tuple[Tensor, dict[str, Tensor]]
+# -------------------------------------------------------------------------------------- preference pairs
 
 
 def sums_by_pair(values_BT: Tensor, document_ids_BT: Tensor) -> Tensor:
@@ -139,11 +134,9 @@ class PairwiseObjective:
         raise NotImplementedError
 
     def count(self, batch) -> Tensor:
-        """Return the number of pairs."""
         return is_pair(answer_lengths(batch)).sum()
 
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
-        """Return loss and metrics summed over the pairs."""
         length_BP2 = answer_lengths(batch)
         is_pair_BP = is_pair(length_BP2)
         # Padding has log-probability 0, of which some losses have infinite gradients.
@@ -155,7 +148,6 @@ class PairwiseObjective:
             name: torch.where(is_pair_BP, value.detach(), 0).sum() for name, value in metrics_BP.items()})
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        """Return the targets of the chosen answers, and their cross-entropy."""
         is_chosen_BT = (batch.document_ids_BT % 2 == 1).to(batch.targets_BT.device)
         return batch.targets_BT.where(is_chosen_BT, IGNORE_INDEX), -summed.metrics["logprob_chosen"]
 
@@ -168,7 +160,8 @@ def reward_metrics(reward_BP2: Tensor, margin_BP: Tensor) -> dict[str, Tensor]:
 
 
 class DPO(PairwiseObjective):
-    """Direct preference optimization: the chosen answer gains on the rejected one, relative to a reference.
+    """Direct preference optimization: DPO_LOSS of the margin by which the chosen answer gains on the rejected
+    one, relative to a reference, plus DPO_SFT_WEIGHT times the chosen answer's cross-entropy.
 
     Source: Rafailov et al. 2023, eq. 7 (arXiv:2305.18290); Azar et al. 2023, eq. 17 (arXiv:2310.12036) for
     ipo, whose margin is of log-probabilities per token; Zhao et al. 2023 (arXiv:2305.10425) for hinge;
@@ -178,7 +171,6 @@ class DPO(PairwiseObjective):
     needs_reference = True
 
     def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
-        """Return DPO_LOSS of the margin, plus DPO_SFT_WEIGHT times the chosen answer's cross-entropy."""
         c, ratio_BP2 = self.config, logprob_BP2 - reference_BP2
         score_BP2 = ratio_BP2 / length_BP2 if c.dpo_length_normalised or c.dpo_loss == "ipo" else ratio_BP2
         margin_BP = score_BP2[..., 0] - score_BP2[..., 1]
@@ -196,13 +188,12 @@ class DPO(PairwiseObjective):
 
 
 class ORPO(PairwiseObjective):
-    """Cross-entropy of the chosen answer, and the odds ratio of the chosen and the rejected one.
+    """Cross-entropy of the chosen answer, plus ORPO_LAMBDA times the loss of the odds ratio of both.
 
     Source: Hong et al. 2024, eq. 6 and 7 (arXiv:2403.07691); probabilities are per token.
     """
 
     def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
-        """Return the cross-entropy plus ORPO_LAMBDA times the odds-ratio loss."""
         mean_BP2 = logprob_BP2 / length_BP2
         log_odds_BP2 = mean_BP2 - log1mexp(mean_BP2)
         ratio_BP = log_odds_BP2[..., 0] - log_odds_BP2[..., 1]
@@ -212,13 +203,12 @@ class ORPO(PairwiseObjective):
 
 
 class SimPO(PairwiseObjective):
-    """Simple preference optimization: the mean log-probabilities per token must differ by a margin.
+    """Simple preference optimization: the mean log-probabilities per token must differ by SIMPO_GAMMA.
 
     Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734).
     """
 
     def pair_loss(self, logprob_BP2: Tensor, length_BP2: Tensor, reference_BP2: Optional[Tensor]) -> PairLoss:
-        """Return the logistic loss of the reward margin minus SIMPO_GAMMA."""
         reward_BP2 = self.config.simpo_beta * logprob_BP2 / length_BP2
         margin_BP = reward_BP2[..., 0] - reward_BP2[..., 1]
         return -F.logsigmoid(margin_BP - self.config.simpo_gamma), reward_metrics(reward_BP2, margin_BP)
@@ -246,7 +236,7 @@ def reference_is_stored(config: Config) -> bool:
             and config.dpo_reference in (("stored",) if config.lora_enabled else ("stored", "auto")))
 
 
-CACHE_BYTES = 2**19  # of logits that a CPU, where memory is slower than arithmetic, computes on at a time
+# ------------------------------------------------------------------------------------------ distillation
 
 
 class Teacher(Protocol):
@@ -287,7 +277,7 @@ def divergence(student_logits_MV: Tensor, teacher_logits_MV: Tensor, kind: str, 
 
 
 def softened_logprobs(logits_MV: Tensor, temperature: float) -> Tensor:
-    """Return new float32 log-probabilities at a temperature."""
+    """Return log-probabilities at a temperature, float32 and in new memory."""
     scaled_MV = logits_MV if temperature == 1 else logits_MV / temperature
     return torch.log_softmax(scaled_MV, dim=-1, dtype=torch.float32)
 
@@ -359,7 +349,7 @@ def mixed_loss(logits_MV: Tensor, targets_M: Tensor, teacher: tuple[Tensor, ...]
     return MixedLoss(gradient_MV, (divergence_M * counted_M).sum(), (cross_entropy_M * counted_M).sum())
 
 
-class Distillation:
+class Distillation(NextToken):
     """DISTILLATION_WEIGHT times the divergence from the teacher, and cross-entropy with the remaining weight.
 
     Both are in nats per target, and are the metrics too, without their weights.
@@ -373,28 +363,33 @@ class Distillation:
         self.config, self.teacher = config, teacher
         self.mixed_loss = torch.compile(mixed_loss) if compiled else mixed_loss
 
-    def count(self, batch) -> Tensor:
-        """Return the number of targets."""
-        return (batch.targets_BT != IGNORE_INDEX).sum()
-
     def loss_sum(self, model: nn.Module, batch) -> LossSum:
-        """Return the mixed loss summed over the targets."""
         config, target_index_M = self.config, batch.target_index_M
         settings = config.distillation_loss, config.distillation_temperature, config.distillation_jsd_beta
-        weight, teacher_of = config.distillation_weight, self._teacher_outputs(batch)
-        targets_M = batch.targets_BT.flatten()
+        weight, targets_M = config.distillation_weight, batch.targets_BT.flatten()
         targets_M = targets_M if target_index_M is None else targets_M[target_index_M]
+        if self.teacher is not None:
+            logits_of = self.teacher.logits(batch)
+        else:
+            ids_MK = batch.stored["teacher_ids"].flatten(0, 1)
+            logprobs_MC = batch.stored["teacher_logprobs"].flatten(0, 1)
+            if target_index_M is not None:
+                ids_MK, logprobs_MC = ids_MK[target_index_M], logprobs_MC[target_index_M]
         sums = {name: torch.zeros((), device=targets_M.device) for name in ("divergence", "cross_entropy")}
 
         # For each chunk of the head: the loss, and its gradient written over the logits, block by block.
         def loss(logits_MV: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-            chunk_targets_M, chunk_teacher = targets_M[part], teacher_of(part)
-            total, rows = torch.zeros_like(sums["divergence"]), len(logits_MV)
+            if self.teacher is not None:
+                taught = (logits_of(part),)
+            else:
+                taught = ids_MK[part].long(), logprobs_MC[part].float()
+            chunk_targets_M, rows = targets_M[part], len(logits_MV)
+            total = torch.zeros_like(sums["divergence"])
             if logits_MV.device.type == "cpu":
                 rows = CACHE_BYTES // (4 * logits_MV.shape[1])
             for block in slices(len(logits_MV), max(1, rows)):
                 mixed = self.mixed_loss(logits_MV[block], chunk_targets_M[block],
-                                        tuple(tensor[block] for tensor in chunk_teacher), weight, settings)
+                                        tuple(tensor[block] for tensor in taught), weight, settings)
                 logits_MV[block] = mixed.gradient_MV
                 sums["divergence"] += mixed.divergence
                 sums["cross_entropy"] += mixed.cross_entropy
@@ -406,16 +401,4 @@ class Distillation:
         return LossSum(total, sums)
 
     def text_loss(self, batch, summed: LossSum) -> tuple[Tensor, Tensor]:
-        """Return all targets and the cross-entropy."""
         return batch.targets_BT, summed.metrics["cross_entropy"]
-
-    def _teacher_outputs(self, batch) -> Callable[[slice], tuple[Tensor, ...]]:
-        """Return a function from a slice of the target positions to the `teacher` of `mixed_loss` there."""
-        if self.teacher is not None:
-            logits = self.teacher.logits(batch)
-            return lambda part: (logits(part),)
-        ids_MK = batch.stored["teacher_ids"].flatten(0, 1)
-        logprobs_MC = batch.stored["teacher_logprobs"].flatten(0, 1)
-        if batch.target_index_M is not None:
-            ids_MK, logprobs_MC = ids_MK[batch.target_index_M], logprobs_MC[batch.target_index_M]
-        return lambda part: (ids_MK[part].long(), logprobs_MC[part].float())

@@ -13,7 +13,7 @@ from common.heartbeat import HEARTBEAT
 from config import OptimConfig
 from learn.cost import muon_batch
 from parallel.fsdp import compute_in_turns, is_divided, own, own_rows
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, collective
 
 
 def learning_rate(step: int, config: OptimConfig) -> float:
@@ -22,21 +22,18 @@ def learning_rate(step: int, config: OptimConfig) -> float:
     Linear warm-up, then cosine decay; or a plateau with a linear decay at its end (wsd); or a plateau.
     Source: Loshchilov & Hutter 2017 (arXiv:1608.03983); Hu et al. 2024 (arXiv:2404.06395) for wsd.
     """
-    assert step >= 0, step
     peak, final = config.learning_rate, config.final_learning_rate
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
         return peak
-    begin = config.warmup_steps
+    start = config.warmup_steps
     if config.lr_schedule == "wsd":
-        begin = max(begin, config.max_steps - round(config.decay_fraction * config.max_steps))
-    progress = (step - begin) / max(1, config.max_steps - begin)
+        start = max(start, config.max_steps - round(config.decay_fraction * config.max_steps))
+    progress = (step - start) / max(1, config.max_steps - start)
     progress = min(1.0, max(0.0, progress))
     share = 1 - progress if config.lr_schedule == "wsd" else 0.5 * (1 + math.cos(math.pi * progress))
-    lr = final + share * (peak - final)
-    assert math.isfinite(lr) and lr >= 0, lr
-    return lr
+    return final + share * (peak - final)
 
 
 def newton_schulz(matrices_PRC: Tensor, iterations: int = 5) -> Tensor:
@@ -70,8 +67,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
-        assert closure is None
+    def step(self) -> None:
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
@@ -85,8 +81,7 @@ class Muon(torch.optim.Optimizer):
             buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
             self._assign(buffers, (torch.lerp(buffer, gradient, 1 - group["momentum"])
                                    for buffer, gradient in zip(buffers, gradients)))
-            decay = 1 - group["lr"] * group["weight_decay"]
-            batches = self._batches(parameters)
+            decay, batches = 1 - group["lr"] * group["weight_decay"], self._batches(parameters)
             for batch, updates in zip(batches, self._updates(batches, group["momentum"])):
                 lr = group["lr"] * 0.2 * math.sqrt(max(self._whole(batch[0]).shape))
                 self._assign(batch, ((parameter * decay).sub_(update.to(parameter), alpha=lr)
@@ -100,6 +95,10 @@ class Muon(torch.optim.Optimizer):
 
         They do not depend on the number of ranks: in a batch of another size, a kernel may round differently.
         """
+        def flops(batch: list[nn.Parameter]) -> int:
+            short, long = sorted(self._whole(batch[0]).shape)
+            return len(batch) * short * short * (2 * long + short)
+
         equal: dict[torch.Size, list[nn.Parameter]] = {}
         for parameter in parameters:
             equal.setdefault(self._whole(parameter).shape, []).append(parameter)
@@ -107,11 +106,6 @@ class Muon(torch.optim.Optimizer):
         for shape, members in equal.items():
             size = muon_batch(len(members), shape.numel())
             batches += [members[first:first + size] for first in range(0, len(members), size)]
-
-        def flops(batch: list[nn.Parameter]) -> int:
-            short, long = sorted(self._whole(batch[0]).shape)
-            return len(batch) * short * short * (2 * long + short)
-
         return sorted(batches, key=flops, reverse=True)
 
     def _updates(self, batches: list[list[nn.Parameter]], momentum: float) -> Iterator[Tensor]:
@@ -153,15 +147,12 @@ class Optimizer:
         self.sharded = {nn.Parameter(own(p)): p for p in trained.values() if own(p) is not p}
         own_of = {p: rows for rows, p in self.sharded.items()}
         self.names = {own_of.get(p, p): name for name, p in trained.items()}
-        matrices = [p for p in self.names if p.ndim >= 2]
-        vectors = [p for p in self.names if p.ndim < 2]
         # AdamW trains the factors of adapters: orthogonalising each does not orthogonalise their product.
-        with_muon = [p for p in matrices if config.optimizer == "muon" and self.names[p].startswith("layers.")
-                     and not self.names[p].endswith((".lora_A", ".lora_B"))]
-        muon_ids = set(map(id, with_muon))
-        decaying = [p for p in matrices if id(p) not in muon_ids]
-        groups = [{"params": decaying, "weight_decay": config.weight_decay},
-                  {"params": vectors, "weight_decay": 0.0}]
+        with_muon = [p for p, name in self.names.items() if config.optimizer == "muon" and p.ndim >= 2
+                     and name.startswith("layers.") and not name.endswith((".lora_A", ".lora_B"))]
+        with_adamw = [p for p in self.names if not any(p is other for other in with_muon)]
+        groups = [{"params": [p for p in with_adamw if p.ndim >= 2], "weight_decay": config.weight_decay},
+                  {"params": [p for p in with_adamw if p.ndim < 2], "weight_decay": 0.0}]
         self.parts: list[torch.optim.Optimizer] = [
             torch.optim.AdamW([group for group in groups if group["params"]], lr=config.learning_rate,
                               betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps, fused=True)]
@@ -169,9 +160,10 @@ class Optimizer:
             self.parts.append(Muon(with_muon, lr=config.learning_rate, weight_decay=config.weight_decay))
             self.parts[-1].sharded, self.parts[-1].ranks = self.sharded, ranks
 
+    @collective
     def step(self, lr: float, grad_scale: Optional[Tensor] = None,
              found_inf: Optional[Tensor] = None) -> None:
-        """Update the parameters, without waiting for the device. Collective: every rank must call it.
+        """Update the parameters, without waiting for the device.
 
         Args:
             grad_scale: float32 (), divides the gradients first; None = 1.
@@ -188,17 +180,13 @@ class Optimizer:
             part.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or set them to zero."""
         for part in self.parts:
             part.zero_grad(set_to_none)
         for parameter in self.sharded.values():
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, not copies.
-
-        Of a sharded parameter, it is that of the rank's own rows.
-        """
+        """Return the state to save, by `<parameter>.<state>`: the tensors themselves, the rank's own rows."""
         return {f"{self.names[parameter]}.{key}": value for part in self.parts
                 for parameter, state in part.state.items() for key, value in state.items()}
 

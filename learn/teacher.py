@@ -31,13 +31,13 @@ from fused.matmul import linear
 from model import Transformer
 from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
 from parallel.fsdp import gather
-from parallel.ranks import Ranks
+from parallel.ranks import Ranks, collective
 from tokenizer import load_tokenizer
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
-LogitsOfPart = Callable[[slice], Tensor]
+LogitsOfPart = Callable[[slice], Tensor]  # (M, V) float32, from a slice of a batch's target positions
 
 # --------------------------------------------------------------------------------------------------- finding
 
@@ -121,7 +121,6 @@ class LlamaTeacher:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> LogitsOfPart:
-        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
         hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
         hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
         gather(self.model.head_matrix)
@@ -140,7 +139,6 @@ class HFTeacher:
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> LogitsOfPart:
-        """Run on a batch; return a function from a slice of its target positions to (M, V) float32 logits."""
         tokens, device = batch.tokens_BT.flatten(), batch.tokens_BT.device
         target_index_M = batch.target_index_M
         if target_index_M is None:
@@ -162,16 +160,15 @@ class HFTeacher:
 
 def documents_with_targets(batch: Batch) -> tuple[list[int], list[int]]:
     """Return where in the flattened batch the documents with a target begin, and their lengths."""
-    targets = (batch.targets_BT != IGNORE_INDEX).cpu()
-    starts = torch.zeros_like(targets)
+    is_target_BT = (batch.targets_BT != IGNORE_INDEX).cpu()
+    is_start_BT = torch.zeros_like(is_target_BT)
     if batch.document_ids_BT is not None:
-        documents = batch.document_ids_BT.cpu()
-        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    starts[:, 0] = True
-    begins = starts.flatten().nonzero().flatten()
-    lengths = torch.diff(begins, append=torch.tensor([targets.numel()]))
-    used = torch.tensor([part.any() for part in targets.flatten().split(lengths.tolist())])
-    return begins[used].tolist(), lengths[used].tolist()
+        is_start_BT[:, 1:] = batch.document_ids_BT.cpu().diff(dim=1) != 0
+    is_start_BT[:, 0] = True
+    starts = is_start_BT.flatten().nonzero().flatten()
+    lengths = torch.diff(starts, append=torch.tensor([is_target_BT.numel()]))
+    used = torch.tensor([part.any() for part in is_target_BT.flatten().split(lengths.tolist())])
+    return starts[used].tolist(), lengths[used].tolist()
 
 
 def group_documents(starts: Sequence[int], lengths: Sequence[int],
@@ -186,18 +183,17 @@ def group_documents(starts: Sequence[int], lengths: Sequence[int],
     return groups
 
 
+@collective
 def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) -> LlamaTeacher | HFTeacher:
     """Load the model in a folder of `find_teacher`: by our own code if it is a Llama, else by transformers.
 
     A Llama that runs in each step is sharded like the student. One whose outputs are stored is not, because
-    each rank stores other rows. Collective: every rank must call it.
+    each rank stores other rows.
     """
     described = read_json(folder / "config.json")
     try:
         settings = model_settings_from_huggingface(described)
-    except CheckpointError:
-        settings = None
-    if settings is None:  # not a Llama, or one that we cannot represent
+    except CheckpointError:  # not a Llama, or one that we cannot represent
         return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
                                                                   ranks.device))
     stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
