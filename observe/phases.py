@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common.heartbeat import HEARTBEAT
+from parallel.ranks import collective
 from run.life import Run
 
 STEP_PHASES = ("data", "forward", "backward", "optimizer", "communication")
@@ -86,18 +87,13 @@ class SlowRanks:
         return news
 
 
-def mean(steps: Sequence[Counter[str]], phase: str) -> float:
-    """The mean seconds of a phase; of no steps, 0."""
-    return sum(step[phase] for step in steps) / max(1, len(steps))
-
-
 class HostClock:
     """The time of a mark on the host."""
 
     now = staticmethod(time.perf_counter)
 
     def between(self, start: float, end: float, wait: bool) -> float:
-        """The seconds between two marks."""
+        """Return the seconds between two marks."""
         return end - start
 
 
@@ -114,7 +110,7 @@ class CudaClock:
         return event
 
     def between(self, start: Any, end: Any, wait: bool) -> Optional[float]:
-        """The seconds between two events, of which the first is used again; None: not known yet."""
+        """Return the seconds between two events, of which the first is used again; None: not known yet."""
         if wait:
             end.synchronize()
         elif not end.query():
@@ -174,70 +170,52 @@ class Phases:
             if seconds is None:
                 return
             self.marks.popleft()
-            self._count(mark, seconds)
+            phase = mark.name if mark.name in PHASES else "evaluation"
+            is_in_step = phase in STEP_PHASES
+            key = "communication" if is_in_step and mark.waits else phase
+            self.totals[key] += seconds
+            if mark.unix:
+                self.unix = mark.unix
+                self.steps.append(Counter())
+                del self.steps[:-MOST_STEPS]
+            if is_in_step:
+                self.steps[-1][key] += seconds
+            elif phase != "other":
+                self.pauses[mark.name, mark.step] += seconds
+                self.own_pauses[phase] += seconds * (not mark.waits)
+            if self.on_mark:
+                self.on_mark(self.unix, key, mark.step)
+            self.unix += seconds
 
-    def _count(self, mark: Mark, seconds: float) -> None:
-        phase = mark.name if mark.name in PHASES else "evaluation"
-        is_of_step = phase in STEP_PHASES
-        key = "communication" if is_of_step and mark.waits else phase
-        self.totals[key] += seconds
-        if mark.unix:
-            self.unix = mark.unix
-            self.steps.append(Counter())
-            del self.steps[:-MOST_STEPS]
-        if is_of_step:
-            self.steps[-1][key] += seconds
-        elif phase != "other":
-            self.pauses[mark.name, mark.step] += seconds
-            self.own_pauses[phase] += seconds * (not mark.waits)
-        if self.on_mark:
-            self.on_mark(self.unix, key, mark.step)
-        self.unix += seconds
-
+    @collective
     def read_steps(self) -> dict[str, float]:
-        """The mean seconds of the steps since the last reading, averaged over the ranks; also tells which
-        rank is slow.
+        """Return the mean seconds of the steps since the last reading, averaged over the ranks.
 
-        Collective: every rank must call it.
+        A rank that begins or ends to be slow is logged.
         """
         self._read_marks(wait=True)
         steps, self.steps = self.steps, []
         self.to_compare += steps[self.is_first_step:]
         self.is_first_step = False
-        own = [mean(steps, phase) for phase in STEP_PHASES] + self._own()
-        ranks, every = self.run.ranks, np.zeros((self.run.ranks.world_size, len(own)))
-        every[ranks.rank] = own
-        every = np.reshape(ranks.all_reduce_floats(every.ravel().tolist()), every.shape)
-        if len(self.to_compare) >= COMPARED_STEPS - 1:  # the first was left out
-            self._compare(every[:, len(STEP_PHASES):], every[:, :len(STEP_PHASES)].sum(1).mean())
-        means = dict(zip(STEP_PHASES, every.mean(0).tolist()))
-        if ranks.world_size == 1:
+
+        # The ranks exchange the means of these steps, and of those to compare with their variances.
+        compared = table_of(self.to_compare, COMPARED["step"])
+        count = len(compared)
+        variances = compared.var(0, ddof=1) / count if count > 1 else np.zeros(compared.shape[1])
+        own = [*table_of(steps, STEP_PHASES).sum(0) / max(1, len(steps)), *compared.sum(0) / max(1, count),
+               *variances, self.own_pauses["evaluation"], self.own_pauses["save"],
+               time.perf_counter() - self.compared_at]
+        every = np.array(self.run.ranks.all_gather_floats(own))
+        means = dict(zip(STEP_PHASES, every[:, :len(STEP_PHASES)].mean(0).tolist()))
+        step_seconds = sum(means.values())
+        if count >= COMPARED_STEPS - 1:  # the first was left out
+            self._compare(every[:, len(STEP_PHASES):], step_seconds)
+        if self.run.ranks.world_size == 1:
             del means["communication"]
-        return {"step_seconds": sum(means.values()),
+        return {"step_seconds": step_seconds,
                 **{f"{phase}_seconds": seconds for phase, seconds in means.items()}}
 
-    def read_pauses(self) -> dict[str, float]:
-        """The seconds of evaluations and saves since the last reading; each evaluation becomes an event."""
-        HEARTBEAT.begin("other")
-        self._read_marks(wait=True)
-        pauses, self.pauses, sums = self.pauses, Counter(), Counter()
-        for (name, step), seconds in pauses.items():
-            phase = "save" if name == "save" else "evaluation"
-            sums[f"{phase}_seconds"] += seconds
-            if phase == "evaluation":
-                self.run.log.event("evaluation", step, what=name, seconds=seconds)
-        return dict(sums)
-
-    def _own(self) -> list[float]:
-        """What the ranks compare: means over the steps, their variances, pauses, and the time of all."""
-        phases, steps = COMPARED["step"], self.to_compare
-        variances = [np.var([step[phase] for step in steps], ddof=1) / len(steps) if len(steps) > 1 else 0.0
-                     for phase in phases]
-        return [*(mean(steps, phase) for phase in phases), *variances, self.own_pauses["evaluation"],
-                self.own_pauses["save"], time.perf_counter() - self.compared_at]
-
     def _compare(self, every: np.ndarray, step_seconds: float) -> None:
-        """Log which ranks begin or end to be slow, from the `_own` of each."""
         data, forward, *variances, evaluation, save, since = every.T
         own = {"data": data, "forward": forward, "evaluation": evaluation, "save": save}
         all_time = {"step": step_seconds, "evaluation": since.mean(), "save": since.mean()}
@@ -256,14 +234,30 @@ class Phases:
                 log.info(f"{place} is no longer slow in {phase}")
                 log.event("slow rank ended", step, rank=rank, phase=phase)
 
+    def read_pauses(self) -> dict[str, float]:
+        """Return the seconds of evaluations and saves since the last reading; log each evaluation."""
+        HEARTBEAT.begin("other")
+        self._read_marks(wait=True)
+        pauses, self.pauses, sums = self.pauses, Counter(), Counter()
+        for (name, step), seconds in pauses.items():
+            phase = "save" if name == "save" else "evaluation"
+            sums[f"{phase}_seconds"] += seconds
+            if phase == "evaluation":
+                self.run.log.event("evaluation", step, what=name, seconds=seconds)
+        return dict(sums)
+
     def describe(self) -> str:
-        """How the time since the beginning was spent, in percent."""
+        """Return how the time since the beginning was spent, in percent."""
         self.mark("other", waits=False)
         self._read_marks(wait=True)
         total = time.perf_counter() - self.started
         percent = {phase: f"{100 * seconds / total:.1f}" for phase, seconds in self.totals.items() if seconds}
-        of_steps = [f"{phase} {percent[phase]}" for phase in STEP_PHASES if phase in percent]
+        in_steps = [f"{phase} {percent[phase]}" for phase in STEP_PHASES if phase in percent]
         steps = sum(self.totals[phase] for phase in STEP_PHASES)
-        parts = [f"steps {100 * steps / total:.1f} % ({', '.join(of_steps)})"]
-        parts += [f"{phase} {percent[phase]} %" for phase in ("evaluation", "save") if phase in percent]
-        return ", ".join(parts)
+        pauses = [f"{phase} {percent[phase]} %" for phase in ("evaluation", "save") if phase in percent]
+        return ", ".join([f"steps {100 * steps / total:.1f} % ({', '.join(in_steps)})", *pauses])
+
+
+def table_of(steps: Sequence[Counter[str]], phases: Sequence[str]) -> np.ndarray:
+    """Return the seconds of each step in each phase."""
+    return np.array([[step[phase] for phase in phases] for step in steps]).reshape(len(steps), len(phases))

@@ -1,9 +1,7 @@
 """Power, utilization, clocks and temperature of this rank's GPU, from NVML; the power of a CPU, from RAPL.
 
-Needs no torch. Everything is asked by a daemon thread: a driver may take long to answer, or never do.
-
-
-How well a run uses its hardware: FLOPs against the peak, and power, clocks and temperature of the GPUs."""
+Everything is asked by a daemon thread: a driver may take long to answer, or never do.
+"""
 
 import math
 import os
@@ -21,11 +19,8 @@ import torch
 from common.files import plain
 from common.heartbeat import HEARTBEAT
 from common.text import pip_install
-from config import Config, step_window
-from dataloaders import Batch
-from learn.cost import StepFlops, Work
+from config import step_window
 from parallel.process import number_of
-from run.diagnostics import peak_flops
 from run.life import Run
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step"
@@ -152,7 +147,7 @@ class CpuMeter:
 
 
 def packages() -> Iterator[tuple[Path, int]]:
-    """Yield each readable package counter of RAPL, and the microjoules at which it begins anew."""
+    """Yield each readable package counter of RAPL, and the microjoules at which it restarts."""
     for folder in sorted(RAPL.glob("intel-rapl:*")):
         with suppress(OSError, ValueError):
             # A counter of the whole system (psys) would count the packages twice.
@@ -176,13 +171,19 @@ class RotatedFile:
     def append(self, lines: str) -> None:
         """Append complete lines."""
         try:
-            self._open()
+            if self.file is None:
+                self._open()
             size, content = os.fstat(self.file.fileno()).st_size, lines.encode()
             if self.file.write(content) < len(content):
                 os.ftruncate(self.file.fileno(), size)
                 raise OSError("there is no room for the whole text")
             if size + len(content) >= MOST_BYTES:
-                self._rotate()
+                self.close()
+                stem, _, suffix = self.name.rpartition(".")
+                names = [self.name, *(f"{stem}.{number}.{suffix}" for number in range(1, KEPT_FILES + 1))]
+                for number in range(KEPT_FILES, 0, -1):
+                    with suppress(FileNotFoundError):
+                        (self.folder() / names[number - 1]).replace(self.folder() / names[number])
         except OSError as error:
             if not self.warned:
                 self.warned = True
@@ -190,22 +191,13 @@ class RotatedFile:
                           "these measurements are lost")
 
     def _open(self) -> None:
-        if self.file is None:
-            self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)
-            size = self.file.seek(0, os.SEEK_END)
-            self.file.seek(max(0, size - 4096))
-            cut = len(self.file.read().rpartition(b"\n")[2])  # of a process that was killed
-            os.ftruncate(self.file.fileno(), size - cut)
-            if size == cut:
-                self.file.write(f"{HEADER}\n".encode())
-
-    def _rotate(self) -> None:
-        folder, (stem, _, suffix) = self.folder(), self.name.rpartition(".")
-        self.close()
-        for number in range(KEPT_FILES - 1, -1, -1):
-            older = folder / (f"{stem}.{number}.{suffix}" if number else self.name)
-            with suppress(FileNotFoundError):
-                older.replace(folder / f"{stem}.{number + 1}.{suffix}")
+        self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)
+        size = self.file.seek(0, os.SEEK_END)
+        self.file.seek(max(0, size - 4096))
+        cut = len(self.file.read().rpartition(b"\n")[2])  # of a process that was killed
+        os.ftruncate(self.file.fileno(), size - cut)
+        if size == cut:
+            self.file.write(f"{HEADER}\n".encode())
 
     def close(self) -> None:
         """Close the file."""
@@ -226,21 +218,36 @@ class Reading(NamedTuple):
     sm_clock_mhz: float = math.nan  # the lowest
 
 
+def over(rows: Sequence[Sample | Reading], name: str, combine: Callable[[list], float]) -> float:
+    """Return what combines the known values of a field; NaN if there is none."""
+    known = [value for row in rows if (value := getattr(row, name)) is not None and not math.isnan(value)]
+    return combine(known) if known else math.nan
+
+
 def summarize(samples: Sequence[Sample], watts: float) -> Reading:
     """Return the reading of some samples, with this mean power."""
-    def over(name: str, combine: Callable[[list[int]], float]) -> float:
-        known = [value for sample in samples if (value := getattr(sample, name)) is not None]
-        return combine(known) if known else math.nan
-
     def slowdowns(reasons: list[int]) -> float:
         return sum(bit for bit in SLOWDOWNS if 2 * sum(bit & each > 0 for each in reasons) >= len(reasons))
 
     def throttled(reasons: list[int]) -> float:
         return fmean(each & ~IDLE > 0 for each in reasons)
 
-    return Reading(watts, over("utilization", fmean), over("throttle_reasons", throttled),
-                   over("throttle_reasons", slowdowns), over("memory_bytes", max), over("temperature", max),
-                   over("sm_clock_mhz", min))
+    fields = {"utilization": fmean, "memory_bytes": max, "temperature": max, "sm_clock_mhz": min}
+    return Reading(watts, throttled=over(samples, "throttle_reasons", throttled),
+                   slowdowns=over(samples, "throttle_reasons", slowdowns),
+                   **{name: over(samples, name, combine) for name, combine in fields.items()})
+
+
+def power_metrics(readings: Sequence[Reading], tokens_per_second: float) -> dict[str, float]:
+    """Return the metrics of the readings of all ranks; without those that no rank knows."""
+    watts = over(readings, "watts", math.fsum)
+    metrics = {"power_watts": watts, "joules_per_token": watts / tokens_per_second,
+               "gpu_utilization": over(readings, "utilization", fmean),
+               "gpu_memory_bytes": over(readings, "memory_bytes", max),
+               "gpu_temperature_celsius": over(readings, "temperature", max),
+               "gpu_clock_mhz": over(readings, "sm_clock_mhz", min),
+               "gpu_throttled": over(readings, "throttled", fmean)}
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 class Moment(NamedTuple):
@@ -332,7 +339,11 @@ class PowerSampler:
             if before:
                 self._count(before, moment)
             before = moment
-            self.lines.append(self._row(at, sample))
+            watts = "" if sample.watts is None else f"{sample.watts:.3f}"
+            reasons = None if sample.throttle_reasons is None else hex(sample.throttle_reasons)
+            values = ["" if value is None else str(value) for value in (watts, *sample[2:-1], reasons)]
+            self.lines.append(",".join((f"{at:.6f}", self.gpu, *values, HEARTBEAT.part,
+                                        str(HEARTBEAT.step))) + "\n")
             if now >= written + WRITE_SECONDS:
                 written = now
                 self._write()
@@ -357,90 +368,9 @@ class PowerSampler:
             self.samples.append(new)
             self.joules, self.seconds = self.joules + joules, self.seconds + seconds
 
-    def _row(self, at: float, sample: Sample) -> str:
-        watts = "" if sample.watts is None else f"{sample.watts:.3f}"
-        values = (watts, *sample[2:-1], None if sample[-1] is None else hex(sample[-1]))
-        texts = ("" if value is None else str(value) for value in values)
-        return ",".join((f"{at:.6f}", self.gpu, *texts, HEARTBEAT.part, str(HEARTBEAT.step))) + "\n"
-
     def _write(self) -> None:
         if lines := [self.lines.popleft() for _ in range(len(self.lines))]:
             self.file.append("".join(lines))
-
-
-class Utilization:
-    """The metrics of utilization.
-
-    Collective: every rank must call it.
-    """
-
-    def __init__(self, run: Run):
-        config, ranks = run.config, run.ranks
-        self.run, self.peak = run, peak_flops(ranks.device, config.peak_tflops)
-        self.flops = step_flops(run)
-        self.work, self.told = Work(), 0
-        self.sampler = start_sampler(run)
-        self.is_sampled = not ranks.all_agree(self.sampler is None)
-
-    def begin(self, step: int) -> None:
-        """A step begins, counted from 1."""
-        if self.sampler:
-            self.sampler.begin(step)
-
-    def end(self, batches: Sequence[Batch]) -> None:
-        """A step of these micro-batches ends."""
-        self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
-        if self.sampler:
-            self.sampler.end()
-
-    def mark(self, at: float, phase: str, step: int) -> None:
-        """Record when a phase of a step began (Unix seconds) beside the samples of power."""
-        if self.sampler:
-            self.sampler.mark(at, phase, step)
-
-    def read(self, tokens_per_second: float) -> dict[str, float]:
-        """The metrics since the last call, over all ranks. Collective: every rank must call it.
-
-        Args:
-            tokens_per_second: of all ranks since the last call.
-        """
-        own = self.sampler.read() if self.sampler else Reading()
-        size, ranks = len(Work._fields), self.run.ranks
-        gathered = ranks.all_gather_floats([*self.work, *(own if self.is_sampled else ())])
-        work = Work(*(int(sum(column)) for column in zip(*(row[:size] for row in gathered))))
-        self.work, metrics = Work(), {}
-        if self.peak:
-            for name, flops in zip(("mfu", "hfu"), self.flops.of(work)):
-                share = sum(flops) / work.tokens
-                metrics[name] = tokens_per_second * share / (self.peak * ranks.world_size)
-        if self.is_sampled:
-            readings = [Reading(*row[size:]) for row in gathered]
-            metrics |= power_metrics(readings, tokens_per_second)
-            self._warn_of_slowdowns(readings)
-        return metrics
-
-    def _warn_of_slowdowns(self, readings: list[Reading]) -> None:
-        for bit, cause in SLOWDOWNS.items():
-            slow = [rank for rank, reading in enumerate(readings)
-                    if not math.isnan(reading.slowdowns) and int(reading.slowdowns) & bit]
-            if slow and not self.told & bit:
-                self.told |= bit
-                one = readings[slow[0]]
-                names = ", ".join(f"GPU{number_of(rank)}" for rank in slow)
-                self.run.log.warn(f"{names}: slowed down by {cause}, to {one.sm_clock_mhz:,.0f} MHz at "
-                                  f"{one.watts:,.0f} W and {one.temperature:.0f} °C; this is said once")
-                self.run.log.event("throttled", HEARTBEAT.step, ranks=slow, cause=cause)
-
-    def close(self) -> None:
-        """End the sampling of power."""
-        if self.sampler:
-            self.sampler.stop()
-
-
-def step_flops(run: Run, config: Optional[Config] = None) -> StepFlops:
-    """The FLOPs of a run's steps, or with other settings."""
-    return StepFlops(config or run.config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
-                     run.ranks.device.type)
 
 
 def start_sampler(run: Run) -> Optional[PowerSampler]:
@@ -459,20 +389,3 @@ def start_sampler(run: Run) -> Optional[PowerSampler]:
     if window is None and config.power_hz > 1:
         window = range(1, config.max_steps + 1)
     return PowerSampler(open_meter, name, window, config.power_hz, file, run.log.info)
-
-
-def power_metrics(readings: Sequence[Reading], tokens_per_second: float) -> dict[str, float]:
-    """The metrics of the readings of all ranks; without those that no rank knows."""
-    def over(name: str, combine) -> float:
-        known = [value for reading in readings if not math.isnan(value := getattr(reading, name))]
-        return combine(known) if known else math.nan
-
-    def mean(values: list[float]) -> float:
-        return math.fsum(values) / len(values)
-
-    watts = over("watts", math.fsum)
-    metrics = {"power_watts": watts, "joules_per_token": watts / tokens_per_second,
-               "gpu_utilization": over("utilization", mean), "gpu_memory_bytes": over("memory_bytes", max),
-               "gpu_temperature_celsius": over("temperature", max),
-               "gpu_clock_mhz": over("sm_clock_mhz", min), "gpu_throttled": over("throttled", mean)}
-    return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -1,9 +1,8 @@
-"""Single steps in detail: torch.profiler (PROFILE_STEPS), the CUDA allocator's history (MEMORY_SNAPSHOT).
+"""What is measured while a run takes its steps: time by phase, utilization, power; single steps in detail.
 
-Rank 0 does both, into `profile/` of the run's folder. What is computed stays the same, bit by bit.
-
-
-What is measured while a run takes its steps: time by phase, utilization and power, profiles."""
+torch.profiler (PROFILE_STEPS) and the CUDA allocator's history (MEMORY_SNAPSHOT) are written by rank 0 into
+`profile/` of the run's folder. What is computed stays the same, bit by bit.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,16 +12,109 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_fun
 from torch.utils.flop_counter import FlopCounterMode
 
 from common.heartbeat import HEARTBEAT
-from config import step_window
+from config import Config, step_window
 from dataloaders import Batch
+from learn.cost import StepFlops, Work
 from observe.phases import Phases
-from observe.power import Utilization, step_flops
+from observe.power import SLOWDOWNS, Reading, power_metrics, start_sampler
 from parallel.fsdp import is_sharded
+from parallel.process import number_of
+from parallel.ranks import collective
+from run.diagnostics import peak_flops
 from run.life import Run
 
 ROWS = 25  # of each table
 SNAPSHOT_EVENTS = 200_000  # allocations that are kept of a step, the last ones; each takes a few KB
 MATMULS = ("aten.mm", "aten.addmm")  # all but attention, some kernels of which are written out as others
+
+
+class Measurements:
+    """Measures in a `with` block around the loop, to which the heartbeat tells which phase begins.
+
+    The loop saves at a stop signal; a profile is written after that. Steps are counted from 1.
+    """
+
+    @collective
+    def __init__(self, run: Run):
+        self.run, self.peak = run, peak_flops(run.ranks.device, run.config.peak_tflops)
+        self.flops = step_flops(run, run.config)
+        self.work, self.warned_of = Work(), 0
+        self.sampler = start_sampler(run)
+        self.is_sampled = not run.ranks.all_agree(self.sampler is None)  # on any rank
+        self.profiling = Profiling(run)
+        self.phases = Phases(run, self.sampler and self.sampler.mark)
+        self.read_pauses = self.phases.read_pauses
+
+    def __enter__(self) -> "Measurements":
+        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # a run may train within another
+        HEARTBEAT.begin("other")
+        return self
+
+    def __exit__(self, error, *_) -> None:
+        HEARTBEAT.on_mark = self.before
+        self.profiling.close(failed=error is not None)
+        if self.sampler:
+            self.sampler.stop()
+
+    def _mark(self, phase: str, waits: bool) -> None:
+        self.phases.mark(phase, waits)
+        self.profiling.mark(phase)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins, with its data."""
+        if self.sampler:
+            self.sampler.begin(step)
+        self.profiling.begin(step)
+        HEARTBEAT.enter("data", step)
+
+    def end_step(self, step: int, batches: Sequence[Batch]) -> None:
+        """A step of these micro-batches ends."""
+        HEARTBEAT.begin("other")
+        self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
+        if self.sampler:
+            self.sampler.end()
+        self.profiling.end(step, batches)
+
+    @collective
+    def read_steps(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last reading: speed, phases, utilization, power."""
+        seconds = self.phases.read_steps()
+        rate = self.run.config.total_batch_size / seconds["step_seconds"]
+        return {"tokens_per_second": rate, **seconds, **self.read_utilization(rate)}
+
+    @collective
+    def read_utilization(self, tokens_per_second: float) -> dict[str, float]:
+        """Return the metrics of utilization and power since the last reading, over all ranks.
+
+        Args:
+            tokens_per_second: of all ranks since the last call.
+        """
+        reading = self.sampler.read() if self.sampler else Reading()
+        size, ranks = len(Work._fields), self.run.ranks
+        gathered = ranks.all_gather_floats([*self.work, *(reading if self.is_sampled else ())])
+        work = Work(*(int(sum(column)) for column in zip(*(row[:size] for row in gathered))))
+        self.work, metrics = Work(), {}
+        if self.peak:
+            for name, flops in zip(("mfu", "hfu"), self.flops.of(work)):
+                share = sum(flops) / work.tokens
+                metrics[name] = tokens_per_second * share / (self.peak * ranks.world_size)
+        if self.is_sampled:
+            readings = [Reading(*row[size:]) for row in gathered]
+            metrics |= power_metrics(readings, tokens_per_second)
+            self._warn_of_slowdowns(readings)
+        return metrics
+
+    def _warn_of_slowdowns(self, readings: list[Reading]) -> None:
+        for bit, cause in SLOWDOWNS.items():
+            slow = [rank for rank, reading in enumerate(readings)
+                    if reading.slowdowns == reading.slowdowns and int(reading.slowdowns) & bit]
+            if slow and not self.warned_of & bit:
+                self.warned_of |= bit
+                first = readings[slow[0]]
+                names = ", ".join(f"GPU{number_of(rank)}" for rank in slow)
+                self.run.log.warn(f"{names}: slowed down by {cause}, to {first.sm_clock_mhz:,.0f} MHz at "
+                                  f"{first.watts:,.0f} W and {first.temperature:.0f} °C; this is said once")
+                self.run.log.event("throttled", HEARTBEAT.step, ranks=slow, cause=cause)
 
 
 class Profiling:
@@ -42,7 +134,7 @@ class Profiling:
             self.window, self.snapshot = range(0), None
 
     def begin(self, step: int) -> None:
-        """A step begins, counted from 1."""
+        """A step begins."""
         if self.profiler and step > self.window[-1]:
             self._finish()
         if step == self.snapshot:
@@ -82,11 +174,9 @@ class Profiling:
                 return ProfilerAction.WARMUP
             return ProfilerAction.RECORD if number < self.window[-1] else ProfilerAction.RECORD_AND_SAVE
 
-        activities = [ProfilerActivity.CPU]
-        if self.run.ranks.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities, schedule=action, profile_memory=True,
-                                acc_events=True)  # without it, torch 2.11 warns of a second cycle
+        cuda = [ProfilerActivity.CUDA] if self.run.ranks.device.type == "cuda" else []
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=action,
+                                profile_memory=True, acc_events=True)  # else torch 2.11 warns
         self.profiler.step_num = step  # so that the trace has our numbers
         self.profiler.start()
 
@@ -102,11 +192,10 @@ class Profiling:
         name = f"rank-{self.run.ranks.rank}-steps-{self.recorded[0]}-{self.recorded[-1]}"
         self._write(f"{name}.trace.json.gz", profiler.export_chrome_trace,
                     "open it in Perfetto, or in chrome://tracing")
-        kind = "cuda" if self.run.ranks.device.type == "cuda" else "cpu"
-        averages = profiler.key_averages()
-        columns = {"time": f"self_{kind}_time_total", "memory": f"self_{kind}_memory_usage"}
+        kind, averages = self.run.ranks.device.type, profiler.key_averages()
         parts = [f"The first {ROWS} by {what}\n{averages.table(sort_by=column, row_limit=ROWS)}"
-                 for what, column in columns.items()]
+                 for what, column in (("time", f"self_{kind}_time_total"),
+                                      ("memory", f"self_{kind}_memory_usage"))]
         parts += [compare_flops(self.run, batches[0])] if batches else []
         self._write(f"{name}.txt", lambda path: Path(path).write_text("\n".join(parts)),
                     f"the first {ROWS} by time and by memory, and the FLOPs")
@@ -130,15 +219,20 @@ class Profiling:
             self._finish()
 
 
+def step_flops(run: Run, config: Config) -> StepFlops:
+    """Return the FLOPs of a run's steps with these settings."""
+    return StepFlops(config, run.model, run.objective, run.inputs.tokenizer.vocab_size,
+                     run.ranks.device.type)
+
+
 def compare_flops(run: Run, batch: Batch) -> str:
     """Return the FLOPs of a micro-batch by formula, and as torch counts them, eagerly.
 
     It leaves gradients behind, which the next step drops. No collective is called.
     """
     # Eagerly, only the blocks are recomputed.
-    eager = {"compile": False}
-    if run.config.activation_checkpointing == "selective":
-        eager["activation_checkpointing"] = "none"
+    how = run.config.activation_checkpointing
+    eager = {"compile": False, "activation_checkpointing": "none" if how == "selective" else how}
     flops = step_flops(run, run.config.model_copy(update=eager))
     work = flops.read([batch])
     needed, computed = flops.of(work)
@@ -150,8 +244,7 @@ def compare_flops(run: Run, batch: Batch) -> str:
         return "\n".join([*lines, "Not counted: the model is sharded, and ranks gather it together."])
     device = run.ranks.device
     try:
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), \
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), \
                 torch.compiler.set_stance("force_eager"), FlopCounterMode(display=False) as counter:
             run.objective.loss_sum(run.model, batch).total.backward()
     except torch.OutOfMemoryError:
@@ -164,51 +257,3 @@ def compare_flops(run: Run, batch: Batch) -> str:
               "The formula has attention in full. The counter has it as the kernel computes it: not at all",
               "on a CPU, within documents (varlen), or with the scores that a backward computes again.", ""]
     return "\n".join(lines)
-
-
-class Measurements:
-    """Measures in a `with` block around the loop, to which the heartbeat tells which phase begins.
-
-    The loop saves at a stop signal; a profile is written after that.
-    Collective: every rank must call it, and each of its readings.
-    """
-
-    def __init__(self, run: Run):
-        self.run, self.utilization, self.profiling = run, Utilization(run), Profiling(run)
-        self.phases = Phases(run, self.utilization.mark)
-
-    def __enter__(self) -> "Measurements":
-        self.before, HEARTBEAT.on_mark = HEARTBEAT.on_mark, self._mark  # a run may train within another
-        HEARTBEAT.begin("other")
-        return self
-
-    def __exit__(self, error, *_) -> None:
-        HEARTBEAT.on_mark = self.before
-        self.profiling.close(failed=error is not None)
-        self.utilization.close()
-
-    def _mark(self, phase: str, waits: bool) -> None:
-        self.phases.mark(phase, waits)
-        self.profiling.mark(phase)
-
-    def begin_step(self, step: int) -> None:
-        """A step begins, counted from 1, with its data."""
-        self.utilization.begin(step)
-        self.profiling.begin(step)
-        HEARTBEAT.enter("data", step)
-
-    def end_step(self, step: int, batches: Sequence[Batch]) -> None:
-        """A step of these micro-batches ends."""
-        HEARTBEAT.begin("other")
-        self.utilization.end(batches)
-        self.profiling.end(step, batches)
-
-    def read_steps(self) -> dict[str, float]:
-        """The metrics of the steps since the last reading: speed, seconds by phase, utilization, power."""
-        seconds = self.phases.read_steps()
-        rate = self.run.config.total_batch_size / seconds["step_seconds"]
-        return {"tokens_per_second": rate, **seconds, **self.utilization.read(rate)}
-
-    def read_pauses(self) -> dict[str, float]:
-        """The seconds of evaluations and saves since the last reading."""
-        return self.phases.read_pauses()

@@ -18,7 +18,7 @@ from learn.cost import StepFlops, Work, forward_flops, teacher_flops
 from learn.objectives import DPO, ORPO, Distillation, NextToken, frozen_logprobs, stored_reference
 from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from model import Transformer
-from observe.power import Utilization
+from observe.profile import Measurements
 from run.start import logprobs_without_adapters
 from tokenizer import load_tokenizer
 
@@ -133,7 +133,7 @@ def test_mfu_is_of_the_work_and_the_peak_of_all_ranks():
     ranks = SimpleNamespace(world_size=2, all_gather_floats=lambda numbers: [[*map(float, own)], [*map(float, other)]])
     flops = SimpleNamespace(of=lambda work: ((100 * (work.tokens - work.padding),), (100 * work.tokens,)))
     measured = SimpleNamespace(work=own, peak=1000, sampler=None, is_sampled=False, flops=flops, run=SimpleNamespace(ranks=ranks))
-    assert Utilization.read(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
+    assert Measurements.read_utilization(measured, 50) == {"mfu": 2.0, "hfu": 2.5}
     assert measured.work == Work(), "what was read is not counted again"
 
 

@@ -41,7 +41,7 @@ def marking(phases: Phases) -> Iterator[Phases]:
 
 def fake_run(world_size=1, device="cpu"):
     ranks = SimpleNamespace(rank=0, world_size=world_size, device=SimpleNamespace(type=device),
-                            all_reduce_floats=lambda values: [float(value) for value in values])
+                            all_gather_floats=lambda values: [values] * world_size)
     return SimpleNamespace(ranks=ranks, log=Log())
 
 
@@ -81,7 +81,6 @@ def test_on_a_gpu_marks_are_events_that_are_read_when_the_gpu_has_passed_them_an
     monkeypatch.setattr(Event, "host", clock, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     run = fake_run(world_size=2, device="cuda")
-    run.ranks.all_reduce_floats = lambda values: [2 * value for value in values]
     with marking(Phases(run)) as measured:
         for step in range(1, 9):
             take_step(clock, step)
@@ -128,7 +127,6 @@ SECONDS = {"data": 1, "forward": 5, "backward": 9, "optimizer": 6, "communicatio
 
 def test_each_second_of_a_step_counts_to_one_phase_and_pauses_to_none(clock):
     run = fake_run(world_size=2)
-    run.ranks.all_reduce_floats = lambda values: [2 * value for value in values]  # the other rank has zeros: the mean is its own
     with marking(Phases(run)) as measured:
         for step, scale in ((1, 1), (2, 3)):
             take_step(clock, step, scale)

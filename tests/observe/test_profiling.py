@@ -13,9 +13,8 @@ from factories import UNMEASURED, TinyRun, assert_same_run, stop_at
 from common.errors import SettingsError
 from config import Config, rules, step_window
 from observe import power, profile
-from observe import power as utilization
 from observe.power import Reading, Sample
-from observe.profile import Profiling
+from observe.profile import Measurements, Profiling
 from run.start import prepare_device
 
 # What the run of `whole` measures besides; POWER_HZ is that of the window.
@@ -39,8 +38,8 @@ class Meter:
 def measured(prepared, tmp_path_factory):
     """A run of which everything is measured, and what it printed."""
     run, patch = TinyRun(prepared, tmp_path_factory.mktemp("measured"), **MEASURED), pytest.MonkeyPatch()
-    patch.setattr(utilization, "packages", lambda: ["a counter"])
-    patch.setattr(utilization, "CpuMeter", Meter)
+    patch.setattr(power, "packages", lambda: ["a counter"])
+    patch.setattr(power, "CpuMeter", Meter)
     try:
         assert run.train() == 0
     finally:
@@ -134,27 +133,27 @@ def test_the_gpu_of_a_rank_is_found_by_its_uuid(nvml, tmp_path, monkeypatch):
     module.millijoules, module.reasons = 1000, 0x20
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="30f3"))
     run = fake_run(tmp_path, power_hz=1000)
-    sampler = utilization.start_sampler(run)
+    sampler = power.start_sampler(run)
     sampler.begin(1)
     while not sampler.samples:
         sampler.thread.join(0.001)
     assert sampler.read().memory_bytes == 70 * 2**30
     sampler.stop()
     assert (tmp_path / "power.csv").exists() and run.said == []
-    assert utilization.start_sampler(fake_run(tmp_path, power_hz=0)) is None
+    assert power.start_sampler(fake_run(tmp_path, power_hz=0)) is None
 
 
 def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path):
     nothing = Reading()
     one, other = Reading(300, 50, 0.5, 0x0, 10, 60, 1900), Reading(500, 100, 1, 0x24, 30, 80, 1200)
-    assert utilization.power_metrics([one, nothing, other], 1600) == {
+    assert power.power_metrics([one, nothing, other], 1600) == {
         "power_watts": 800, "joules_per_token": 0.5, "gpu_utilization": 75, "gpu_memory_bytes": 30,
         "gpu_temperature_celsius": 80, "gpu_clock_mhz": 1200, "gpu_throttled": 0.75}
-    assert utilization.power_metrics([nothing], 1600) == {}
+    assert power.power_metrics([nothing], 1600) == {}
     run = fake_run(tmp_path)
-    told = SimpleNamespace(run=run, told=0)
+    told = SimpleNamespace(run=run, warned_of=0)
     for _ in range(2):
-        utilization.Utilization._warn_of_slowdowns(told, [one, other])
+        Measurements._warn_of_slowdowns(told, [one, other])
     assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; this is said once"
                         for cause in ("its power limit", "heat")]
 
