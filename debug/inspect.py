@@ -3,6 +3,7 @@
 import hashlib
 import os
 import textwrap
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
 LONGEST = 1 << 20  # tokens: longer documents are counted together
-MOST_HASHES = 1 << 22  # that are kept to find repeated documents
+MOST_HASHES = 1 << 24  # that are kept to find repeated documents: 128 MiB
 COLUMNS, BAR_COLUMNS = 80, 34
 SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
 STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
@@ -35,39 +36,27 @@ STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
 class RepeatCounter:
     """Counts repeated documents by 64-bit hashes of their tokens.
 
-    Beyond MOST_HASHES different ones it keeps a sample: half of all hash values, then a quarter, and so on.
-    The copies of a document are all in the sample or all outside, so its share of repeats is the whole's.
+    Beyond MOST_HASHES documents it keeps those of half of all hash values, then of a quarter, and so on. The
+    copies of a document are all in this sample or all outside, so its share of repeats estimates the whole's.
     """
 
     def __init__(self):
-        self.halvings = 0
-        self.hashes = np.empty(0, np.uint64)  # different ones, ascending
-        self.counts = np.empty(0, np.int64)  # of documents with each
-        self.waiting: list[int] = []
+        self.halvings, self.hashes = 0, array("Q")
 
     def add(self, digest: bytes) -> None:
         """Count a document, given 8 bytes of its hash."""
-        self.waiting.append(int.from_bytes(digest, "little"))
-        if len(self.waiting) >= MOST_HASHES // 4:
-            self.settle()
-
-    def settle(self) -> None:
-        """Count what `add` has collected."""
-        hashes = np.concatenate([self.hashes, np.array(self.waiting, np.uint64)])
-        counts = np.concatenate([self.counts, np.ones(len(self.waiting), np.int64)])
-        self.waiting = []
-        while True:
-            kept = hashes & np.uint64((1 << self.halvings) - 1) == 0
-            self.hashes, places = np.unique(hashes[kept], return_inverse=True)
-            self.counts = np.bincount(places, counts[kept]).astype(np.int64)
-            if len(self.hashes) <= MOST_HASHES:
-                return
+        value = int.from_bytes(digest, "little")
+        if value % (1 << self.halvings) == 0:
+            self.hashes.append(value)
+        if len(self.hashes) > MOST_HASHES:
             self.halvings += 1
+            hashes = np.array(self.hashes)
+            self.hashes = array("Q", hashes[hashes % (1 << self.halvings) == 0].tobytes())
 
     @property
     def share(self) -> float:
         """The share of documents that repeat an earlier one."""
-        return 1 - len(self.hashes) / max(1, int(self.counts.sum()))
+        return 1 - len(np.unique(self.hashes)) / max(1, len(self.hashes))
 
 
 def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) -> tuple[dict, np.ndarray]:
@@ -110,7 +99,6 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
             position += len(ids)
     if length:
         end_document()
-    repeats.settle()
 
     # (shortest length, documents) of each range from a power of two to the next, without gaps.
     edges = [0, *(1 << bit for bit in range(1, LONGEST.bit_length()))]
