@@ -1,49 +1,225 @@
-"""The cases of test_bad_input.py: rows 21 to 28 of docs/reliability.md."""
+"""The cases of test_bad_input.py (rows 21 to 28 of docs/reliability.md): a folder in which every command works, and ways to spoil it."""
 
 import gzip
+import hashlib
 import json
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
-from bad_inputs import (
-    ITEM,
-    PAIR,
-    PREPARE,
-    Bomb,
-    Case,
-    add,
-    all_of,
-    chat,
-    commands,
-    cut,
-    edit,
-    env,
-    first_shard,
-    flip,
-    gone,
-    group,
-    instead,
-    json_of,
-    lines,
-    loop,
-    manifest,
-    meta_of,
-    nothing,
-    npy,
-    put,
-    second_line,
-    segments,
-    shards_of,
-    tensors_of,
-    text_line,
-    token_beyond_the_vocabulary,
-)
-from safetensors.torch import save_file
+from factories import TINY, prepare
+from safetensors.torch import load_file, save_file
 
+import lora
+from checkpoint import huggingface, peft
+from config import LoraConfig, ModelConfig
 from data_pipeline.shards import header_bytes
+from data_preparation_utils import PreparationOptions, prepare_set
+from model import Transformer
+from tokenizer import load_tokenizer
+
+Spoil = Callable[[], object]  # called in the folder that it spoils
+PREPARE = "--output out --preparation-workers 1 --env-file .env"
+
+
+def chat(*contents: object, **more) -> dict:
+    return {"messages": [{"role": ("user", "assistant")[number % 2], "content": content}
+                         for number, content in enumerate(contents)], **more}
+
+
+def lines(*records: object) -> str:
+    return "".join((record if isinstance(record, str) else json.dumps(record)) + "\n" for record in records)
+
+
+PAIR = {"prompt": "Why?", "chosen": "So.", "rejected": "No."}
+ITEM = {"activity_label": "Farm", "ctx": "The cat saw", "endings": ["a dog.", "the hen.", "one ox.", "a cow."], "label": 2}
+SHAPE = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
+
+
+def make_farm(folder: Path) -> None:
+    """Make two training shards and one for validation, chats, pairs, items, two tokenizers, a model in the formats of
+    Hugging Face and of Meta, and adapters."""
+    prepared = prepare(folder / "made", vocab_size=260)
+    tokenizer = load_tokenizer(str(prepared.tokenizer))
+    shutil.copy(prepared.tokenizer, folder / "tokenizer.model")
+    shutil.copy(prepared.items, folder / "items.jsonl")
+    options = PreparationOptions(str(prepared.tokenizer), "auto", 3000, 0.2, workers=1)
+    (folder / "x.jsonl").write_text(lines(*[chat(f"Is it {number}?", f"It is {number}.") for number in range(60)]))
+    (folder / "y.jsonl").write_text(lines(*[{**PAIR, "prompt": f"Is it {number}?"} for number in range(60)]))
+    sets = {"set": prepare_set("documents", str(folder / "made" / "text.jsonl"), folder / "made", options)}
+    for name, kind, source in (("chats", "chats", "x.jsonl"), ("pairs", "pairs", "y.jsonl")):
+        sets[name] = prepare_set(kind, str(folder / source), folder / "made", options)
+    for name, place in sets.items():
+        shutil.copytree(place, folder / name)
+    model = Transformer(SHAPE, tokenizer.vocab_size)
+    model.init_weights(torch.Generator().manual_seed(0))
+    for name in ("model", "meta", "adapter"):
+        (folder / name).mkdir()
+    huggingface.save_model_folder(folder / "model", model.state_dict(), SHAPE, tokenizer, 64)
+    state = {name: tensor[:tokenizer.vocab_size] if name in huggingface.VOCABULARY else tensor
+             for name, tensor in model.state_dict().items()}
+    torch.save({**state, "output.weight": state["tok_embeddings.weight"]}, folder / "meta" / "consolidated.00.pth")
+    (folder / "meta" / "params.json").write_text(json.dumps({"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2,
+                                                             "norm_eps": 1e-5, "rope_theta": 500_000.0}))
+    shutil.copy(prepared.tokenizer, folder / "meta" / "tokenizer.model")
+    adapters = LoraConfig(lora_enabled=True, lora_rank=4)
+    base_sha256 = huggingface.weights_sha256(huggingface.load_model_weights(folder / "model"))
+    lora.add_adapters(model, adapters, torch.Generator().manual_seed(0))
+    adapter = peft.Adapter(lora.adapter_state_dict(model), adapters, "model", base_sha256, {})
+    peft.save_adapter_folder(folder / "adapter", adapter, SHAPE, tokenizer)
+    (folder / ".env").write_text(lines(*[f"{name}={value}" for name, value in {
+        **TINY, "OUTPUT_DIR": "runs", "PRETRAIN_DATA_PATH": "set", "SFT_DATA_PATH": "chats", "DPO_DATA_PATH": "pairs",
+        "TOKENIZER_PATH": "tokenizer.model", "HELLASWAG_PATH": "items.jsonl", "MAX_STEPS": 1}.items()]))
+    shutil.rmtree(folder / "made")
+
+
+def put(name: str, content: str | bytes = b"") -> Spoil:
+    """Replace the content of a file."""
+    return lambda: Path(name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+
+
+def edit(name: str, change: Callable[[bytes], bytes]) -> Spoil:
+    return lambda: Path(name).write_bytes(change(Path(name).read_bytes()))
+
+
+def cut(name: str, size: int) -> Spoil:
+    return edit(name, lambda content: content[:size])
+
+
+def flip(name: str, position: int) -> Spoil:
+    return edit(name, lambda content: content[:position] + bytes([content[position] ^ 8]) + content[position:][1:])
+
+
+def add(name: str, text: str) -> Spoil:
+    return edit(name, lambda content: content + text.encode())
+
+
+def json_of(name: str, change: Callable[[dict], object]) -> Spoil:
+    """Change the object in a JSON file in place, or replace it by what `change` returns."""
+    def spoil() -> None:
+        content = json.loads(Path(name).read_text())
+        changed = change(content)
+        Path(name).write_text(json.dumps(content if changed is None else changed))
+    return spoil
+
+
+def gone(name: str) -> Spoil:
+    return lambda: shutil.rmtree(name) if Path(name).is_dir() else Path(name).unlink()
+
+
+def instead(name: str, make: Callable[[str], object]) -> Spoil:
+    """Put a folder, a FIFO or a symbolic link in the place of a file."""
+    return lambda: (gone(name)(), make(name))
+
+
+def loop(name: str) -> None:
+    os.symlink(Path(name).name, name)
+
+
+def env(**changes: object) -> Spoil:
+    """Change settings in `.env`."""
+    def spoil() -> None:
+        kept = [line for line in Path(".env").read_text().splitlines() if line.split("=")[0] not in changes]
+        Path(".env").write_text(lines(*kept, *[f"{name}={value}" for name, value in changes.items()]))
+    return spoil
+
+
+def all_of(*spoils: Spoil) -> Spoil:
+    return lambda: [spoil() for spoil in spoils]
+
+
+def tensors_of(name: str, change: Callable[[dict], object]) -> Spoil:
+    """Change the tensors of a safetensors file."""
+    def spoil() -> None:
+        tensors = load_file(name)
+        change(tensors)
+        save_file(tensors, name)
+    return spoil
+
+
+def meta_of(change: Callable[[dict], object]) -> Spoil:
+    def spoil() -> None:
+        tensors = torch.load("meta/consolidated.00.pth", weights_only=True)
+        change(tensors)
+        torch.save(tensors, "meta/consolidated.00.pth")
+    return spoil
+
+
+def nothing() -> None:
+    pass
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def token_beyond_the_vocabulary() -> None:
+    """Put an id beyond the vocabulary into a shard, and the right hash into the manifest."""
+    shard = Path("set/train-00001.bin")
+    shard.write_bytes(shard.read_bytes()[:1100] + b"\xff\xff" + shard.read_bytes()[1102:])
+    json_of("set/manifest.json", lambda m: shards_of(m)[1].update(sha256=hashlib.sha256(shard.read_bytes()).hexdigest()))()
+
+
+def shards_of(manifest: dict) -> list[dict]:
+    return manifest["splits"]["train"]["shards"]
+
+
+def manifest(change: Callable[[dict], object]) -> Spoil:
+    return json_of("set/manifest.json", lambda content: change(content) and None)
+
+
+def first_shard(**changes: object) -> Spoil:
+    return manifest(lambda m: shards_of(m)[0].update(changes))
+
+
+def npy(header: bytes) -> Spoil:
+    return lambda: (gone("set")(), os.mkdir("set"), Path("set/train.npy").write_bytes(b"\x93NUMPY" + header))
+
+
+def segments(*flags: int) -> Spoil:
+    """Replace the segments of the prepared chats."""
+    def spoil() -> None:
+        path = Path("chats/train-segments-00000.bin")
+        path.write_bytes(header_bytes(len(flags), "uint32") + np.array(flags, "<u4").tobytes())
+        json_of("chats/manifest.json", lambda m: m["splits"]["train"]["segments"].update(tokens=len(flags), shards=[
+            {"file": path.name, "tokens": len(flags), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}]))()
+    return spoil
+
+
+def second_line(record: object, good: object) -> Spoil:
+    return put("in.jsonl", lines(good, record))
+
+
+def text_line(line: str | bytes) -> Spoil:
+    line = line if isinstance(line, bytes) else line.encode()
+    return put("in.jsonl", b'{"text": "first"}\n' + line + b'\n{"text": "last"}\n')
+
+
+class Case(NamedTuple):
+    """A command in a spoilt folder, its exit code, and a pattern for its last line."""
+
+    name: str
+    command: str
+    code: int
+    spoil: Spoil
+    words: str
+
+
+def group(name: str, command: str, code: int, **cases: tuple[Spoil, str]) -> list[Case]:
+    return [Case(f"{name}-{case}", command, code, spoil, words) for case, (spoil, words) in cases.items()]
+
+
+def commands(name: str, code: int, **cases: tuple[str, str]) -> list[Case]:
+    return [Case(f"{name}-{case}", command, code, nothing, words) for case, (command, words) in cases.items()]
+
 
 TRAIN = "train.py"
 TEXT = f"scripts/load_pretrain_dataset.py --source in.jsonl {PREPARE}"
@@ -137,21 +313,11 @@ SHARDS = group(
 
 RECORDS = group(
     "text", TEXT, 3,
-    torn=(text_line('{"text": "torn'), "in.jsonl:2: not valid JSON"),
-    list=(text_line('["a"]'), "in.jsonl:2: expected one JSON object"),
-    number=(text_line("5"), "in.jsonl:2: expected one"), null=(text_line("null"), "in.jsonl:2: "),
-    nan=(text_line("NaN"), "in.jsonl:2: "),
-    a_number=(text_line('{"text": 5}'), ":2: column 'text' is int"),
-    a_nan=(text_line('{"text": NaN}'), ":2: column 'text' is float"),
-    a_null=(text_line('{"text": null}'), ":2: column 'text' is null"),
-    no_column=(text_line('{"body": "x"}'), ":2: has no column 'text'"),
-    raw_nul=(text_line(b'{"text": "a\0"}'), ":2: not valid JSON"),
-    nul=(text_line('{"text": "a\\u0000"}'), ":2: .*NUL at character 2"),
-    surrogate=(text_line('{"text": "\\ud800"}'), ":2: .*lone surrogate"),
+    torn=(text_line('{"text": "torn'), "in.jsonl:2: not valid JSON"), number=(text_line("5"), "in.jsonl:2: expected one"),
+    a_nan=(text_line('{"text": NaN}'), ":2: column 'text' is float"), nul=(text_line('{"text": "a\\u0000"}'), ":2: .*NUL at character 2"),
     bytes=(text_line(b'{"text": "\xff"}'), ":2: byte 11 .*UTF-8"),
-    deep=(text_line(DEEP), ":2: not valid JSON"), deep_objects=(text_line('{"a":' * 100_000), ":2: not valid JSON"),
-    two=(text_line('{"text":"a"} {"text":"b"}'), ":2: not valid"), quotes=(text_line("{'text': 'a'}"), ":2: not valid JSON"),
-    digits=(text_line('{"text": ' + "1" * 5000 + "}"), ":2: "),
+    deep_objects=(text_line('{"a":' * 100_000), ":2: not valid JSON"),
+    two=(text_line('{"text":"a"} {"text":"b"}'), ":2: not valid"), digits=(text_line('{"text": ' + "1" * 5000 + "}"), ":2: "),
     ten_megabytes=(text_line(b'{"text": "' + b"x" * 10_000_000), ":2: not valid"),
     bom_inside=(text_line(b'\xef\xbb\xbf{"text": "a"}'), ":2: not valid JSON"),
     html=(put("in.jsonl", "<html>\n"), ":1: not valid JSON"),
@@ -217,42 +383,18 @@ RECORDS = group(
 
 EXAMPLES = [
     Case(f"chat-{name}", CHATS, 3, second_line(record, chat("a?", "b")), f"in.jsonl:2: .*{words}") for name, record, words in (
-    ("empty", {"messages": []}, "has no messages"), ("dict", {"messages": {}}, r"messages\[0\] has no 'role'"),
-    ("number", {"messages": 5}, "messages is int"),
-    ("text", {"messages": "[]"}, "messages is str"), ("nested", {"messages": [[USER, SAYS]]}, r"messages\[0\] is list"),
-    ("parts", {"messages": [{**USER, "content": [{"type": "image", "text": "x"}]}, SAYS]}, "is not text, its type is 'image'"),
-    ("null", chat("a", None), "content is null"),
-    ("nan", chat("a", float("nan")), "content is float"), ("blank", chat("a", " \n"), "content is empty"),
-    ("nul", chat("a\0", "b"), "NUL"),
-    ("surrogate", chat("a", "b\ud800"), "lone surrogate"),
-    ("roles", {"messages": [{**USER, "role": "User"}, SAYS]}, "has the role 'User'"),
+    ("dict", {"messages": {}}, r"messages\[0\] has no 'role'"), ("nested", {"messages": [[USER, SAYS]]}, r"messages\[0\] is list"),
+    ("nan", chat("a", float("nan")), "content is float"), ("surrogate", chat("a", "b\ud800"), "lone surrogate"),
     ("role_list", {"messages": [{**USER, "role": ["user"]}, SAYS]}, "has the role"),
-    ("no_answer", {"messages": [USER]}, "has no assistant turn"),
-    ("tool_call", {"messages": [USER, {**SAYS, "tool_calls": [{"id": 1}]}]}, "calls a tool"),
     ("function", {"messages": [USER, {"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, "calls a tool"),
-    ("tool", {"messages": [USER, SAYS, {"role": "tool", "content": "5"}]}, "has the role 'tool'"),
-    ("last", chat(*["x"] * 999), "ends in a user's message"),
-    ("system_inside", {"messages": [USER, SAYS, {"role": "system", "content": "s"}, USER, SAYS]}, "message 3 is the system's"),
-    ("system_list", chat("a", "b", system=["s"]), "system is list"),
-    ("twice_user", {"messages": [USER, USER, SAYS]}, "message 2 is the user's"),
-    ("unlearned", {"messages": [USER, {**SAYS, "weight": 0}]}, "excluded from training"), ("pair", PAIR, "load_dpo_dataset"),
+    ("last", chat(*["x"] * 999), "ends in a user's message"), ("system_list", chat("a", "b", system=["s"]), "system is list"),
+    ("pair", PAIR, "load_dpo_dataset"),
     ("columns", {f"k{number}": 1 for number in range(3000)}, r"is not a chat: it has 'k0'.* and 2,980 more, expected"),
-    ("unpaired", {"prompt": "a", "completion": "b", "label": True}, "unpaired"),
     ("long_key", {"k" * 100_000: 1}, r"is not a chat: it has 'k{39}, expected"), ("newline", {"a\nb": 1}, r"it has 'a\\nb'"))] + [
     Case(f"pair-{name}", PAIRS, 3, second_line(record, PAIR), f"in.jsonl:2: .*{words}") for name, record, words in (
-        ("missing", {"prompt": "a"}, "has no chosen and no rejected"), ("equal", {**PAIR, "rejected": " So."}, "are equal"),
-        ("null", {**PAIR, "chosen": None}, "has no chosen"),
-        ("number", {**PAIR, "chosen": 5, "rejected": 6}, "chosen is int"), ("empty", {**PAIR, "chosen": ""}, "chosen is empty"),
-        ("no_prompt", {"chosen": "ab", "rejected": "xy"}, "has no prompt"),
-        ("prompt_list", {**PAIR, "prompt": []}, "has no messages"), ("prompt_number", {**PAIR, "prompt": 5}, "prompt is int"),
-        ("unpaired", {"prompt": "a", "completion": "b", "label": 0}, "unpaired"),
-        ("mixed", {**PAIR, "chosen": [SAYS]}, "one of chosen and rejected is text"),
-        ("user_last", {"chosen": [USER], "rejected": [USER]}, "must end in an assistant"),
-        ("prompts", {"chosen": [USER, SAYS], "rejected": [{**USER, "content": "x"}, SAYS]}, "differ before their last"),
-        ("surrogate", {**PAIR, "chosen": "\ud800"}, "lone surrogate"),
-        ("nul", {**PAIR, "prompt": "\0"}, "NUL"),
-        ("spoken", {"prompt": "\n\nHuman:", "chosen": "a", "rejected": "b"}, "has no messages"),
-        ("chat", chat("a", "b"), "has no chosen"),
+        ("missing", {"prompt": "a"}, "has no chosen and no rejected"), ("prompt_list", {**PAIR, "prompt": []}, "has no messages"),
+        ("mixed", {**PAIR, "chosen": [SAYS]}, "one of chosen and rejected is text"), ("nul", {**PAIR, "prompt": "\0"}, "NUL"),
+        ("spoken", {"prompt": "\n\nHuman:", "chosen": "a", "rejected": "b"}, "has no messages"), ("chat", chat("a", "b"), "has no chosen"),
         ("three", {"prompt": "a", "completions": ["a", "b", "c"]}, "has no chosen"))] + group(
     "chats", CHATS, 3, empty=(put("in.jsonl"), "in.jsonl: no example is left"),
     blank=(put("in.jsonl", "\n\n"), "no example is left"),
@@ -263,18 +405,10 @@ EXAMPLES = [
 ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record)), f"{file}:2: .*{words}")
               for by, command, file in (("script", ITEMS, "in.jsonl"),
               ("train", TRAIN, "items.jsonl")) for name, record, words in (
-    ("list", "[]", "expected"), ("torn", '{"ctx": "a', "JSON"), ("deep", DEEP, "JSON"),
-    ("surrogate", {**ITEM, "ctx": "\ud800"}, "'ctx' holds a lone surrogate"),
-    ("label_4", {**ITEM, "label": 4}, "'label' must be 0 to 3"), ("label_null", {**ITEM, "label": None}, "'label' must be"),
-    ("label_true", {**ITEM, "label": True}, "'label' must be"), ("label_float", {**ITEM, "label": 1.0}, "'label' must be"),
-    ("label_empty", {**ITEM, "label": ""}, "'label' must be"), ("label_huge", {**ITEM, "label": 10**30}, "'label' must be"),
-    ("three", {**ITEM, "endings": ["a", "b", "c"]}, "'endings' must be 4"),
-    ("five", {**ITEM, "endings": list("abcde")}, "'endings' must be 4"),
-    ("empty", {**ITEM, "endings": ["", "b", "c", "d"]}, "ending 0 is empty"),
-    ("mark", {**ITEM, "endings": ["[x]", "b", "c", "d"]}, "ending 0 is empty"),
-    ("null", {**ITEM, "endings": [None, "b", "c", "d"]}, "'endings' must be"),
-    ("text", {**ITEM, "endings": "abcd"}, "'endings' must be"), ("ctx", {**ITEM, "ctx": None}, "'ctx' is null"),
-    ("activity", {name: value for name, value in ITEM.items() if name != "activity_label"}, "'activity_label' is null"))] + group(
+    ("torn", '{"ctx": "a', "JSON"), ("deep", DEEP, "JSON"), ("surrogate", {**ITEM, "ctx": "\ud800"}, "'ctx' holds a lone surrogate"),
+    ("label_null", {**ITEM, "label": None}, "'label' must be"), ("label_huge", {**ITEM, "label": 10**30}, "'label' must be"),
+    ("five", {**ITEM, "endings": list("abcde")}, "'endings' must be 4"), ("text", {**ITEM, "endings": "abcd"}, "'endings' must be"),
+    ("empty", {**ITEM, "endings": ["", "b", "c", "d"]}, "ending 0 is empty"))] + group(
     "items", TRAIN, 3, empty=(put("items.jsonl"), "HELLASWAG_PATH=items.jsonl holds no items"),
     blank=(put("items.jsonl", "\n\n"), "holds no items"),
     missing=(gone("items.jsonl"), "cannot be read"), folder=(instead("items.jsonl", os.mkdir), "is no plain file"),

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from bad_input_cases import CASES, IMPORT, MERGE, META
-from bad_inputs import PREPARE, Case, env, make_farm
+from bad_input_cases import CASES, IMPORT, MERGE, META, PREPARE, Case, env, make_farm
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 60  # until a command counts as hanging
