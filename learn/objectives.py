@@ -355,7 +355,7 @@ class Distillation(NextToken):
     Both are in nats per target, and are the metrics too, without their weights.
 
     Args:
-        teacher: runs in each step; None if the batches contain its stored outputs (`StoredTeacherRows`).
+        teacher: runs in each step; None if the batches contain its stored outputs (`TeacherRows`).
         compiled: compile the computation over the vocabulary, which is faster on a GPU only.
     """
 

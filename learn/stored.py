@@ -32,7 +32,7 @@ from data_pipeline.shards import Cache, WatchedFile, file_stamp, load_verified, 
 from dataloaders import Batch, ExampleRows
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, chunk_tokens, slices
 from learn.objectives import frozen_logprobs
-from parallel.ranks import RunContext
+from parallel.ranks import RunContext, collective
 
 T = TypeVar("T")
 WAIT_SECONDS = 1.0  # between two attempts to take another job's lock
@@ -50,8 +50,9 @@ class OutputStore:
     context: RunContext
     announced: set[str] = field(default_factory=set)
 
+    @collective
     def get_or_compute(self, key: str, rows, compute: Callable[[Path, bool], Optional[T]]) -> T:
-        """Return what `compute` makes of the rows. Collective: every rank must call it.
+        """Return what `compute` makes of the rows.
 
         Args:
             key: the name of the file or folder with the outputs.
@@ -123,11 +124,10 @@ class ReferencedRows:
         return batch
 
 
+@collective
 def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Mapping[str, str],
                    load_model: Callable[[], nn.Module], micro_batch_size: int) -> ReferencedRows:
     """Return the rows with the reference's log-probabilities, kept in a file that is named by its weights.
-
-    Collective: every rank must call it.
 
     Args:
         facts: what the values follow from: the reference's `weights_sha256` and `compute_dtype`.
@@ -149,10 +149,11 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
         # Rank 0 reads the file for all, who may not see its disk.
         logprob_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, facts)) or (None, "")
         is_there, why_not = ranks.broadcast([logprob_E2 is not None, why_not])
-        if is_there or not may_write:
+        if is_there:
             zeros = torch.zeros(len(rows.example_set), 2)
-            whole = is_there and ranks.all_reduce_sum(zeros if logprob_E2 is None else logprob_E2)
-            return ReferencedRows(rows, whole) if is_there else None
+            return ReferencedRows(rows, ranks.all_reduce_sum(zeros if logprob_E2 is None else logprob_E2))
+        if not may_write:
+            return None
         if why_not:
             log.info(f"{path} {why_not}; it is computed again")
         logprob_E2 = _compute_reference(rows, load_model(), micro_batch_size, store.context)
@@ -210,8 +211,11 @@ def _digest(tensor: Tensor) -> str:
 # ------------------------------------------------------------------------------------- a teacher's top tokens
 
 
-class RowStore:
-    """A folder with a record for each row, which the ranks of a job fill, each its own rows.
+class TeacherRows:
+    """Rows with a record for each in a folder, which the ranks of a job fill, each its own rows.
+
+    Batches contain `stored["teacher_ids"]` (B, T, K) int32, and `stored["teacher_logprobs"]` (B, T, C)
+    float16, the last of each for all other tokens; 0 where there is no target.
 
     `rows.bin` contains the records, `checksums.bin` a uint32 for each (0 = not stored), and `facts.json` what
     they follow from. A checksum covers the row's tokens too, so a record of other data is not used, and it is
@@ -220,12 +224,35 @@ class RowStore:
     verified (`is_verified`), no start reads them again.
     """
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any], rows, record: np.dtype):
-        self.folder, self.facts, self.rows, self.record = folder, facts, rows, record
-        self.sizes = {"rows.bin": len(rows) * record.itemsize, "checksums.bin": 4 * len(rows)}
+    def __init__(self, rows, folder: Path, facts: Mapping[str, Any]):
+        self.rows, self.folder, self.facts = rows, folder, facts
+        k, id_type = facts["top_k"], "<u2" if facts["vocab_size"] <= 1 << 16 else "<i4"
+        self.record = np.dtype([("ids", id_type, (rows.row_tokens, k)),
+                                ("logprobs", "<f2", (rows.row_tokens, k + 1))])
+        self.sizes = {"rows.bin": len(rows) * self.record.itemsize, "checksums.bin": 4 * len(rows)}
         self.descriptors: dict[str, int] = {}
         self.pending: list[tuple[int, int]] = []  # the checksums of records since the last commit
         self.committed = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __call__(self, indices: np.ndarray) -> Batch:
+        batch, records = self.rows(indices), self.read(indices)
+        for position, index in enumerate(indices.tolist()):
+            if row_checksum(batch, position, records[position]) != self.checksums[index]:
+                self.set_verified(False)
+                what = "damaged, or of other data" if self.checksums[index] else "missing"
+                raise DataError(f"{self.folder}: the teacher's output for row {index} is {what}; start again "
+                                "to recompute it")
+        batch.stored["teacher_ids"] = torch.from_numpy(records["ids"].astype(np.int32))
+        batch.stored["teacher_logprobs"] = torch.from_numpy(records["logprobs"].copy())
+        return batch
+
+    @cached_property
+    def checksums(self) -> np.ndarray:
+        """The uint32 of each row when the rows were first read."""
+        return self.read_checksums()
 
     @cached_property
     def _file(self) -> WatchedFile:
@@ -237,7 +264,7 @@ class RowStore:
         content = b"".join(self._file.read(index * size, size) for index in indices.tolist())
         return np.frombuffer(content, self.record)
 
-    def checksums(self) -> np.ndarray:
+    def read_checksums(self) -> np.ndarray:
         """Return the uint32 of each row as they are on the disk now; all 0 if the files are incomplete."""
         with suppress(OSError):  # a file does not exist, or not for this user
             if all((self.folder / name).stat().st_size == size for name, size in self.sizes.items()):
@@ -246,11 +273,11 @@ class RowStore:
 
     def missing(self, indices: np.ndarray) -> np.ndarray:
         """Return those of the rows that are not stored."""
-        return indices[self.checksums()[indices] == 0]
+        return indices[self.read_checksums()[indices] == 0]
 
     def damaged(self, indices: np.ndarray) -> np.ndarray:
         """Return those of the stored rows whose checksum is wrong."""
-        batch, records, checksums = self.rows(indices), self.read(indices), self.checksums()
+        batch, records, checksums = self.rows(indices), self.read(indices), self.read_checksums()
         return np.array([index for position, index in enumerate(indices.tolist())
                          if row_checksum(batch, position, records[position]) != checksums[index]], np.int64)
 
@@ -339,30 +366,6 @@ def row_checksum(batch: Batch, position: int, record: np.void) -> int:
     return checksum or 1
 
 
-class StoredTeacherRows:
-    """Rows whose batches contain `stored["teacher_ids"]` (B, T, K) int32, and `stored["teacher_logprobs"]`
-    (B, T, C) float16, the last of each for all other tokens; 0 where there is no target.
-    """
-
-    def __init__(self, store: RowStore):
-        self.store, self.rows, self.checksums = store, store.rows, store.checksums()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __call__(self, indices: np.ndarray) -> Batch:
-        batch, records = self.rows(indices), self.store.read(indices)
-        for position, index in enumerate(indices.tolist()):
-            if row_checksum(batch, position, records[position]) != self.checksums[index]:
-                self.store.set_verified(False)
-                what = "damaged, or of other data" if self.checksums[index] else "missing"
-                raise DataError(f"{self.store.folder}: the teacher's output for row {index} is {what}; start "
-                                "again to recompute it")
-        batch.stored["teacher_ids"] = torch.from_numpy(records["ids"].astype(np.int32))
-        batch.stored["teacher_logprobs"] = torch.from_numpy(records["logprobs"].copy())
-        return batch
-
-
 @torch.no_grad()
 def top_k_logprobs(teacher, batch: Batch, k: int, temperature: float,
                    vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -391,69 +394,79 @@ def top_k_logprobs(teacher, batch: Batch, k: int, temperature: float,
     return ids_PK.view(*shape, k).cpu().numpy(), logprobs_PC.view(*shape, k + 1).cpu().numpy()
 
 
+@collective
 def with_teacher(outputs: OutputStore, rows, facts: Mapping[str, Any], load_teacher: Callable[[], Any],
-                 config: Config, indices: Optional[np.ndarray] = None) -> StoredTeacherRows:
+                 config: Config, indices: Optional[np.ndarray] = None) -> TeacherRows:
     """Return the rows with the teacher's DISTILLATION_TOP_K most likely tokens of every target.
-
-    Collective: every rank must call it.
 
     Args:
         facts: what the outputs follow from besides the settings: teacher, vocab_size, data and split.
         load_teacher: loads the teacher if it is needed.
         indices: the rows that the run will read; None = all.
     """
-    context, k, vocab_size = outputs.context, config.distillation_top_k, facts["vocab_size"]
-    if k > vocab_size:
-        raise SettingsError(f"DISTILLATION_TOP_K={k} exceeds the vocabulary of {vocab_size:,}; set it to a "
-                            "few dozen")
+    context, ranks, k = outputs.context, outputs.context.ranks, config.distillation_top_k
+    if k > facts["vocab_size"]:
+        raise SettingsError(f"DISTILLATION_TOP_K={k} exceeds the vocabulary of {facts['vocab_size']:,}; set "
+                            "it to a few dozen")
     indices = np.arange(len(rows)) if indices is None else np.unique(indices)
     facts = {"format": FORMAT, **facts, "temperature": config.distillation_temperature, "top_k": k,
              "document_mask": config.document_mask, "rows": len(rows), "max_seq_len": rows.row_tokens}
-    record = np.dtype([("ids", "<u2" if vocab_size <= 1 << 16 else "<i4", (rows.row_tokens, k)),
-                       ("logprobs", "<f2", (rows.row_tokens, k + 1))])
 
-    def compute(path: Path, may_write: bool) -> Optional[StoredTeacherRows]:
-        store, ranks = RowStore(path, facts, rows, record), context.ranks
+    def compute(path: Path, may_write: bool) -> Optional[TeacherRows]:
+        taught = TeacherRows(rows, path, facts)
+
+        def check() -> None:
+            if missing := len(taught.missing(indices)):  # on a machine that does not share the folder
+                raise DataError(f"{path} lacks {missing:,} rows that other ranks have written; share the "
+                                "folder between all machines (CACHE_DIR), or set DISTILLATION_TOP_K=0")
+
         if may_write:
-            _complete(store, indices, load_teacher, config, context)
-        elif ranks.broadcast(ranks.on_rank0(lambda: len(store.missing(indices)))):
+            _complete(taught, indices, load_teacher, config, context)
+        elif ranks.broadcast(ranks.on_rank0(lambda: len(taught.missing(indices)))):
             return None
-        elif _find_damaged(store, context)[1]:
+        elif _find_damaged(taught, context)[1]:
             return None
-        return _open_complete(store, indices, config, context)
+        ranks.raise_on_all(check)
+        if len(indices):
+            batch = ranks.raise_on_all(lambda: taught(indices[:config.micro_batch_size]))
+            others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
+            share = 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
+            advice = "" if share > LITTLE else "; a lower temperature or larger DISTILLATION_TOP_K keeps more"
+            context.log.info(f"Teacher: the {k} most likely tokens hold {share:.0%} of its probability at "
+                             f"DISTILLATION_TEMPERATURE={config.distillation_temperature:g}{advice}")
+        return taught
 
     key = f"teacher-{hashlib.sha256(describe(facts).encode()).hexdigest()[:16]}"
     return outputs.get_or_compute(key, rows, compute)
 
 
-def _complete(store: RowStore, indices: np.ndarray, load_teacher: Callable[[], Any], config: Config,
+def _complete(rows: TeacherRows, indices: np.ndarray, load_teacher: Callable[[], Any], config: Config,
               context: RunContext) -> None:
     """Compute what is missing or damaged. After an interruption, what is stored is kept."""
     ranks, log, k = context.ranks, context.log, config.distillation_top_k
 
     def check_room() -> None:
-        needed, free = sum(missing) * store.record.itemsize, free_bytes(store.folder)
+        needed, free = sum(missing) * rows.record.itemsize, free_bytes(rows.folder)
         if needed > free:
-            raise DataError(f"{store.folder} needs {needed:,} bytes more, and {free:,} are free; set "
+            raise DataError(f"{rows.folder} needs {needed:,} bytes more, and {free:,} are free; set "
                             "CACHE_DIR to another disk, lower DISTILLATION_TOP_K, or set that to 0 to run "
                             "the teacher in each step")
 
-    def fill(teacher, indices: np.ndarray) -> None:
+    def fill(indices: np.ndarray) -> None:
         if len(indices):
-            batch, records = store.rows(indices), np.zeros(len(indices), store.record)
+            batch, records = rows.rows(indices), np.zeros(len(indices), rows.record)
             records["ids"], records["logprobs"] = top_k_logprobs(
-                teacher, batch.to(ranks.device), k, config.distillation_temperature,
-                store.facts["vocab_size"])
-            store.write(batch, indices, records)
+                teacher, batch.to(ranks.device), k, config.distillation_temperature, rows.facts["vocab_size"])
+            rows.write(batch, indices, records)
 
     with ExitStack() as stack:
-        ranks.raise_on_all(lambda: stack.enter_context(store.writing()))
-        damaged, total = _find_damaged(store, context)
+        ranks.raise_on_all(lambda: stack.enter_context(rows.writing()))
+        damaged, total = _find_damaged(rows, context)
         if total:
-            log.info(f"Teacher: {total:,} rows in {store.folder} are damaged or of other data; recomputing "
+            log.info(f"Teacher: {total:,} rows in {rows.folder} are damaged or of other data; recomputing "
                      "them")
-        ranks.raise_on_all(lambda: store.commit(strike_out=damaged.tolist()))
-        own = store.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
+        ranks.raise_on_all(lambda: rows.commit(strike_out=damaged.tolist()))
+        own = rows.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
         missing = ranks.all_gather_json(len(own))
         if any(missing):
             log.info(f"Teacher: the {k} most likely tokens of {sum(missing):,} rows are computed once")
@@ -462,44 +475,22 @@ def _complete(store: RowStore, indices: np.ndarray, load_teacher: Callable[[], A
             HEARTBEAT.enter("teacher")
             blocks = slices(max(missing), config.micro_batch_size)
             for block in context.progress(blocks, len(blocks), "Teacher"):
-                ranks.raise_on_all(partial(fill, teacher, own[block]))
-            ranks.raise_on_all(store.commit)
-    ranks.on_rank0(store.set_verified)
+                ranks.raise_on_all(partial(fill, own[block]))
+            ranks.raise_on_all(rows.commit)
+    ranks.on_rank0(rows.set_verified)
 
 
-def _find_damaged(store: RowStore, context: RunContext) -> tuple[np.ndarray, int]:
+def _find_damaged(rows: TeacherRows, context: RunContext) -> tuple[np.ndarray, int]:
     """Return the damaged rows that this rank has found, and the number of those of all ranks."""
     ranks = context.ranks
-    if ranks.broadcast(ranks.on_rank0(store.is_verified)):
+    if ranks.broadcast(ranks.on_rank0(rows.is_verified)):
         return np.arange(0), 0
     HEARTBEAT.enter("teacher")
-    own, damaged = np.array_split(np.flatnonzero(store.checksums()), ranks.world_size)[ranks.rank], []
+    own, damaged = np.array_split(np.flatnonzero(rows.read_checksums()), ranks.world_size)[ranks.rank], []
     blocks = slices(max(ranks.all_gather_json(len(own))), BLOCK_ROWS)
     for block in context.progress(blocks, len(blocks), "Teacher: verifying what is stored"):
-        damaged.append(ranks.raise_on_all(partial(store.damaged, own[block])))
+        damaged.append(ranks.raise_on_all(partial(rows.damaged, own[block])))
     total = sum(ranks.all_gather_json(sum(map(len, damaged))))
     if not total:
-        ranks.on_rank0(store.set_verified)
+        ranks.on_rank0(rows.set_verified)
     return np.concatenate([np.arange(0), *damaged]), total
-
-
-def _open_complete(store: RowStore, indices: np.ndarray, config: Config,
-                   context: RunContext) -> StoredTeacherRows:
-    """Return the rows, and log how much of the teacher's probability is kept."""
-    def check() -> None:
-        if missing := len(store.missing(indices)):  # on a machine that does not share the folder
-            raise DataError(f"{store.folder} lacks {missing:,} rows that other ranks have written; share the "
-                            "folder between all machines (CACHE_DIR), or set DISTILLATION_TOP_K=0")
-
-    ranks = context.ranks
-    ranks.raise_on_all(check)
-    rows = StoredTeacherRows(store)
-    if len(indices):
-        batch = ranks.raise_on_all(lambda: rows(indices[:config.micro_batch_size]))
-        others_BT = batch.stored["teacher_logprobs"][..., -1].float().exp()
-        share = 1 - float(others_BT[batch.targets_BT != IGNORE_INDEX].mean())
-        advice = "" if share > LITTLE else "; a lower temperature or larger DISTILLATION_TOP_K keeps more"
-        context.log.info(f"Teacher: the {config.distillation_top_k} most likely tokens hold {share:.0%} of "
-                         f"its probability at DISTILLATION_TEMPERATURE="
-                         f"{config.distillation_temperature:g}{advice}")
-    return rows

@@ -53,11 +53,8 @@ def find_teacher(config: Config, tokenizer) -> Path:
     setting = f"TEACHER_MODEL={name}"
     try:
         # Unlike a start, a teacher may be any model of the hub: also one whose name has no owner, like gpt2.
-        is_local = any(os.path.exists(place) for place in store.places(name, run_dir))
-        if is_model_name(name) and not is_local:
-            store.verify_model(folder := hub_model(name))
-        else:
-            folder = store.locate(name, run_dir)
+        is_local = "/" in name or any(os.path.exists(place) for place in store.places(name, run_dir))
+        folder = hub_model(name) if is_model_name(name) and not is_local else store.locate(name, run_dir)
     except CheckpointError as error:
         raise CheckpointError(f"{setting}: {error}") from error
     if not (folder / "config.json").exists():

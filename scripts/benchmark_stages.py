@@ -355,7 +355,7 @@ def dpo(folder: Path) -> Group:
          f"{micro_batches} micro-batches")
     reference = new_model(seed=2).requires_grad_(False).eval()
 
-    def with_reference(part: ExampleRows):
+    def referenced(part: ExampleRows):
         with StopSignals() as signals:
             facts = {"weights_sha256": "0" * 64, "compute_dtype": "float32"}
             outputs = OutputStore(Cache(), RunContext(Ranks(), signals, SimpleNamespace(info=info)))
@@ -367,7 +367,7 @@ def dpo(folder: Path) -> Group:
 
     peer = partial(trl_dpo, folder, pairs, micro_batches)
     return {
-        "stored": ours(with_reference(rows), with_reference(probed), stored_reference),
+        "stored": ours(referenced(rows), referenced(probed), stored_reference),
         "live": ours(rows, probed, partial(frozen_logprobs, reference)),
         "trl": peer(),
         "trl, tuned": peer(gradient_checkpointing=False, precompute_ref_log_probs=True),

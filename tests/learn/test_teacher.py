@@ -25,7 +25,7 @@ from dataloaders import Batch, TokenRows
 from fused.head import IGNORE_INDEX
 from learn import stored as stored_outputs
 from learn.objectives import Distillation
-from learn.stored import OutputStore, RowStore, StoredTeacherRows, top_k_logprobs, with_teacher
+from learn.stored import OutputStore, TeacherRows, top_k_logprobs, with_teacher
 from learn.teacher import (
     HFTeacher,
     LlamaTeacher,
@@ -260,7 +260,6 @@ def test_a_hub_name_is_taken_from_the_cache_where_all_of_it_is_there(copied, tok
 
 def test_adapters_alone_are_no_teacher(copied, tokenizer):
     (copied / "config.json").rename(copied / "adapter_config.json")
-    (copied / store.MANIFEST).touch()
     with pytest.raises(CheckpointError, match="merge them"):
         find_teacher(settings(copied), tokenizer)
 
@@ -384,15 +383,15 @@ class CountingTeacher(LlamaTeacher):
 
 
 def stored(rows, folder: Path, tokenizer, teacher, signals=NOBODY_STOPS, indices=None, said=None, ranks=Ranks(), facts=FACTS,
-           **changes) -> StoredTeacherRows:
+           **changes) -> TeacherRows:
     config = settings(**({"distillation_top_k": 8} | changes))
     log = SimpleNamespace(info=[].append if said is None else said.append)
     outputs = OutputStore(Cache(folder), RunContext(ranks, signals, log))
     return with_teacher(outputs, rows, facts | {"vocab_size": tokenizer.vocab_size}, lambda: teacher, config, indices)
 
 
-def empty_store(rows, folder: Path) -> RowStore:
-    return RowStore(folder / "store", {}, rows, np.dtype([("ids", "<u2", (ROW_TOKENS, 8))]))
+def empty_store(rows, folder: Path) -> TeacherRows:
+    return TeacherRows(rows, folder / "store", {"top_k": 8, "vocab_size": 270})
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -669,4 +668,4 @@ def test_a_complete_store_needs_no_right_to_write(tmp_path, tokenizer, monkeypat
     real = os.open
     monkeypatch.setattr(os, "open", lambda path, flags, *mode: pytest.fail("for writing")
                         if flags & (os.O_WRONLY | os.O_RDWR) else real(path, flags, *mode))
-    assert isinstance(stored(rows, tmp_path, tokenizer, None), StoredTeacherRows)
+    assert isinstance(stored(rows, tmp_path, tokenizer, None), TeacherRows)
