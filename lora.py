@@ -53,18 +53,14 @@ class FrozenLinear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The float32 matrix of an equal plain layer."""
+        """Return the float32 matrix of an equal plain layer."""
         if self.scales is None:
             return self.weight.float()
         return dequantize(self.weight, self.scales, (self.out_features, self.in_features), torch.float32)
 
 
 class LoRALinear(FrozenLinear):
-    """A frozen layer plus scale * lora_B lora_A x; the frozen weight keeps its name.
-
-    Args:
-        base: the layer to replace.
-    """
+    """A frozen layer plus scale * lora_B lora_A x; the frozen weight keeps its name."""
 
     def __init__(self, base: Linear, config: LoraConfig):
         super().__init__(base, config.lora_base_quantization)
@@ -73,13 +69,6 @@ class LoRALinear(FrozenLinear):
         self.dropout, self.enabled = config.lora_dropout, True
         self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=device))
         self.lora_B = nn.Parameter(torch.empty(base.out_features, rank, device=device))
-
-    @torch.no_grad()
-    def init_adapter(self, generator: torch.Generator) -> None:
-        """Draw lora_A. lora_B is zero, so that the new layer equals the base."""
-        drawn = torch.empty(self.lora_A.shape, device=generator.device)
-        put(self.lora_A, nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
-        own(self.lora_B).zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
@@ -91,16 +80,11 @@ class LoRALinear(FrozenLinear):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The float32 matrix of an equal plain layer."""
         return super().merged() + self.scale * (self.lora_B @ self.lora_A)
 
 
 class TrainedWhole(VocabularyMatrix):
-    """An embedding or head that is trained in float32, beside a frozen copy for `disable_adapters`.
-
-    Args:
-        base: the layer to replace.
-    """
+    """An embedding or head that is trained in float32, beside a frozen copy for `disable_adapters`."""
 
     def __init__(self, base: VocabularyMatrix):
         nn.Module.__init__(self)
@@ -109,16 +93,13 @@ class TrainedWhole(VocabularyMatrix):
         self.frozen_weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed ids of any shape."""
         return embed(tokens, self.weight if self.enabled else self.frozen_weight)
 
     def as_head(self) -> HeadWeight:
-        """The head's matrix."""
         weight = self.weight if self.enabled else self.frozen_weight
         return HeadWeight(weight, weight)
 
     def load_base(self, read: ReadRows) -> None:
-        """Fill in the base's matrix."""
         load_rows(self.weight, read)
         load_rows(self.frozen_weight, read)
 
@@ -129,7 +110,6 @@ class TrainableTokens(VocabularyMatrix):
     Like PEFT's `trainable_token_indices`. The matrix keeps its name and values; the head uses a copy.
 
     Args:
-        base: the layer to replace.
         ids: of the tokens, ascending.
     """
 
@@ -142,14 +122,12 @@ class TrainableTokens(VocabularyMatrix):
 
     @torch.no_grad()
     def load_base(self, read: ReadRows) -> None:
-        """Fill in the base's matrix, and the ids and rows of the tokens."""
         load_rows(self.weight, read)
         self.ids_K.copy_(torch.tensor(self.ids))
         load_rows(self.rows, lambda start, end: torch.cat([read(each, each + 1)
                                                            for each in self.ids[start:end]]))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed ids of any shape."""
         embedded = F.embedding(tokens, self.weight)
         if not self.enabled:
             return embedded
@@ -157,14 +135,13 @@ class TrainableTokens(VocabularyMatrix):
         return torch.where((self.ids_K[slot] == tokens)[..., None], embed(slot, self.rows), embedded)
 
     def as_head(self) -> HeadWeight:
-        """The head's matrix with the trained rows, in the dtype of the frozen one."""
         if not self.enabled:
             return HeadWeight(self.weight, self.weight)
         return HeadWeight(self.merged(), self.rows, self.ids_K)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """The matrix of an equal plain layer."""
+        """Return the matrix of an equal plain layer, in the dtype of the frozen one."""
         return self.weight.index_copy(0, self.ids_K, self.rows.to(self.weight.dtype))
 
 
@@ -190,7 +167,7 @@ def tokens_to_train(setting: str, used_ids: Sequence[int], special_ids: Mapping[
         names = [name.strip() for name in setting.split(",") if name.strip()]
         if unknown := [name for name in names if name not in special_ids]:
             some = ", ".join([*special_ids][:10])
-            raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is no control token of the "
+            raise SettingsError(f"LORA_TRAIN_TOKENS={setting}: {unknown[0]!r} is not a control token of the "
                                 f"tokenizer; name some of {some} ..., or set auto or none")
         return sorted({special_ids[name] for name in names})
     reserved = sorted({number for name, number in special_ids.items() if "reserved" in name} - {*used_ids})
@@ -215,23 +192,15 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
         generator: on any device; the same seed gives the same adapters.
         token_ids: whose rows to train, of "tok_embeddings" and "output", unless these are trained whole.
     """
-    layers = [(name, module) for name, module in model.named_modules() if type(module) is Linear]
-    known = list(dict.fromkeys(name.rpartition(".")[2] for name, _ in layers))
-    targets = [name.strip() for name in config.lora_target_modules.split(",") if name.strip()]
-    unknown = [name for name in targets if name not in known]
-    if unknown or not targets:
-        what = f"{unknown[0]!r}, which this model does not have" if unknown else "no layer"
-        raise SettingsError(f"LORA_TARGET_MODULES={config.lora_target_modules} names {what}; choose from "
-                            f"{','.join(known)}")
-    # The adapters
+    targets = config.lora_target_modules.split(",")
     model.requires_grad_(False)
-    for name, layer in layers:
-        parent, _, own_name = name.rpartition(".")
-        if own_name in targets:
+    for name, layer in [(name, module) for name, module in model.named_modules() if type(module) is Linear]:
+        parent, _, last = name.rpartition(".")
+        if last in targets:
             layer = LoRALinear(layer, config)
         elif config.lora_base_quantization != "none":
             layer = FrozenLinear(layer, config.lora_base_quantization)
-        setattr(model.get_submodule(parent), own_name, layer)
+        setattr(model.get_submodule(parent), last, layer)
     # Embedding and head, trained whole or by rows
     if config.lora_train_embeddings or (config.lora_train_head and model.output is None):
         model.tok_embeddings = TrainedWhole(model.tok_embeddings)
@@ -245,11 +214,14 @@ def add_adapters(model: Transformer, config: LoraConfig, generator: torch.Genera
         init_adapters(model, generator)
 
 
+@torch.no_grad()
 def init_adapters(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw the adapters' initial values, the same ones however the model is sharded."""
+    """Draw each lora_A, the same one however the model is sharded. lora_B is zero: the model is its base."""
     for module in model.modules():
         if isinstance(module, LoRALinear):
-            module.init_adapter(generator)
+            drawn = torch.empty(module.lora_A.shape, device=generator.device)
+            put(module.lora_A, nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator))
+            own(module.lora_B).zero_()
 
 
 def cast_base(model: nn.Module, dtype: torch.dtype) -> None:

@@ -45,10 +45,10 @@ class AttentionMeta(NamedTuple):
     """What attention needs besides queries, keys and values; computed once per forward, for all blocks."""
 
     kernel: str  # one of fused.attention.KERNELS
-    cos_BT1H: Tensor  # of each pair's angle, repeated for both of the pair; B is 1 where all rows are alike
-    sin_BT1H: Tensor  # likewise, negative for the first of each pair
+    cos_BT1H: Tensor  # cosine of each pair's angle, once for each of the pair; B is 1 if all rows are alike
+    sin_BT1H: Tensor  # sine, negative for the first of each pair
     mask_B1TS: Optional[Tensor] = None  # True = may attend; None = causal
-    cu_seqlens: Optional[Tensor] = None  # of compute_cu_seqlens, for varlen kernels
+    cu_seqlens: Optional[Tensor] = None  # see `compute_cu_seqlens`, for varlen kernels
 
 
 def position_ids(document_ids_BS: Tensor) -> Tensor:
@@ -76,10 +76,10 @@ def attention_mask(document_ids_BS: Tensor) -> Tensor:
 
 def apply_scaling(freqs: Tensor, config: ModelConfig) -> Tensor:
     """Return the frequencies as Llama 3.1 scales them: long wavelengths are stretched, short ones stay."""
-    turns = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
+    rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    share = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
-    return share * freqs + (1 - share) * freqs / config.rope_scaling_factor
+    smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
+    return smooth * freqs + (1 - smooth) * freqs / config.rope_scaling_factor
 
 
 def precompute_freqs(config: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,26 +113,23 @@ class Linear(nn.Linear):
         return linear(x, self.weight)
 
 
-def fused_linear(x: Tensor, *layers: nn.Module, few_tokens: bool = False) -> tuple[Tensor, ...]:
-    """Return the outputs of linear layers for one input; one matmul if none of them has an adapter.
-
-    Args:
-        few_tokens: several matmuls, since to copy the weights together would cost as much.
-    """
-    if few_tokens or any(type(layer) is not Linear for layer in layers):
+def fused_linear(x: Tensor, *layers: nn.Module, decoding: bool = False) -> tuple[Tensor, ...]:
+    """Return the outputs of linear layers for one input; one matmul if none of them has an adapter."""
+    # While decoding, concatenating the weights costs more than it saves.
+    if decoding or any(type(layer) is not Linear for layer in layers):
         return tuple(layer(x) for layer in layers)
-    together = linear(x, torch.cat([layer.weight for layer in layers]))
-    return together.split([layer.out_features for layer in layers], dim=-1)
+    outputs = linear(x, torch.cat([layer.weight for layer in layers]))
+    return outputs.split([layer.out_features for layer in layers], dim=-1)
 
 
 class KVCache(Protocol):
-    """What the model needs of a cache, in which the keys and values of earlier tokens are kept."""
+    """The interface of a cache that keeps the keys and values of earlier tokens."""
 
     def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Make room for so many tokens of each row; return their cosines, sines and mask (None: causal)."""
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-        """Put them into a layer; return all keys and values that they may attend to, (B, S, K, H)."""
+        """Add keys and values to a layer; return all that queries may attend to, (B, S, K, H)."""
 
 
 class Attention(nn.Module):
@@ -147,9 +144,8 @@ class Attention(nn.Module):
         self.wo = Linear(config.n_heads * config.head_dim, config.dim)
 
     def forward(self, x_BTD: Tensor, meta: AttentionMeta, store: Optional[Callable]) -> Tensor:
-        q_BTNH, k_BTKH, v_BTKH = (projected.unflatten(-1, (-1, self.head_dim))
-                                  for projected in fused_linear(x_BTD, self.wq, self.wk, self.wv,
-                                                                few_tokens=store is not None))
+        projected = fused_linear(x_BTD, self.wq, self.wk, self.wv, decoding=store is not None)
+        q_BTNH, k_BTKH, v_BTKH = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
         q_BTNH = apply_rotary_emb(q_BTNH, meta.cos_BT1H, meta.sin_BT1H)
         k_BTKH = apply_rotary_emb(k_BTKH, meta.cos_BT1H, meta.sin_BT1H)
         if store is not None:
@@ -168,8 +164,8 @@ class FeedForward(nn.Module):
         self.w2 = Linear(config.hidden_dim, config.dim)
         self.w3 = Linear(config.dim, config.hidden_dim)
 
-    def forward(self, x: Tensor, few_tokens: bool = False) -> Tensor:
-        gate, up = fused_linear(x, self.w1, self.w3, few_tokens=few_tokens)
+    def forward(self, x: Tensor, decoding: bool = False) -> Tensor:
+        gate, up = fused_linear(x, self.w1, self.w3, decoding=decoding)
         return self.w2(F.silu(gate) * up)
 
 
@@ -216,7 +212,7 @@ class Transformer(nn.Module):
 
     Args:
         vocab_size: the tokenizer's; embedding and head have `padded(vocab_size)` rows.
-        compute_dtype: of the residual stream and the matmuls.
+        compute_dtype: dtype of the residual stream and the matmuls.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, compute_dtype: torch.dtype = torch.float32):
@@ -233,15 +229,14 @@ class Transformer(nn.Module):
         """The head's matrix, which is the embedding's when tied."""
         return self.tok_embeddings if self.output is None else self.output
 
-    @torch.no_grad()
     def init_weights(self, generator: Optional[torch.Generator] = None) -> None:
-        """Draw weights with INIT_STD, residual projections scaled by depth; norms are 1, padded rows 0."""
+        """Draw the initial weights of all parameters."""
         for name, parameter in self.named_parameters():
             self.init_weight(name, parameter, generator)
 
     @torch.no_grad()
     def init_weight(self, name: str, weight: Tensor, generator: Optional[torch.Generator] = None) -> None:
-        """Draw the initial values of one parameter into a tensor of its shape."""
+        """Draw one parameter with INIT_STD; residual projections scaled by depth, norms 1, padded rows 0."""
         if weight.ndim == 1:
             weight.fill_(1.0)
             return
@@ -253,7 +248,7 @@ class Transformer(nn.Module):
 
     def attention_meta(self, tokens_BT: Tensor, document_ids: Optional[Tensor],
                        cache: Optional[KVCache]) -> AttentionMeta:
-        """Return the batch's AttentionMeta. Document ids on the CPU save a synchronisation with the GPU."""
+        """Return the batch's AttentionMeta. Document ids on the CPU avoid waiting for the GPU."""
         device, queries = tokens_BT.device, tokens_BT.shape[1]
         if cache is not None:
             kernel = choose_kernel("mask", self.config, device, self.compute_dtype)
@@ -302,7 +297,7 @@ class Transformer(nn.Module):
             reduction: "none" returns (B, T); "sum" their sum, which costs one head matmul less; a LogitsLoss
                 the sum of that loss.
         """
-        # Not self.hidden: fully_shard would take its end for that of a forward, and gather the head twice.
+        # Bypass FSDP's hook on `hidden`: it would end the forward and gather the head again.
         hidden_BTD = Transformer.hidden(self, tokens_BT, document_ids_BT)
         return self.logprobs(hidden_BTD, targets_BT, target_index_M=target_index_M, reduction=reduction)
 

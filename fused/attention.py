@@ -78,12 +78,10 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
     else:
         order = NAMED[backend]
 
-    def can_run(kernel: Kernel) -> bool:
-        is_half = dtype in (torch.bfloat16, torch.float16)
-        return (head_dim <= kernel.max_dim and (is_half or not kernel.half_only)
-                and (kernel.deterministic or not deterministic))
-
-    return tuple(name for name in order if can_run(KERNELS[name]))
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return tuple(name for name in order
+                 if head_dim <= KERNELS[name].max_dim and (is_half or not KERNELS[name].half_only)
+                 and (KERNELS[name].deterministic or not deterministic))
 
 
 def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor] = None,
@@ -121,11 +119,7 @@ def compute_cu_seqlens(document_ids_BT: Tensor) -> Tensor:
 
 @cache
 def varlen_function(kernel: str):
-    """Return a function of flat q, k, v, cu_seqlens and the maximal length, which attends within documents.
-
-    Raises:
-        ImportError: its package is not installed.
-    """
+    """Return attention within documents, a function of flat q, k, v, cu_seqlens and the longest length."""
     if kernel == "flash-2":
         from flash_attn import flash_attn_varlen_func
 
@@ -195,9 +189,8 @@ def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.
 
 def choose_kernel(purpose: str, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Return the first kernel of `kernel_order` that passes its trial; each is tried once per process."""
-    heads = (config.n_heads, config.n_kv_heads, config.head_dim)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return _choose(purpose, config.attention_backend, heads, device, dtype, deterministic)
+    return _choose(purpose, config.attention_backend, (config.n_heads, config.n_kv_heads, config.head_dim),
+                   device, dtype, torch.are_deterministic_algorithms_enabled())
 
 
 @cache

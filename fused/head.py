@@ -146,9 +146,8 @@ class ChunkedHead:
 
     def compile(self) -> None:
         """Compile what is computed over the vocabulary."""
-        self.logprob_and_gradient = torch.compile(logprob_and_gradient)
-        self.logprob_and_lse = torch.compile(logprob_and_lse)
-        self.gradient_of_logprob = torch.compile(gradient_of_logprob)
+        for name in ("logprob_and_gradient", "logprob_and_lse", "gradient_of_logprob"):
+            setattr(self, name, torch.compile(getattr(self, name)))
 
     def chunks(self, hidden_MD: Tensor, weight_VD: Tensor) -> list[slice]:
         """Return the slices of the positions whose logits are computed together."""
@@ -174,41 +173,32 @@ class ChunkedHead:
     def sum_over_logits(self, weight: HeadWeight, hidden_MD: Tensor, targets_M: Tensor,
                         loss: str | LogitsLoss) -> Tensor:
         """Return the sum of the targets' log-probabilities ("sum") or of a LogitsLoss."""
-        def of_logprobs(hidden_MD: Tensor, weight_VD: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-            return self.logprob_and_gradient(hidden_MD, weight_VD, targets_M[part], self.vocab_size)
-
-        def of_loss(hidden_MD: Tensor, weight_VD: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-            total, gradient_MV = loss(linear(hidden_MD, weight_VD)[:, :self.vocab_size].float(), part)
+        def total_and_gradient(hidden_MD: Tensor, weight_VD: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+            if not callable(loss):
+                return self.logprob_and_gradient(hidden_MD, weight_VD, targets_M[chunk], self.vocab_size)
+            total, gradient_MV = loss(linear(hidden_MD, weight_VD)[:, :self.vocab_size].float(), chunk)
             gradient_MV, missing = gradient_MV.to(hidden_MD.dtype), len(weight_VD) - self.vocab_size
             return total, F.pad(gradient_MV, (0, missing)) if missing else gradient_MV  # F.pad by 0 copies
 
-        parts = self.chunks(hidden_MD, weight.values_VD)
-        return ChunkedLogitsLoss.apply(hidden_MD, *weight, parts, of_loss if callable(loss) else of_logprobs)
+        chunks = self.chunks(hidden_MD, weight.values_VD)
+        return ChunkedLogitsLoss.apply(hidden_MD, *weight, chunks, total_and_gradient)
 
 
 class HeadGradients:
     """The gradients of the head's matmul, accumulated chunk by chunk; the weight's in float32.
 
     Args:
-        learned, ids_K: of HeadWeight; None where nothing of it is trained.
+        learned, ids_K: of HeadWeight; `learned` is None if nothing of it is trained.
     """
 
     def __init__(self, hidden_MD: Tensor, learned: Optional[Tensor], ids_K: Optional[Tensor]):
-        self.hidden_MD = torch.empty_like(hidden_MD)
-        self.learned, self.ids_K = None, ids_K
-        if learned is not None:
-            self.learned = torch.zeros_like(learned, dtype=torch.float32)
+        self.hidden_MD, self.ids_K = torch.empty_like(hidden_MD), ids_K
+        self.learned = None if learned is None else torch.zeros_like(learned, dtype=torch.float32)
 
-    def add(self, part: slice, gradient_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
-        """Add a chunk.
-
-        Args:
-            gradient_MV: to the chunk's logits.
-            hidden_MD: of the chunk.
-            weight_VD: in the compute dtype.
-        """
+    def add(self, chunk: slice, gradient_MV: Tensor, hidden_MD: Tensor, weight_VD: Tensor) -> None:
+        """Add a chunk: the gradient to its logits, its hidden states, and the matrix in their dtype."""
         gradient_MV, hidden_MD = upcast_for_matmul(gradient_MV), upcast_for_matmul(hidden_MD)
-        self.hidden_MD[part] = gradient_MV @ upcast_for_matmul(weight_VD)
+        self.hidden_MD[chunk] = gradient_MV @ upcast_for_matmul(weight_VD)
         if self.learned is None:
             return
         if self.ids_K is not None:
@@ -228,14 +218,14 @@ class ChunkedLogitsLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_MD, values_VD, learned, ids_K, parts, total_and_gradient):
+    def forward(ctx, hidden_MD, values_VD, learned, ids_K, chunks, total_and_gradient):
         weight_VD = values_VD.to(hidden_MD.dtype)
         total = torch.zeros((), device=hidden_MD.device)
         ctx.gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
-        for part in parts:
-            part_total, gradient_MV = total_and_gradient(hidden_MD[part], weight_VD, part)
-            total += part_total
-            ctx.gradients.add(part, gradient_MV, hidden_MD[part], weight_VD)
+        for chunk in chunks:
+            added, gradient_MV = total_and_gradient(hidden_MD[chunk], weight_VD, chunk)
+            total += added
+            ctx.gradients.add(chunk, gradient_MV, hidden_MD[chunk], weight_VD)
         return total
 
     @staticmethod
@@ -252,14 +242,15 @@ class LogprobOfTargets(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_MD, values_VD, learned, ids_K, targets_M, head):
-        weight_VD, parts = values_VD.to(hidden_MD.dtype), head.chunks(hidden_MD, values_VD)
+        weight_VD, chunks = values_VD.to(hidden_MD.dtype), head.chunks(hidden_MD, values_VD)
         logprob_M, lse_M = (torch.empty(len(hidden_MD), device=hidden_MD.device) for _ in range(2))
-        for part in parts:
-            logits_MV = linear(hidden_MD[part], weight_VD)
-            logprob_M[part], lse_M[part] = head.logprob_and_lse(logits_MV, targets_M[part], head.vocab_size)
-        kept_MV = logits_MV if len(parts) == 1 else None
+        for chunk in chunks:
+            logits_MV = linear(hidden_MD[chunk], weight_VD)
+            logprob_M[chunk], lse_M[chunk] = head.logprob_and_lse(logits_MV, targets_M[chunk],
+                                                                  head.vocab_size)
+        kept_MV = logits_MV if len(chunks) == 1 else None
         ctx.save_for_backward(hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, kept_MV)
-        ctx.parts, ctx.head = parts, head
+        ctx.chunks, ctx.head = chunks, head
         return logprob_M
 
     @staticmethod
@@ -267,9 +258,9 @@ class LogprobOfTargets(torch.autograd.Function):
         hidden_MD, values_VD, learned, ids_K, targets_M, lse_M, kept_MV = ctx.saved_tensors
         weight_VD, head = values_VD.to(hidden_MD.dtype), ctx.head
         gradients = HeadGradients(hidden_MD, learned if ctx.needs_input_grad[2] else None, ids_K)
-        for part in ctx.parts:
-            logits_MV = linear(hidden_MD[part], weight_VD) if kept_MV is None else kept_MV
-            gradient_MV = head.gradient_of_logprob(logits_MV, targets_M[part], lse_M[part], factor_M[part],
-                                                   head.vocab_size)
-            gradients.add(part, gradient_MV, hidden_MD[part], weight_VD)
+        for chunk in ctx.chunks:
+            logits_MV = linear(hidden_MD[chunk], weight_VD) if kept_MV is None else kept_MV
+            gradient_MV = head.gradient_of_logprob(logits_MV, targets_M[chunk], lse_M[chunk],
+                                                   factor_M[chunk], head.vocab_size)
+            gradients.add(chunk, gradient_MV, hidden_MD[chunk], weight_VD)
         return gradients.hidden_MD, None, gradients.learned, None, None, None

@@ -29,13 +29,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def quantize(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the matrix in int8 (one scale per row) or nf4 (4 bits, one scale per block), and its scales."""
-    setting = f"LORA_BASE_QUANTIZATION={kind}"
+    setting, operators = f"LORA_BASE_QUANTIZATION={kind}", torch.ops.bitsandbytes
     try:
-        import bitsandbytes  # noqa: F401  # registers the operators below
+        import bitsandbytes  # noqa: F401  # registers the operators
     except ImportError as error:
         raise SettingsError(f"{setting} needs bitsandbytes: {pip_install('bitsandbytes')}; or set it to "
                             f"none ({error})") from error
-    operators = torch.ops.bitsandbytes
     try:
         if kind == "int8":
             packed, scales, _ = operators.int8_vectorwise_quant(weight.half())
@@ -65,7 +64,6 @@ class QuantizedLinear(torch.autograd.Function):
     """
 
     @staticmethod
-
     def forward(ctx, x, packed, scales, shape):
         ctx.save_for_backward(packed, scales)
         ctx.shape = shape
