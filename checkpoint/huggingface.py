@@ -38,7 +38,7 @@ TokenIds = Mapping[str, Sequence[int]]
 HUGGINGFACE_NAMES = {
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", **LINEAR_LAYERS,
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-ROTATED = {"wq": "n_heads", "wk": "n_kv_heads"}  # and how many heads it has, whose rows are permuted
+ROTATED = ("wq", "wk")  # whose rows are permuted within each head
 # Settings, and the fields of config.json and of its rope_parameters that give them.
 CONFIG_FIELDS = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
                  "n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size",
@@ -86,11 +86,10 @@ def check_parameters(parameters: Mapping[str, Sequence[int]], model_config: Mode
 
 def permuted(name: str, weight: LazyTensor, model_config: ModelConfig, to_huggingface: bool) -> LazyTensor:
     """Return the weight with the rows of each rotated head in the other layout's order."""
-    setting = ROTATED.get(name.rsplit(".", 2)[-2])
-    if setting is None or name.endswith(".lora_A"):
+    if name.rsplit(".", 2)[-2] not in ROTATED or name.endswith(".lora_A"):
         return weight
-    heads = getattr(model_config, setting)
-    pairs_or_halves = (heads, -1, 2) if to_huggingface else (heads, 2, -1)
+    half = model_config.head_dim // 2
+    pairs_or_halves = (-1, half, 2) if to_huggingface else (-1, 2, half)
     order = torch.arange(weight.rows).unflatten(0, pairs_or_halves).transpose(1, 2).flatten()
 
     def read(start: int, stop: int) -> Tensor:

@@ -148,7 +148,7 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
 
 def test_permutation_is_the_one_of_transformers_own_converter():
     """The formula of transformers' script, spelled out: interleaved rows of a head become its two halves."""
-    weight, config, name = torch.randn(4 * 16, 8), ModelConfig(n_heads=4), "layers.0.attention.wq.weight"
+    weight, config, name = torch.randn(4 * 16, 8), ModelConfig(dim=64, n_heads=4), "layers.0.attention.wq.weight"
     expected = torch.empty_like(weight)
     for head in range(4):
         for i in range(8):
