@@ -230,7 +230,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         writers = {split: stack.enter_context(closing(SplitWriter(
             folder, split, options.shard_tokens, plan.dtype, has_segments=bool(kind.name),
             done=journal["splits"].get(split)))) for split in SPLITS}
-        tokens_before = sum(writer.ids.tokens for writer in writers.values())
+        tokens_before = sum(writer.tokens for writer in writers.values())
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
         in_order = stack.enter_context(open_workers(options.workers or len(os.sched_getaffinity(0))))
@@ -253,7 +253,7 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
             for split, writer in writers.items():
                 writer.write(tokenized.splits[split])
             if chunk.fraction:
-                tokens = sum(writer.ids.tokens for writer in writers.values())
+                tokens = sum(writer.tokens for writer in writers.values())
                 bar.total = round(tokens / min(chunk.fraction, 1.0))
             bar.update(sum(len(tokens.ids) for tokens in tokenized.splits.values()))
             if time.monotonic() - last_sync >= options.journal_seconds:

@@ -1,10 +1,8 @@
-"""Data files that are verified once and watched while they are read, and the folders that cache results.
+"""Token shards: llm.c's format and a manifest. Opening, verifying and reading them, and writing them.
 
-The schema of manifest.json, as far as readers of a prepared set need it; docs/architecture.md has one.
-
-Token files: llm.c's format and our manifest, verification, and reading ranges of tokens across files.
-
-Writes token shards so that a crash at any moment leaves something to continue from."""
+Files are verified once, and watched while they are read. They are never memory-mapped: truncating a mapped
+file kills the process that reads it (SIGBUS).
+"""
 
 import glob
 import hashlib
@@ -18,7 +16,7 @@ from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -29,12 +27,30 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from common.errors import DataError, SettingsError
-from common.files import atomic_write, plain, read_plain, sha256, why_not_writable
+from common.files import NotAFileError, atomic_write, plain, read_plain, sha256, why_not_writable
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.text import command
 
+MANIFEST = "manifest.json"
+MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
 VERIFIED = ".verified.json"
+# What a prepared set can hold: the setting that names it, and the script that makes it.
+KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
+         "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
+         "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py")}
+HEADER_BYTES = 1024
+# llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
+MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
+NPY_MAGIC = b"\x93NUMPY"
+SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
+PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as SplitWriter names them
+RAW_NAMES = {"train", "val", "validation"}
+SCAN_BYTES = 1 << 22
+FINGERPRINT_BYTES = 4096
+OTHER_OPEN_FILES = 64  # of this process, besides shards
+
+# ------------------------------------------------------------------------------------------- verified files
 
 
 class Cache(NamedTuple):
@@ -103,17 +119,17 @@ def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
 class WatchedFile:
     """A file that is read in pieces and must not change meanwhile.
 
-    It is not memory-mapped: truncating a mapped file kills the process that reads it (SIGBUS).
+    If only its times change, or an equal file takes its name, it is hashed again and reading continues.
 
     Args:
         status: of the file when it was verified; None = it may change.
         scattered: the pieces are far apart, so the kernel should not read ahead: 100 times faster when cold.
-        is_unharmed: returns whether a file with a changed status still has the verified content.
+        digest: the SHA-256 of the verified content, if it is known.
     """
 
     def __init__(self, path: Path, status: Optional[os.stat_result] = None, scattered: bool = False,
-                 is_unharmed: Callable[[os.stat_result], bool] = lambda status: False):
-        self.path, self.status, self.is_unharmed = path, status, is_unharmed
+                 digest: Optional[str] = None):
+        self.path, self.status, self.digest = path, status, digest
         try:
             self.descriptor = plain(str(path), os.O_RDONLY)
         except OSError as error:
@@ -124,45 +140,35 @@ class WatchedFile:
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset` on."""
+        before = self.status
         try:
             # The content first and the status after it, so that no change in between is missed.
             content, now = os.pread(self.descriptor, size, offset), os.fstat(self.descriptor)
+            # Not the change time: a backup that makes hard links changes it.
+            is_same = before is None or (now.st_size, now.st_mtime_ns, now.st_ino) == (
+                before.st_size, before.st_mtime_ns, before.st_ino)
+            if is_same and len(content) == size:
+                return content
+            if not is_same and self.digest and now.st_size == before.st_size:
+                with open(self.path, "rb", opener=plain) as file:
+                    if sha256(file) == self.digest:
+                        self.status = now
+                        return self.read(offset, size)
         except OSError as error:
             raise self._unreadable(error) from error
-        if self.status is not None and _identity(now) != _identity(self.status):
-            if not self.is_unharmed(now):
-                raise self._changed(now)
-            self.status = now
-            return self.read(offset, size)
-        if len(content) != size:
-            raise self._changed(now)
-        return content
-
-    def _changed(self, now: os.stat_result) -> DataError:
-        before = self.status
         if before is None:
-            return DataError(f"{self.path}: is cut short; start again to recompute what is missing")
+            raise DataError(f"{self.path}: is cut short; start again to recompute what is missing")
+        how = f"it had {before.st_size:,} bytes and has {now.st_size:,}"
         if before.st_ino != now.st_ino:
             how = "another file has its name"
         elif before.st_size == now.st_size:
             how = "it was written to"
-        else:
-            how = f"it had {before.st_size:,} bytes and has {now.st_size:,}"
-        return DataError(f"{self.path}: was changed while it was read: {how}; restore the file and start "
-                         "again, and the run resumes from its last checkpoint")
+        raise DataError(f"{self.path}: was changed while it was read: {how}; restore the file and start "
+                        "again, and the run resumes from its last checkpoint")
 
     def _unreadable(self, error: OSError) -> DataError:
         return DataError(f"{self.path}: cannot be read: {error.strerror}; check the disk and the file's "
                          "permissions, and start again")
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    # Not the change time: a backup that makes hard links changes it.
-    return status.st_size, status.st_mtime_ns, status.st_ino
-
-
-MANIFEST = "manifest.json"
-MIXTURE = "mixture.json"  # in place of a manifest; data_pipeline/mixture.py has its schema
 
 
 class Entry(BaseModel, strict=True):
@@ -227,24 +233,7 @@ def first_fault(error: ValidationError) -> str:
     """Return the first fault of a file that violates its schema, for a message: where it is, and what."""
     fault = error.errors()[0]
     what = fault["msg"].removeprefix("Value error, ")
-    return f"{'.'.join(map(str, fault['loc'])) or 'its content'}: {what[0].lower()}{what[1:]}"
-
-
-HEADER_BYTES = 1024
-# llm.c: 256 little-endian int32, of which the first three are magic, version and token count.
-MAGIC_AND_VERSION = {"uint16": (20240520, 1), "uint32": (20240801, 7)}
-
-SPLIT_WORDS = {"train": ("train", "training"), "validation": ("val", "valid", "validation")}
-PREPARED_NAME = re.compile(r"(train|validation)(-segments)?-\d{5}\.bin")  # as shard_writer names them
-RAW_NAMES = {"train", "val", "validation"}
-NPY_MAGIC = b"\x93NUMPY"
-SCAN_BYTES = 1 << 22
-FINGERPRINT_BYTES = 4096
-OTHER_OPEN_FILES = 64  # of this process, besides shards
-# What a prepared set can hold: the setting that names it, and the script that makes it.
-KINDS = {"documents": ("PRETRAIN_DATA_PATH", "scripts/load_pretrain_dataset.py"),
-         "chats": ("SFT_DATA_PATH", "scripts/load_instruct_dataset.py"),
-         "pairs": ("DPO_DATA_PATH", "scripts/load_dpo_dataset.py")}
+    return ": ".join([*filter(None, [".".join(map(str, fault["loc"]))]), f"{what[0].lower()}{what[1:]}"])
 
 
 @dataclass(frozen=True)
@@ -260,8 +249,7 @@ class TokenizerFacts:
         return sha256 == self.sha256
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(NamedTuple):
     """How much of a file's content is read to verify it, and where the result is remembered.
 
     `mode` is "auto" (skip files whose size and times are those of their last verification), "always", or
@@ -306,25 +294,30 @@ class Shard:
 
     @cached_property
     def file(self) -> WatchedFile:
-        """The open file. If only its times change, it is hashed again and reading continues."""
-        def is_unharmed(now: os.stat_result) -> bool:
-            if self.sha256 is None or now.st_size != self.status.st_size:
-                return False
-            return _scan(replace(self, status=now), lambda read: HEARTBEAT.beat())["sha256"] == self.sha256
-
-        return WatchedFile(self.path, self.status, scattered=True, is_unharmed=is_unharmed)
+        """The open file."""
+        return WatchedFile(self.path, self.status, scattered=True, digest=self.sha256)
 
     def read(self, start: int, count: int, file: WatchedFile | None = None) -> np.ndarray:
-        """Return the ids [start, start + count), read-only. Raises DataError if the file has changed."""
+        """Return the ids [start, start + count), read-only."""
         size = self.ids_dtype.itemsize
         content = (file or self.file).read(self.offset + start * size, count * size)
         return np.frombuffer(content, self.ids_dtype)
 
-    def blocks(self, file: WatchedFile) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all ids in blocks of SCAN_BYTES, each with the position of its first id."""
         size = SCAN_BYTES // self.ids_dtype.itemsize
+        file = WatchedFile(self.path, self.status, digest=self.sha256)
         for start in range(0, self.tokens, size):
             yield start, self.read(start, min(size, self.tokens - start), file)
+
+    def check_ids(self, start: int, ids: np.ndarray, vocab_size: int) -> None:
+        """Raise DataError with the position of the first id beyond the vocabulary; `ids` begin at `start`."""
+        if len(ids) and int(ids.max()) >= vocab_size:
+            token = int(np.flatnonzero(ids >= vocab_size)[0])
+            place = start + token
+            raise DataError(f"{self.path}: token {place} (byte {self.offset + place * ids.itemsize}) has id "
+                            f"{ids[token]}, beyond the vocabulary of {vocab_size}; set TOKENIZER_PATH to the "
+                            "tokenizer it was made with, or prepare the data again")
 
 
 @dataclass(frozen=True)
@@ -364,7 +357,7 @@ class TokenSet:
         while count:
             shard = self.shards[index]
             parts.append(shard.read(begin, min(count, shard.tokens - begin)))
-            check_ids(shard, begin, parts[-1], self.vocab_size)
+            shard.check_ids(begin, parts[-1], self.vocab_size)
             count -= len(parts[-1])
             index, begin = index + 1, 0
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -372,22 +365,12 @@ class TokenSet:
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield all tokens in order, in blocks of SCAN_BYTES, with sequential reads."""
         for shard in self.shards:
-            for start, ids in shard.blocks(WatchedFile(shard.path, shard.status)):
-                check_ids(shard, start, ids, self.vocab_size)
+            for start, ids in shard.blocks():
+                shard.check_ids(start, ids, self.vocab_size)
                 yield ids
 
 
-def check_ids(shard: Shard, start: int, ids: np.ndarray, vocab_size: int) -> None:
-    """Raise DataError with the position of the first id beyond the vocabulary; `ids` begin at `start`."""
-    if len(ids) and int(ids.max()) >= vocab_size:
-        token = int(np.flatnonzero(ids >= vocab_size)[0])
-        place = start + token
-        raise DataError(f"{shard.path}: token {place} (byte {shard.offset + place * ids.itemsize}) has id "
-                        f"{ids[token]}, beyond the vocabulary of {vocab_size}; set TOKENIZER_PATH to the "
-                        "tokenizer it was made with, or prepare the data again")
-
-
-# --------------------------------------------------------------------------------------------------- opening
+# -------------------------------------------------------------------------------------------------- opening
 
 
 def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, kind: str = "documents",
@@ -403,19 +386,23 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
         split: "train" or "validation"; files of others are chosen by `train` or `val` in their names.
         kind: of KINDS, what the data must hold; files of others hold documents.
     """
-    assert split in SPLIT_WORDS and verification.mode in ("auto", "always", "never")
+    path = Path(path)
     try:
-        if folder := prepared_folder(Path(path)):
+        if folder := prepared_folder(path):
             manifest = read_manifest(folder)
             _check_manifest(folder, manifest, tokenizer, kind)
             shards, document_start_id = _prepared_shards(folder, manifest, split), manifest.document_start_id
             fingerprint = _fingerprint(shards)
         elif kind == "documents":
-            files = _foreign_files(Path(path), split)
-            shards = [_foreign_shard(file, tokenizer.vocab_size) for file in files]
+            shards = [_open_shard(file) for file in _foreign_files(path, split)]
             fingerprint, document_start_id = _sampled_fingerprint(shards), tokenizer.document_start_id
+            for shard in shards:
+                if shard.dtype < dtype_for(tokenizer.vocab_size):
+                    raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
+                                    f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer, or "
+                                    "tokenize the text again")
         else:
-            raise _unprepared(Path(path), f"holds no {MANIFEST} of {kind}", kind)
+            raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
         token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
         allow_open_files(len(shards), token_set.folder)
         _verify(token_set, verification)
@@ -428,7 +415,6 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
 def open_segments(path: str | Path, split: str, verification: Verification = Verification()) -> TokenSet:
     """Open the uint32 segments of prepared chats or pairs whose tokens `open_token_set` has opened."""
     folder = prepared_folder(Path(path))
-    assert folder is not None, "open_token_set comes first"
     shards = _prepared_shards(folder, read_manifest(folder), split, segments=True)
     segments = TokenSet(tuple(shards), _fingerprint(shards))
     _verify(segments, verification)
@@ -446,9 +432,6 @@ def allow_open_files(files: int, folder: Path) -> None:
                         f"as root{other_way}")
     if soft < (wanted := min(hard, 2 * (files + OTHER_OPEN_FILES))):
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-# -------------------------------------------------------------------------------------------- prepared data
 
 
 def prepared_folder(path: Path) -> Path | None:
@@ -492,24 +475,16 @@ def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: boo
         stream, dtype = stream.segments, "uint32"
         if stream is None:
             raise DataError(f"{folder / MANIFEST}: lists no segments of {split}; prepare the data again")
-    shards = []
-    for entry in stream.shards:
-        path = folder / entry.file
-        status, head = _status_and_head(path)
-        if (shard := _llmc_shard(path, status, head, entry.sha256)) is None:
-            raise _wrong_magic(path, head)
+    shards = [_open_shard(folder / entry.file, entry.sha256) for entry in stream.shards]
+    for shard, entry in zip(shards, stream.shards):
         if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
-            raise DataError(f"{path}: its header says {shard.tokens} tokens of {shard.dtype}, but {MANIFEST} "
-                            f"says {entry.tokens} of {dtype}; prepare the data again")
-        shards.append(shard)
+            raise DataError(f"{shard.path}: its header says {shard.tokens} tokens of {shard.dtype}, but "
+                            f"{MANIFEST} says {entry.tokens} of {dtype}; prepare the data again")
     return shards
 
 
 def _fingerprint(shards: Sequence[Shard]) -> str:
     return hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
-
-
-# ------------------------------------------------------------------------------------- token files of others
 
 
 def _foreign_files(path: Path, split: str) -> list[Path]:
@@ -527,7 +502,12 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
         raise _unprepared(path, f"holds neither {MANIFEST} nor token files (.bin, .npy)")
     # A file that the user names is training data unless its name says otherwise; in a folder it may not be.
     default = None if in_folder else "train"
-    of_split = [file for file in files if (_split_in_name(file) or default) == split]
+    of_split = []
+    for file in files:
+        words = set(re.split(r"[^a-z]+", file.stem.lower()))
+        named = next((name for name, those in SPLIT_WORDS.items() if words & set(those)), default)
+        if named == split:
+            of_split.append(file)
     if not of_split:
         without = "; set VALIDATE_EVERY=0 if there is none" if split == "validation" else ""
         names = [file.name for file in files[:5]] + ["..."] * (len(files) > 5)
@@ -552,36 +532,69 @@ def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
     return DataError(f"{path}: no such file or folder; {advice}")
 
 
-def _split_in_name(file: Path) -> str | None:
-    words = re.split(r"[^a-z]+", file.stem.lower())
-    return next((split for split, names in SPLIT_WORDS.items() if not set(names).isdisjoint(words)), None)
+def _sampled_fingerprint(shards: Sequence[Shard]) -> str:
+    """Hash the sizes and the beginning, middle and end of each file, which every rank can afford."""
+    hasher = hashlib.sha256()
+    for shard in shards:
+        sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
+        hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
+        for start in (0, shard.tokens // 2, shard.tokens - sampled):
+            hasher.update(shard.read(start, min(sampled, shard.tokens - start)).tobytes())
+    return hasher.hexdigest()
 
 
-def _foreign_shard(path: Path, vocab_size: int) -> Shard:
-    status, head = _status_and_head(path)
-    if path.suffix == ".npy":
-        shard = _npy_shard(path, status, head)
+def _open_shard(path: Path, digest: str | None = None) -> Shard:
+    """Return the shard that a file's header describes. A file that no manifest lists, with its digest, may
+    also be NumPy's, or nanoGPT's without a header, which only its name distinguishes from a damaged one.
+    """
+    try:
+        with open(path, "rb", opener=plain) as file:
+            status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
+    except NotAFileError as error:
+        raise DataError(f"{path}: is no file; copy or prepare it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
+                        "permissions") from error
+    if not head:
+        raise DataError(f"{path}: is empty; copy or prepare it again")
+    magic, is_npy = int.from_bytes(head[:4], "little"), path.suffix == ".npy"
+    known = {number: (dtype, version) for dtype, (number, version) in MAGIC_AND_VERSION.items()}
+    is_raw = path.stem.lower() in RAW_NAMES and not is_npy and (len(head) < HEADER_BYTES or any(head[12:]))
+    if magic in known:
+        if len(head) < HEADER_BYTES:
+            raise DataError(f"{path}: is cut short inside its header, at {len(head)} bytes; copy it again")
+        dtype, expected = known[magic]
+        offset, (_, version, tokens) = HEADER_BYTES, np.frombuffer(head, "<i4", 3).tolist()
+        if version != expected:
+            raise DataError(f"{path}: has version {version} of the format with magic {magic}, only "
+                            f"{expected} is known; copy or prepare it again")
+    elif digest is None and is_npy and head.startswith(NPY_MAGIC):
+        dtype, offset, tokens = _npy_header(path)
+    elif digest is None and is_raw:
+        dtype, offset, tokens = "uint16", 0, status.st_size // 2
+        if status.st_size % 2:
+            raise DataError(f"{path}: has an odd size ({status.st_size} bytes) for 2-byte ids; copy it again")
+    elif b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
+        raise _unprepared(path, "holds text or records, not tokens")
     else:
-        shard = _llmc_shard(path, status, head, None) or _raw_shard(path, status, head)
-    if shard.dtype != "uint32" and dtype_for(vocab_size) == "uint32":
-        raise DataError(f"{path}: its ids are {shard.dtype}, too narrow for the vocabulary of "
-                        f"{vocab_size:,}; set TOKENIZER_PATH to their tokenizer, or tokenize the text again")
+        raise DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
+                        f"({' or '.join(map(str, known))}) or .npy; files without a header are called "
+                        "train.bin or val.bin")
+    shard = Shard(path, dtype, offset, tokens, digest, status)
+    size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize
+    if size != expected:
+        what = "is cut short" if size < expected else "is too long"
+        raise DataError(f"{path}: {what}: {size:,} bytes, but its header promises {tokens:,} tokens of "
+                        f"{dtype}, {expected:,} bytes; copy or prepare it again")
+    if tokens <= 0:
+        raise DataError(f"{path}: is empty, its header says {tokens} tokens; prepare it again")
     return shard
 
 
-def _raw_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
-    """Return nanoGPT's uint16 file without a header, which only its name distinguishes from a damaged one."""
-    looks_like_header = len(head) == HEADER_BYTES and not any(head[12:])
-    if path.stem.lower() not in RAW_NAMES or looks_like_header:
-        raise _wrong_magic(path, head)
-    if status.st_size % 2:
-        raise DataError(f"{path}: has an odd size ({status.st_size} bytes) for 2-byte ids; copy it again")
-    return Shard(path, "uint16", 0, status.st_size // 2, None, status)
-
-
-def _npy_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
-    if not head.startswith(NPY_MAGIC):
-        raise _wrong_magic(path, head)
+def _npy_header(path: Path) -> tuple[str, int, int]:
+    """Return the type, offset and number of the ids in a NumPy file."""
     try:
         with open(path, "rb") as file:
             version = np.lib.format.read_magic(file)
@@ -595,108 +608,38 @@ def _npy_shard(path: Path, status: os.stat_result, head: bytes) -> Shard:
     if len(shape) != 1 or dtype.str not in ("<u2", "<u4"):
         raise DataError(f"{path}: holds an array of shape {shape} and type {dtype}; expected one row of "
                         "uint16 or uint32, so save it as that")
-    return _with_checked_size(Shard(path, dtype.name, offset, shape[0], None, status))
-
-
-def _sampled_fingerprint(shards: Sequence[Shard]) -> str:
-    """Hash the sizes and the beginning, middle and end of each file, which every rank can afford."""
-    hasher = hashlib.sha256()
-    for shard in shards:
-        sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
-        hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
-        for start in (0, shard.tokens // 2, shard.tokens - sampled):
-            hasher.update(shard.read(start, min(sampled, shard.tokens - start)).tobytes())
-    return hasher.hexdigest()
-
-
-# --------------------------------------------------------------------------------------------------- headers
-
-
-def _status_and_head(path: Path) -> tuple[os.stat_result, bytes]:
-    """Return a file's status and its first HEADER_BYTES."""
-    try:
-        # Opening a pipe or a device could block.
-        if not path.is_file() and path.exists():
-            raise DataError(f"{path}: is no file; copy or prepare it again")
-        with open(path, "rb") as file:
-            status, head = os.fstat(file.fileno()), file.read(HEADER_BYTES)
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
-                        "permissions") from error
-    if not status.st_size:
-        raise DataError(f"{path}: is empty; copy or prepare it again")
-    return status, head
-
-
-def _llmc_shard(path: Path, status: os.stat_result, head: bytes, sha256: str | None) -> Shard | None:
-    """Return the shard that an llm.c header describes; None if the file does not begin with llm.c's magic."""
-    magic = int.from_bytes(head[:4], "little")
-    dtype = next((name for name, (known, _) in MAGIC_AND_VERSION.items() if known == magic), None)
-    if dtype is None:
-        return None
-    if len(head) < HEADER_BYTES:
-        raise DataError(f"{path}: is cut short inside its header, at {status.st_size} bytes; copy it again")
-    _, version, tokens = np.frombuffer(head, "<i4", 3).tolist()
-    if version != MAGIC_AND_VERSION[dtype][1]:
-        raise DataError(f"{path}: has version {version} of the format with magic {magic}, "
-                        f"only {MAGIC_AND_VERSION[dtype][1]} is known; copy or prepare it again")
-    return _with_checked_size(Shard(path, dtype, HEADER_BYTES, tokens, sha256, status))
-
-
-def _wrong_magic(path: Path, head: bytes) -> DataError:
-    if b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
-        return _unprepared(path, "holds text or records, not tokens")
-    known = " or ".join(str(magic) for magic, _ in MAGIC_AND_VERSION.values())
-    return DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
-                     f"({known}) or .npy; files without a header are called train.bin or val.bin")
-
-
-def _with_checked_size(shard: Shard) -> Shard:
-    size, expected = shard.status.st_size, shard.offset + shard.tokens * shard.ids_dtype.itemsize
-    if size != expected:
-        what = "is cut short" if size < expected else "is too long"
-        raise DataError(f"{shard.path}: {what}: {size:,} bytes, but its header promises {shard.tokens:,} "
-                        f"tokens of {shard.dtype}, {expected:,} bytes; copy or prepare it again")
-    if shard.tokens <= 0:
-        raise DataError(f"{shard.path}: is empty, its header says {shard.tokens} tokens; prepare it again")
-    return shard
-
-
-# ---------------------------------------------------------------------------------------------- verification
+    return dtype.name, offset, shape[0]
 
 
 def _verify(token_set: TokenSet, verification: Verification) -> None:
     """Compare every shard with its hash and the vocabulary; remember the result for the next start."""
     if verification.mode == "never":
         return
-    # What is remembered of each file, in all folders where that may be.
-    shards = token_set.shards
-    places = {folder: verification.cache.places(folder, token_set.fingerprint)
-              for folder in {shard.path.parent for shard in shards}}
-    known = {folder: dict(ChainMap(*map(load_verified, inside))) for folder, inside in places.items()}
-    facts = {shard: known[shard.path.parent].get(shard.path.name, {}) for shard in shards}
-    # Read the others, and remember what they contain.
-    always = verification.mode == "always"
-    due = [shard for shard in shards if always or not _still_holds(facts[shard], shard)]
-    for shard, found in zip(due, _scan_all(due)):
-        facts[shard] = known[shard.path.parent][shard.path.name] = file_stamp(shard.status) | found
-    for folder in {shard.path.parent for shard in due}:
-        any(save_verified(place, known[folder]) for place in places[folder])  # in the first that is writable
-    # Judge all of them: what was remembered may be bad too.
-    for shard, found in facts.items():
-        if shard.sha256 is not None and found["sha256"] != shard.sha256:
-            raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {found['sha256'][:12]}, "
-                            f"{MANIFEST} says {shard.sha256[:12]}; copy or prepare it again")
-        if found["max_id"] >= token_set.vocab_size:
-            for _ in TokenSet((shard,), "", vocab_size=token_set.vocab_size).blocks():
-                pass  # raises with the position of the id
-
-
-def _still_holds(found: dict, shard: Shard) -> bool:
-    return (found.items() >= file_stamp(shard.status).items() and isinstance(found.get("max_id"), int)
-            and (shard.sha256 is None or isinstance(found.get("sha256"), str)))
+    for folder in {shard.path.parent: None for shard in token_set.shards}:
+        shards = [shard for shard in token_set.shards if shard.path.parent == folder]
+        # What is remembered of each file, in all folders where that may be.
+        places, due = verification.cache.places(folder, token_set.fingerprint), []
+        known = dict(ChainMap(*map(load_verified, places)))
+        for shard in shards:
+            facts = known.get(shard.path.name, {})
+            is_known = (facts.items() >= file_stamp(shard.status).items()
+                        and isinstance(facts.get("max_id"), int)
+                        and (shard.sha256 is None or isinstance(facts.get("sha256"), str)))
+            if verification.mode == "always" or not is_known:
+                due.append(shard)
+        # Read the others, and remember what they contain, in the first folder that is writable.
+        for shard, facts in zip(due, _scan_all(due)):
+            known[shard.path.name] = file_stamp(shard.status) | facts
+        any(due and save_verified(place, known) for place in places)
+        # Judge all of them: what was remembered may be bad too.
+        for shard in shards:
+            facts = known[shard.path.name]
+            if shard.sha256 is not None and facts["sha256"] != shard.sha256:
+                raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {facts['sha256'][:12]}, "
+                                f"{MANIFEST} says {shard.sha256[:12]}; copy or prepare it again")
+            if facts["max_id"] >= token_set.vocab_size:
+                for start, ids in shard.blocks():
+                    shard.check_ids(start, ids, token_set.vocab_size)  # raises with the position of the id
 
 
 def _scan_all(shards: Sequence[Shard]) -> list[dict]:
@@ -716,10 +659,10 @@ def _scan_all(shards: Sequence[Shard]) -> list[dict]:
 def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
     """Read the whole file once; return its largest id and, if there is one to compare with, its SHA-256."""
     hasher = hashlib.sha256() if shard.sha256 is not None else None
-    max_id, file = 0, WatchedFile(shard.path, shard.status)
+    max_id = 0
     if hasher is not None:
-        hasher.update(file.read(0, shard.offset))
-    for _, ids in shard.blocks(file):
+        hasher.update(WatchedFile(shard.path, shard.status).read(0, shard.offset))
+    for _, ids in shard.blocks():
         if hasher is not None:
             hasher.update(ids)
         max_id = max(max_id, int(ids.max()))
@@ -727,20 +670,25 @@ def _scan(shard: Shard, advance: Callable[[int], None]) -> dict:
     return {"sha256": hasher and hasher.hexdigest(), "max_id": max_id}
 
 
+# -------------------------------------------------------------------------------------------------- writing
+
+
 class Tokens(NamedTuple):
     """Consecutive documents or examples of one split."""
 
     ids: np.ndarray
     documents: int
-    segments: np.ndarray | None = None  # of examples: uint32, as tokenize_chats describes them
+    segments: np.ndarray | None = None  # of examples: uint32, as data_pipeline/chats.py describes them
     target_tokens: int = 0  # of examples: the number of tokens with a loss
 
 
 class ShardWriter:
-    """Writes one stream of ids as shards that are all full except the last."""
+    """Writes one stream of ids as shards that are all full except the last.
+
+    Continues after the ids that `done` (a result of `sync()`) counts; what was written later is cut.
+    """
 
     def __init__(self, folder: Path, stream: str, shard_tokens: int, dtype: str, done: dict | None = None):
-        """Continue after the ids that `done` (a result of `sync()`) counts; what was written later is cut."""
         self.folder, self.stream, self.shard_tokens = folder, stream, shard_tokens
         self.dtype = np.dtype(dtype)
         self.tokens, self.shards = (done["tokens"], done["shards"]) if done else (0, [])
@@ -773,71 +721,70 @@ class ShardWriter:
             self.file.write(part.data)
             self.tokens += len(part)
             if self.in_shard == self.shard_tokens:
-                self._finish_shard()
-
-    def _finish_shard(self) -> None:
-        """Write the true count into the shard's header, and hash the whole file."""
-        count, path = self.in_shard, self.path
-        self.file.seek(0)
-        self.file.write(header_bytes(count, self.dtype.name))
-        self._flush()
-        self.file.close()
-        self.file = None
-        with open(path, "rb") as file:
-            self.shards.append({"file": path.name, "tokens": count, "sha256": sha256(file)})
-
-    def _flush(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
+                self.sync(finish=True)
 
     def sync(self, finish: bool = False) -> dict:
         """Write everything to disk and return the counts that `done` takes.
 
         Args:
-            finish: this is the end of the stream.
+            finish: the current shard is complete: its header gets the true count, and the file is hashed.
         """
         if self.file is not None:
-            self._finish_shard() if finish else self._flush()
+            count, path = self.in_shard, self.path
+            if finish:
+                self.file.seek(0)
+                self.file.write(header_bytes(count, self.dtype.name))
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            if finish:
+                self.close()
+                with open(path, "rb") as file:
+                    self.shards.append({"file": path.name, "tokens": count, "sha256": sha256(file)})
         return {"tokens": self.tokens, "shards": self.shards}
 
     def close(self) -> None:
         """Close the current file."""
         if self.file is not None:
             self.file.close()
+            self.file = None
 
 
 class SplitWriter:
-    """Writes one split: its tokens and, if it holds examples, their segments."""
+    """Writes one split: its tokens and, if it holds examples, their segments.
+
+    Continues after what `done` (a result of `sync()`) counts.
+    """
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, dtype: str, has_segments: bool,
                  done: dict | None = None):
-        """Continue after what `done` (a result of `sync()`) counts."""
         done = done or {}
         self.documents, self.target_tokens = done.get("documents", 0), done.get("target_tokens", 0)
-        self.ids = ShardWriter(folder, split, shard_tokens, dtype, done)
-        self.segments = None
+        self.streams = [ShardWriter(folder, split, shard_tokens, dtype, done)]
         if has_segments:
-            self.segments = ShardWriter(folder, f"{split}-segments", shard_tokens, "uint32",
-                                        done.get("segments"))
+            self.streams.append(ShardWriter(folder, f"{split}-segments", shard_tokens, "uint32",
+                                            done.get("segments")))
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were written."""
+        return self.streams[0].tokens
 
     def write(self, tokens: Tokens) -> None:
         """Append documents or examples."""
-        self.ids.write(tokens.ids)
+        for stream, values in zip(self.streams, (tokens.ids, tokens.segments)):
+            stream.write(values)
         self.documents += tokens.documents
-        if self.segments is not None:
-            self.segments.write(tokens.segments)
-            self.target_tokens += tokens.target_tokens
+        self.target_tokens += tokens.target_tokens
 
     def sync(self, finish: bool = False) -> dict:
         """Do as `ShardWriter.sync`, for the whole split."""
-        ids = self.ids.sync(finish)
+        ids, *segments = (stream.sync(finish) for stream in self.streams)
         counts = {"tokens": ids["tokens"], "documents": self.documents, "shards": ids["shards"]}
-        if self.segments is not None:
-            counts |= {"target_tokens": self.target_tokens, "segments": self.segments.sync(finish)}
+        if segments:
+            counts |= {"target_tokens": self.target_tokens, "segments": segments[0]}
         return counts
 
     def close(self) -> None:
         """Close the files."""
-        self.ids.close()
-        if self.segments is not None:
-            self.segments.close()
+        for stream in self.streams:
+            stream.close()
