@@ -48,8 +48,6 @@ NOT_TOLD = {name.upper() for section in (LogConfig, CheckpointConfig) for name i
 STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)",
           "dpo": "training on preference pairs"}
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
-DATA_COLUMNS = ("source", "of the run", "passes", "documents", "tokens", "fingerprint", "made from")
-SCORE_COLUMNS = ("data", "metric", "value", "items", "chance", "after step")
 
 # ------------------------------------------------------------------------------ Markdown, and read back
 
@@ -69,10 +67,9 @@ def fenced(lines: Sequence[str]) -> str:
     return "\n".join([ticks, *lines, ticks])
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells, the first of them the header, as a Markdown table."""
-    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+def cell(text: Any) -> str:
+    """Return a text as inline code in a Markdown table."""
+    return code(text).replace("|", r"\|")
 
 
 @cache
@@ -80,8 +77,9 @@ def template() -> Template:
     """Return the template of every card. A backslash at the end of a line joins it with the next one."""
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters |= {
-        "code": code, "fenced": fenced, "table": table, "count": "{:,}".format, "model": model_name,
-        "download": lambda base: name_of_download(base) or ""}
+        "code": code, "cell": cell, "fenced": fenced, "count": "{:,}".format, "percent": "{:.2%}".format,
+        "fixed": lambda value, format=".4f": "" if value is None else f"{value:{format}}",
+        "model": model_name, "download": lambda base: name_of_download(base) or ""}
     source = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(source.replace("\\\n", ""))
 
@@ -155,7 +153,7 @@ def run_card(run: Any) -> str:
     relation = "adapter" if config.lora_enabled else "finetune"
     metadata |= {
         "base_model_relation": relation if metadata["base_model"] else "", "language": languages,
-        "datasets": [*dict.fromkeys(hub_name for _, hub_name in data if hub_name)],
+        "datasets": [*dict.fromkeys(entry["hub_name"] for entry in data if entry["hub_name"])],
         "library_name": "peft" if config.lora_enabled else "transformers", "pipeline_tag": "text-generation",
         "tags": ["llama", "paddock", task, *["lora"] * config.lora_enabled,
                  *["distillation"] * config.distillation_enabled],
@@ -174,8 +172,7 @@ def run_card(run: Any) -> str:
         vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),
         trained=trained_count(run.model, vocab_size), stage=STAGES[config.training_stage],
         adapts=progress.base if config.lora_enabled else None,
-        is_chat=config.training_stage != "pretrain", data_rows=[DATA_COLUMNS, *(row for row, _ in data)],
-        scores=scores, score_rows=[SCORE_COLUMNS, *map(score_row, scores)], languages=languages,
+        is_chat=config.training_stage != "pretrain", data=data, scores=scores, languages=languages,
         compute_optimal=COMPUTE_OPTIMAL, device=device_name(run.ranks.device), torch=torch.__version__,
         paddock=__version__, commit=commit(), parts=[part for part in parts if part[1]], settings=settings,
         tokenizer=run.inputs.identity(config).get("TOKENIZER_PATH", ""), digest=digest)
@@ -275,8 +272,8 @@ def commit() -> str:
 # ------------------------------------------------------------------------------------ their sections
 
 
-def data_sets(run: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (cells of DATA_COLUMNS, name on the hub) of the prepared sets that the run has read so far."""
+def data_sets(run: Any) -> Iterator[dict[str, Any]]:
+    """Yield the prepared sets that the run has read so far."""
     config, rows = run.config, run.inputs.rows
     taken = run.progress.step * config.rows_per_step
     path = str(getattr(config, f"{config.training_stage}_data_path"))
@@ -285,9 +282,9 @@ def data_sets(run: Any) -> Iterator[tuple[tuple[str, ...], str]]:
         shares = rows.facts(taken)
     for part, fact in zip(parts_of(rows), shares):
         part = getattr(part, "rows", part)  # without what is stored beside them
-        documents, source, hub_name = made_from(part.token_set.folder)
-        yield (code(fact["source"]), f"{fact['share']:.2%}", f"{fact['passes']:.2f}", documents,
-               f"{part.token_set.tokens:,}", code(part.fingerprint), source), hub_name
+        documents, made, hub_name = made_from(part.token_set.folder)
+        yield fact | {"documents": documents, "tokens": part.token_set.tokens, "made_from": made,
+                      "fingerprint": part.fingerprint, "hub_name": hub_name}
 
 
 @cache
@@ -342,14 +339,6 @@ def newest_scores(run: Any) -> Iterator[Score]:
             stderr, n, chance = beside(*(f"{task}_{key}" for key in ("stderr", "n", "chance")))
             error = stderr if name.endswith("_acc") else None
             yield Score(titles.get(task, task), name[len(task) + 1:], value, step, error, n, chance)
-
-
-def score_row(score: Score) -> tuple[str, ...]:
-    """Return the cells of SCORE_COLUMNS."""
-    error = "" if score.stderr is None else f" +- {score.stderr:.4f}"
-    return (code(score.data), score.metric.replace("_", " "), f"{score.value:.4f}{error}",
-            "" if score.n is None else f"{score.n:,.0f}",
-            "" if score.chance is None else f"{score.chance:.4f}", f"{score.step:,}")
 
 
 def is_told(name: str) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.text import printable
-from run.card import card_text, code, facts_of, fenced, read_card, sections_of, table
+from run.card import card_text, cell, code, facts_of, fenced, read_card, sections_of
 
 TEXTS = st.one_of(st.text(st.characters(codec="utf-8")), st.text("-:`|#\"'{}[]&*!%@,\n\\ ano0.<>~=_"), st.sampled_from(
     ["no", "Yes", "null", "~", "1e5", "0x1", "12:30:45", "2001-01-01", ".inf", "---", "a: b", "<script>", "{{ x }}", "\ufeff", "\uffff"]))
@@ -34,7 +34,7 @@ def test_markdown_reads_inline_code_as_one_text_also_in_a_table(text):
     paragraph = markdown.parse(f"before {code(text)} after")[1].children
     assert [(token.type, token.content.strip()) for token in paragraph] == [
         ("text", "before"), ("code_inline", printable(text).strip()), ("text", "after")]
-    row = [token.children for token in markdown.parse(table([("a", "b"), (code(text), "c")])) if token.type == "inline"]
+    row = [token.children for token in markdown.parse(f"| a | b |\n|---|---|\n| {cell(text)} | c |") if token.type == "inline"]
     assert [[child.type for child in children] for children in row] == [["text"], ["text"], ["code_inline"], ["text"]]
     assert row[2][0].content.strip() == printable(text).strip()
 
