@@ -123,16 +123,12 @@ def test_bad_data_ends_with_3_and_the_rest_is_told_all_the_same(prepared, tmp_pa
 
 @pytest.mark.parametrize("changes, words", [
     ({"PRETRAIN_DATA_PATH": "nowhere"}, "nowhere"), ({"TOKENIZER_PATH": "nowhere.model"}, "nowhere.model"),
-    ({"TOTAL_BATCH_SIZE": 2**20, "MICRO_BATCH_SIZE": 1}, "tokens")])
+    ({"TOTAL_BATCH_SIZE": 2**20, "MICRO_BATCH_SIZE": 1}, "tokens"), ({"TOKENIZER_PATH": "other"}, "another tokenizer")])
 def test_each_kind_of_bad_data_is_named(changes, words, prepared, tmp_path, capsys):
+    if changes.get("TOKENIZER_PATH") == "other":
+        changes = {"TOKENIZER_PATH": prepare(tmp_path / "other", seed=1, vocab_size=280).tokenizer}
     checked = Checked(TinyRun(prepared, tmp_path), capsys, **changes)
     assert checked.code == 3 and words in checked.text("FAIL")
-
-
-def test_a_set_made_with_another_tokenizer_is_refused(prepared, tmp_path, capsys):
-    other = prepare(tmp_path / "other", seed=1, vocab_size=280)
-    checked = Checked(TinyRun(prepared, tmp_path), capsys, TOKENIZER_PATH=other.tokenizer)
-    assert checked.code == 3 and "another tokenizer" in checked.text("FAIL")
 
 
 # How long it takes
@@ -256,23 +252,17 @@ def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):
     assert checked.code == 5 and "SEED was 1337, is 5" in checked.text("FAIL")
     allowed = Checked(trained, capsys, SEED=5, ALLOW_RESUME_MISMATCH="SEED")
     assert allowed.code == 0 and "permits: SEED was" in allowed.text("warn")
-
-
-def test_another_number_of_ranks_is_warned_of(trained, capsys):
     checked = Checked(trained, capsys, WORLD_SIZE=2)
     assert checked.code == 0 and "number of ranks was 1, is 2" in checked.text("warn")
 
 
-def test_a_checkpoint_of_another_shape_ends_with_5(trained, tmp_path, capsys):
-    checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true",
-                      N_LAYERS=3, DIM=64)
+def test_weights_of_another_run_start_anew_if_they_have_the_shape(trained, tmp_path, capsys):
+    changes = dict(OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
+    checked = Checked(trained, capsys, **changes)
+    assert checked.code == 0 and "start anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
+    checked = Checked(trained, capsys, **changes, N_LAYERS=3, DIM=64)
     assert checked.code == 5
     assert "DIM is 32 there and 64 here (command line); N_LAYERS is 2 there and 3 here (command line); FFN_DIM is 96 " in checked.text("FAIL")
-
-
-def test_weights_of_another_run_begin_anew(trained, tmp_path, capsys):
-    checked = Checked(trained, capsys, OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
-    assert checked.code == 0 and "start anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_or_damaged_checkpoint_ends_with_5(prepared, trained, tmp_path, capsys):
@@ -323,14 +313,12 @@ def test_the_size_of_a_live_teacher_is_read_from_its_config(trained, tmp_path):
     assert check.teacher_bytes(stored, trained.checkpoint(4)) == check.teacher_bytes(config, None) == 0
 
 
-def test_a_disk_without_room_for_a_checkpoint_ends_with_5(prepared, tmp_path, capsys, monkeypatch):
+def test_a_disk_without_room_and_a_folder_that_is_none_end_with_5(prepared, tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
     checked = Checked(TinyRun(prepared, tmp_path / "a" / "b"), capsys)
     assert checked.code == 5 and "OUTPUT_DIR" in checked.text("FAIL") and list(tmp_path.iterdir()) == []
-
-
-def test_an_output_folder_that_is_a_file_ends_with_5(prepared, tmp_path, capsys):
+    monkeypatch.undo()
     (tmp_path / "file").write_text("")
     assert Checked(TinyRun(prepared, tmp_path / "file" / "runs"), capsys).code == 5
     (tmp_path / "runs").symlink_to(tmp_path / "gone")
