@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from config import ModelConfig, PreferenceConfig
 from dataloaders import Batch
+from fused import head
 from fused.head import IGNORE_INDEX
 from learn.objectives import (
     DPO,
@@ -111,69 +112,47 @@ def rows_of(batch: Batch, rows) -> Batch:
     return with_positions(Batch(batch.tokens_BT[rows], batch.targets_BT[rows], batch.document_ids_BT[rows]))
 
 
+def check_same(one, other) -> None:
+    """Compare two results of `gradients`."""
+    assert one[0] == pytest.approx(other[0], rel=1e-5) and one[1] == other[1]
+    for ours, theirs in zip(one[2], other[2]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @modes
-def test_sums_are_additive_over_splits_and_row_order_changes_nothing(mode):
+def test_sums_are_additive_over_splits_and_neither_row_order_nor_padding_changes_them(mode):
     objective, batch = MODES[mode][0](), MODES[mode][1](0)
     whole = gradients(objective, [batch])
-    apart = gradients(objective, [rows_of(batch, [row]) for row in reversed(range(len(batch.tokens_BT)))])
-    assert apart[1] == whole[1] > 0 and apart[0] == pytest.approx(whole[0], rel=1e-5)
-    for one, other in zip(whole[2], apart[2]):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@modes
-def test_padding_changes_nothing(mode):
-    objective, batch = MODES[mode][0](), MODES[mode][1](1)
+    check_same(whole, gradients(objective, [rows_of(batch, [row]) for row in reversed(range(len(batch.tokens_BT)))]))
+    assert whole[1] > 0
     more = Batch(F.pad(batch.tokens_BT, (0, 7), value=3), F.pad(batch.targets_BT, (0, 7), value=IGNORE_INDEX),
                  torch.cat([batch.document_ids_BT, batch.document_ids_BT[:, -1:].expand(-1, 7)], dim=1))
-    before, after = gradients(objective, [batch]), gradients(objective, [with_positions(more)])
-    assert before[:2] == (pytest.approx(after[0], rel=1e-5), after[1])
-    for one, other in zip(before[2], after[2]):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    check_same(whole, gradients(objective, [with_positions(more)]))
 
 
 @modes
 def test_rows_that_are_padding_add_nothing(mode):
     objective, batch = MODES[mode][0](), MODES[mode][1](2)
-    kept = gradients(objective, [rows_of(batch, slice(0, 2))])
-    ignored = gradients(objective, [batch.ignore_from(2)])
-    assert ignored[:2] == (pytest.approx(kept[0], rel=1e-5), kept[1])
-    for one, other in zip(kept[2], ignored[2]):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@modes
-def test_a_batch_without_a_target_is_zero_and_has_zero_gradients(mode):
-    objective, batch = MODES[mode][0](), MODES[mode][1](3).ignore_from(0)
-    total, count, grads = gradients(objective, [batch])
+    check_same(gradients(objective, [rows_of(batch, slice(0, 2))]), gradients(objective, [batch.ignore_from(2)]))
+    total, count, grads = gradients(objective, [batch.ignore_from(0)])
     assert (total, count) == (0, 0)
     assert all(grad is not None and not grad.any() for grad in grads)
 
 
 @modes
-def test_the_head_runs_on_target_positions_only_and_gives_the_same(mode):
+def test_the_head_runs_on_target_positions_only_and_gives_the_same(mode, monkeypatch):
     objective, batch = MODES[mode][0](), MODES[mode][1](4)
     everywhere = Batch(batch.tokens_BT, batch.targets_BT, batch.document_ids_BT)
-    one, other = gradients(objective, [batch]), gradients(objective, [everywhere])
-    assert one[0] == pytest.approx(other[0], rel=1e-5)
-    for a, b in zip(one[2], other[2]):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    seen = []
-    model = model_of(0)
-    original = model.head_matrix.weight.shape[0]
-    from fused import head
-    linear = head.linear
+    check_same(gradients(objective, [batch]), gradients(objective, [everywhere]))
+    model, seen, linear = model_of(0), [], head.linear
 
     def counting(x, weight):
-        if weight.shape[0] == original:
+        if len(weight) == len(model.head_matrix.weight):
             seen.append(len(x))
         return linear(x, weight)
 
-    head.linear = counting
-    try:
-        objective.loss_sum(model, batch)
-    finally:
-        head.linear = linear
+    monkeypatch.setattr(head, "linear", counting)
+    objective.loss_sum(model, batch)
     assert set(seen) == {len(batch.target_index_M)}
 
 
@@ -186,17 +165,6 @@ def test_frozen_parameters_get_no_gradient(mode):
     objective.loss_sum(model, batch).total.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == ("wq" in name), name
-
-
-def test_next_token_equals_a_double_loop():
-    batch, model = chat_rows(6), model_of(0)
-    logits_BTV = model.logits(batch.tokens_BT, batch.document_ids_BT)
-    expected = 0.0
-    for row in range(len(batch.tokens_BT)):
-        for place in range(T):
-            if batch.targets_BT[row, place] != IGNORE_INDEX:
-                expected -= float(logits_BTV[row, place].detach().log_softmax(-1)[batch.targets_BT[row, place]])
-    assert float(NextToken().loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 @torch.no_grad()
@@ -214,6 +182,12 @@ def naive_logprobs(model, batch) -> list[list[tuple[float, int]]]:
                 of_row.append((sum(values), len(values)))
         found.append(of_row)
     return found
+
+
+def test_next_token_is_the_cross_entropy_of_each_document_alone():
+    batch, model = chat_rows(6), model_of(0)
+    expected = -sum(value for row in naive_logprobs(model, batch) for value, _ in row)
+    assert float(NextToken().loss_sum(model, batch).total.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_logprobs_of_pairs_are_those_of_each_sequence_alone():

@@ -52,12 +52,6 @@ def test_the_height_of_a_spike_is_in_robust_standard_deviations(recent, loss):
     assert diagnostics.robust_z_score(loss, recent, 2 * len(recent) + 1) == 0, "too few to judge by"
 
 
-def test_what_came_before_does_not_hide_a_spike():
-    """The first of two spikes would stretch a mean and a plain standard deviation."""
-    recent = [3.0, 3.1, 2.9, 3.0, 3.05, 2.95, 3.0, 50.0]
-    assert diagnostics.robust_z_score(9.0, recent, 16) > 12 > 3 > abs(diagnostics.robust_z_score(3.1, recent, 16))
-
-
 def poison(monkeypatch, *steps: int) -> None:
     """Add a constant to the loss of some steps; the gradient stays the same."""
     step_now, loss_sum, seed_step = [0], objectives.NextToken.loss_sum, train.seed_step
@@ -195,11 +189,6 @@ def test_a_replica_that_drifts_by_one_bit_stops_the_run_and_is_named(plant, name
     assert text.count("error: after step 3 the ranks no longer have the same model") == 1 and "Traceback" not in text
     assert f": {name} differs between rank 0 and rank 1." in text
     assert run.steps_saved() == [1, 2], "the drifted state is not saved"
-
-
-def test_without_the_alarm_drift_would_go_on_unseen(tiny_run):
-    run = tiny_run(**FEW_SAVES, DRIFT_CHECK_EVERY=0)
-    assert run.start(2, nudge_a_weight).wait() == [0, 0]
 
 
 def test_healthy_replicas_are_equal_after_every_step(tiny_run):

@@ -10,7 +10,7 @@ from config import ModelConfig
 from learn.cost import forward_flops, parameter_count
 from model import Transformer
 from observe import guards
-from observe.guards import FirstBad, bad_gradients, banner, count_bad, describe_tensors, write_dump
+from observe.guards import FirstBad, bad_gradients, banner, describe_tensors, write_dump
 from run.diagnostics import peak_flops, peak_memory_bytes
 
 VOCAB = 256
@@ -76,11 +76,6 @@ def test_peak_memory_on_a_cpu_is_resident_and_never_shrinks():
 
 
 # What went wrong
-
-
-def test_non_finite_elements_are_counted():
-    assert count_bad(torch.tensor([1.0, math.nan, math.inf, -math.inf, 0.0])) == 3
-    assert count_bad(torch.tensor([1, 2])) == 0
 
 
 def test_bad_parameters_and_gradients_are_described():
@@ -149,24 +144,14 @@ def test_a_dump_is_read_without_pickle(tmp_path):
         torch.testing.assert_close(loaded[name], tensor, equal_nan=True)
 
 
-def test_the_banner_tells_step_rank_rows_and_tensors():
+def test_the_banner_tells_step_rank_rows_and_tensors_and_does_not_flood_the_screen():
     healthy = {**REPORT, "rank": 0, "finite": True, "tensors": [], "first_bad_module": None}
     lines = banner([healthy, REPORT])
-    assert lines[0] == lines[-1] == "=" * 100
-    assert lines[1] == "NON-FINITE in step 7, from rank 1: the update was skipped."
-    assert lines[2] == "loss nan, gradient norm nan, rows of rank 1: [[3, 5], [8, 1]]"
-    assert lines[3:5] == ["first module with a non-finite output: layers.0.feed_forward.w2",
-                          "  gradient norm.weight (64,): 2 non-finite, first values nan, 0.5"]
-
-
-def test_the_banner_names_no_rank_where_all_are_finite_when_computed_again():
-    transient = {**REPORT, "finite": True}
-    lines = banner([{**transient, "rank": 0}, transient])
-    assert lines[1] == "NON-FINITE in step 7, and finite when computed again: the update was skipped."
-    assert "rows of rank 0" in lines[2]
-
-
-def test_the_banner_does_not_flood_the_screen():
+    assert "in step 7, from rank 1:" in lines[1] and lines[2].endswith("rows of rank 1: [[3, 5], [8, 1]]")
+    assert lines[3].endswith("layers.0.feed_forward.w2") and "norm.weight (64,): 2 non-finite, first values nan, 0.5" in lines[4]
+    # A transient fault: finite on every rank when computed again.
+    lines = banner([healthy, {**REPORT, "finite": True}])
+    assert "finite when computed again" in lines[1] and "rows of rank 0" in lines[2]
     many = {**REPORT, "rank": 0, "tensors": REPORT["tensors"] * 50}
     lines = banner([many, {**many, "rank": 1}])
     assert len(lines) < 30 and "... and 30 more" in lines[-2] and "from rank 0, 1" in lines[1]
