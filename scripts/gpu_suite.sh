@@ -12,4 +12,4 @@ elif ! python=$(command -v python3 || command -v python); then
     echo "error: no python3 was found; install Python 3.10 or newer" >&2
     exit 1
 fi
-exec "$python" scripts/gpu_suite.py "$@"
+exec "$python" scripts/gpu/suite.py "$@"

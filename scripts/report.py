@@ -3,6 +3,7 @@
     python scripts/report.py first
     python scripts/report.py first second        two runs overlaid and compared
     python scripts/report.py first --serve       the page follows the run
+    python scripts/report.py first --plot curves.png
 
 With several runs, their curves are overlaid, their settings and results are compared, and evaluations of the
 same items are tested in pairs: is one better than the other?
@@ -15,8 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from checkpoint.schema import number, read_entries  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
-from common.errors import CheckpointError, local_path, run_script  # noqa: E402
+from common.errors import CheckpointError, local_path, requires_package, run_script  # noqa: E402
 from common.files import atomic_write  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
@@ -36,6 +38,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE", type=local_path,
                         help="the page (default: report.html in the run's folder; of several runs, in the "
                              "folder that holds the first one)")
+    parser.add_argument("--plot", metavar="FILE", type=local_path,
+                        help="draw the first run's loss and HellaSwag into this picture instead")
     parser.add_argument("--serve", action="store_true",
                         help="show the page on this machine only, and keep it up to date; writes nothing")
     parser.add_argument("--port", type=int, metavar="N", default=DEFAULT_PORT,
@@ -60,12 +64,58 @@ def write(report: Report, path: Path) -> None:
                               "--output") from error
 
 
+def plot(run: Path, output: Path) -> None:
+    """Plot the loss with matplotlib, and below it HellaSwag's accuracy if it was measured."""
+    if not (run / "metrics.jsonl").is_file():
+        raise CheckpointError(f"{run} holds no metrics.jsonl; name a run's folder, such as runs/first")
+    with requires_package("matplotlib", "--plot"):
+        import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    metrics = list(read_entries(run / "metrics.jsonl"))
+
+    def curve(name: str) -> tuple[list[float], list[float]]:
+        points = [(entry["step"], value) for entry in metrics
+                  if (value := number(entry.get(name))) is not None]
+        return [step for step, _ in points], [value for _, value in points]
+
+    panels = 2 if len(curve("hellaswag_acc")[0]) > 1 else 1
+    figure, axes = plt.subplots(panels, 1, figsize=(7, 2.8 * panels + 0.6), sharex=True, squeeze=False)
+    loss = axes[0][0]
+    loss.plot(*curve("train_loss"), color="tab:grey", linewidth=1, label="training")
+    loss.plot(*curve("val_loss"), color="tab:blue", marker="o", label="validation")
+    loss.set_ylabel("loss (nats per token)")
+    loss.legend()
+    if panels == 2:
+        steps, accuracy = curve("hellaswag_acc")
+        known = dict(zip(*curve("hellaswag_stderr")))
+        errors = [known.get(step, 0.0) for step in steps]
+        panel = axes[1][0]
+        panel.errorbar(steps, [100 * value for value in accuracy], [100 * value for value in errors],
+                       color="tab:green", marker="o", capsize=3, label="four endings")
+        panel.axhline(25, color="tab:grey", linestyle=":", label="guessing")
+        panel.set_ylabel("accuracy (%)")
+        panel.set_ylim(0, 100)
+        panel.legend()
+    axes[-1][0].set_xlabel("step")
+    for row in axes:
+        row[0].grid(alpha=0.3)
+    figure.suptitle(run.name, parse_math=False)  # a run's name may contain dollar signs
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+
+
 def main() -> None:
     args = parse_args()
     if args.in_background:  # a signal to all processes of a job is for the run, which ends this one itself
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
     folders = [find_run(name) for name in args.run]
+    if args.plot:
+        plot(folders[0], args.plot)
+        return show(str(args.plot))
     report = Report(folders)
     report.read()
     if args.serve:

@@ -23,7 +23,7 @@ def settings_of_depth(config: Config, given: Container[str]) -> dict[str, Any]:
 
     What is given enters the formulas of the rest: a longer row makes the batch larger, not invalid.
     Source: Li et al. 2025 (arXiv:2503.04715) for the batch. The rate was measured at depths 1 to 4
-    (scripts/measure_depth.py), and falls with the width as muP has it (Yang et al. 2022, arXiv:2203.03466).
+    (docs/log.md), and falls with the width as muP has it (Yang et al. 2022, arXiv:2203.03466).
     """
     assert config.depth is not None
     chosen: dict[str, Any] = {}

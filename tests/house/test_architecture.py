@@ -226,15 +226,15 @@ def test_nothing_names_the_machine_that_it_was_made_on():
 
 
 def write_docs():
-    """scripts/write_docs.py as a module."""
-    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts" / "write_docs.py")
+    """scripts/dev/write_docs.py as a module."""
+    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "scripts" / "dev" / "write_docs.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_generated_documents_are_up_to_date():
-    docs, again = write_docs(), "run python scripts/write_docs.py"
+    docs, again = write_docs(), "run python scripts/dev/write_docs.py"
     assert (ROOT / ".env.example").read_text(encoding="utf-8") == docs.env_example(), again
     assert (ROOT / "docs" / "settings.md").read_text(encoding="utf-8") == docs.settings_page(), again
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

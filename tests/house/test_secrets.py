@@ -94,7 +94,7 @@ def test_no_secret_reaches_a_file_or_a_stream_of_any_command(place, prepared, mo
     script("generate.py", run.checkpoint(4), "--max-new-tokens", "2")
     script("merge_lora.py", lora.checkpoint(1), "--output", "merged")
     script("import_checkpoint.py", run.checkpoint(4), "imported")
-    script("plot_run.py", run.folder)
+    script("report.py", run.folder, "--plot", "curves.png")
     script("replay_step.py", run.folder, "--step", "3")
     launched = subprocess.run([sys.executable, ROOT / "scripts" / "launch.py", *argv_of(run.settings | {"RUN_NAME": "launched"})],
                               capture_output=True, text=True, timeout=300)

@@ -106,7 +106,7 @@ def test_a_feature_that_needs_one_says_what_to_install(machine, sources, prepare
     assert said.count("pip install wandb") == said.count("pip install tensorboard") == 1
     assert "pip install starlette" in machine("scripts/report.py", run.folder, "--serve", code=2)
     assert "pip install lm_eval" in machine("scripts/evaluate.py", run.checkpoint(1), "--tasks", "piqa", code=2)
-    assert "pip install matplotlib" in machine("scripts/plot_run.py", run.folder, code=2)
+    assert "pip install matplotlib" in machine("scripts/report.py", run.folder, "--plot", "curves.png", code=2)
     lora = {"LORA_ENABLED": "true", "LORA_BASE_QUANTIZATION": "int8", "PRETRAIN_CHECKPOINT": run.checkpoint(1)}
     assert "pip install bitsandbytes" in machine("train.py", *run.argv(**lora, RUN_NAME="lora"), code=2)
     teacher = tmp_path / "gpt2"

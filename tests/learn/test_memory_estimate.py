@@ -19,7 +19,7 @@ from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
 from observe.check import GIB, memory_advice
 from scripts import trace_memory
-from scripts.trace_memory import trace
+from scripts.dev.trace_memory import trace
 from settings.load import PRESETS_DIR, load_config
 
 FULL = {"world_size": 8, "sharding": "full"}

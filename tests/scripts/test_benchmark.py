@@ -1,25 +1,19 @@
 """Contenders of the benchmark get the largest number of rows that fits, and the same tokens a step."""
 
 import json
-import sys
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import benchmark  # noqa: E402
-
-import model_utils  # noqa: E402
-from model import Transformer  # noqa: E402
+import model_utils
+from model import Transformer
+from scripts.dev import benchmark
 
 
 def contender(rows: int, name: str = "paddock-eager") -> Namespace:
-    return Namespace(run=name, rows=rows, threads=1, device="cpu", eager=True, profile=0)
+    return Namespace(run=name, rows=rows, threads=1, device="cpu", eager=True)
 
 
 @pytest.mark.parametrize("fitting, tried, expected", [

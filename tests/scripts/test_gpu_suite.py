@@ -10,15 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from common.errors import DataError
+from scripts.dev import write_docs
+from scripts.gpu import parts, probe
+from scripts.gpu import suite as gpu_suite
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import gpu_probe  # noqa: E402
-import gpu_suite  # noqa: E402
-import gpu_suite_parts  # noqa: E402
-import write_docs  # noqa: E402
-
-from common.errors import DataError  # noqa: E402
 
 PROGRAM = """
 import json, subprocess, sys, time
@@ -111,7 +108,7 @@ def test_a_part_comes_after_the_parts_that_it_needs():
 
 
 def test_every_part_has_its_code_and_its_tests():
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu_suite_parts.py", "--help"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "gpu" / "parts.py", "--help"], capture_output=True, text=True)
     assert all(part.name in done.stdout for part in gpu_suite.PARTS)
     tests = (ROOT / "tests" / "system" / "gpu" / "test_gpu.py").read_text()
     kinds = {"values", "attention", "compiled", "faults", "ranks"}
@@ -120,7 +117,7 @@ def test_every_part_has_its_code_and_its_tests():
 
 def test_the_driver_needs_the_standard_library_only(tmp_path):
     """It must report it if pydantic or torch is missing."""
-    code = "import sys; sys.path.insert(0, 'scripts'); import gpu_suite, gpu_suite_parts; " \
+    code = "import sys; import scripts.gpu.suite, scripts.gpu.parts; " \
            "assert not {'torch', 'pydantic', 'numpy', 'config'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     command = ["bash", ROOT / "scripts" / "gpu_suite.sh", "--device", "cpu", "--parts", "header", "--wheels", tmp_path,
@@ -134,7 +131,7 @@ def test_the_driver_needs_the_standard_library_only(tmp_path):
 
 
 def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_path):
-    task = gpu_suite_parts.Task("cpu", True, tmp_path, 10, tmp_path / "notes.jsonl")
+    task = parts.Task("cpu", True, tmp_path, 10, tmp_path / "notes.jsonl")
     task.check("loss", False, 3.5)
     with task.attempt("a kernel"):
         raise RuntimeError("no such kernel\nand a long story")
@@ -151,7 +148,7 @@ def test_a_failed_check_is_a_fault_and_an_error_in_an_attempt_stops_nothing(tmp_
 
 @pytest.fixture
 def task(tmp_path):
-    return gpu_suite_parts.Task("cpu", False, tmp_path, 10, tmp_path / "memory.notes.jsonl")
+    return parts.Task("cpu", False, tmp_path, 10, tmp_path / "memory.notes.jsonl")
 
 
 def test_each_layout_is_measured_in_a_process_and_the_least_share_counts(task, monkeypatch):
@@ -163,30 +160,30 @@ def test_each_layout_is_measured_in_a_process_and_the_least_share_counts(task, m
         self.figure(flags[1], {"forecast GiB": 10.0, "USABLE": 0.9 if flags[1] == "selective" else 0.95})
         return 0, ""
 
-    monkeypatch.setattr(gpu_suite_parts.Task, "run_part", run_part)
-    gpu_probe.memory(task)
-    assert started == [*gpu_probe.FORECAST] and len({*started}) == 8
+    monkeypatch.setattr(parts.Task, "run_part", run_part)
+    probe.memory(task)
+    assert started == [*probe.FORECAST] and len({*started}) == 8
     assert task.figures()["USABLE"] == 0.9
 
 
 def test_a_process_of_the_memory_part_measures_one_layout(tmp_path):
-    task = gpu_suite_parts.Task("cpu", True, tmp_path, 60, tmp_path / "memory.notes.jsonl")
+    task = parts.Task("cpu", True, tmp_path, 60, tmp_path / "memory.notes.jsonl")
     code, output = task.run_part("memory", "--layout", "sharded")
     assert code == 0, output
     assert [*task.figures()] == ["sharded"] and [*task.figures()["sharded"]] == ["forecast GiB"]  # torch measures a GPU only
 
 
 def test_nvml_is_read_before_cuda_starts_and_after_the_steps(task, monkeypatch):
-    gib, events = gpu_probe.GIB, []
+    gib, events = probe.GIB, []
     used = iter([{"GPU-a": 1 * gib, "GPU-b": 70 * gib}, {"GPU-a": 14 * gib, "GPU-b": 75 * gib}])
-    monkeypatch.setattr(gpu_probe, "used_memory", lambda: events.append("NVML") or next(used))
-    monkeypatch.setattr(gpu_probe, "peak_of_a_step", lambda *_: events.append("steps") or 10 * gib)
+    monkeypatch.setattr(probe, "used_memory", lambda: events.append("NVML") or next(used))
+    monkeypatch.setattr(probe, "peak_of_a_step", lambda *_: events.append("steps") or 10 * gib)
     monkeypatch.setattr("model_utils.choose_dtype", lambda *_: events.append("CUDA") or torch.bfloat16)
     monkeypatch.setattr("learn.cost.estimate_memory", lambda *_: SimpleNamespace(total=10.4 * gib))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a", total_memory=80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 12 * gib)
     task.device, task.layout = "cuda", "as it is"
-    gpu_probe.memory(task)
+    probe.memory(task)
     assert events == ["NVML", "CUDA", "steps", "NVML"]
     figures = task.figures()["as it is"]
     assert figures == {"forecast GiB": 10.4, "allocated GiB": 10, "reserved GiB": 12, "context GiB": 1,
@@ -195,7 +192,7 @@ def test_nvml_is_read_before_cuda_starts_and_after_the_steps(task, monkeypatch):
 
 @pytest.mark.parametrize("forecast, reserved, context", [(10, 12, 1), (10, 10, 0), (10, 9, 2)])
 def test_a_forecast_of_the_usable_share_just_fits(forecast, reserved, context):
-    largest = 80 * gpu_probe.usable_share(forecast, reserved, context, 80)
+    largest = 80 * probe.usable_share(forecast, reserved, context, 80)
     assert largest * reserved / forecast + context == pytest.approx(80)
 
 

@@ -1,4 +1,4 @@
-"""The recipes of scripts/launch start the launcher as it wants to be started, and go on after a preemption only.
+"""The recipes of scripts/cluster start the launcher as it wants to be started, and go on after a preemption only.
 
 The job of Slurm runs with an `srun` and a `scontrol` of ours, which do what Slurm's do: `srun` starts a task for each node,
 forwards USR1 to the tasks themselves, kills them at TERM, and exits with their highest code.
@@ -24,7 +24,7 @@ from learn import optim
 from parallel.process import EXIT_PREEMPTED
 from settings.load import load_config
 
-RECIPES = ROOT / "scripts" / "launch"
+RECIPES = ROOT / "scripts" / "cluster"
 FATAL = {errors.DataError, errors.NonFiniteError, errors.CheckpointError}
 DATA = {"PRETRAIN_DATA_PATH": "set", "TOKENIZER_PATH": "tokenizer.model"}
 SRUN = f"""#!{sys.executable}
@@ -57,11 +57,6 @@ def launcher():
         return importlib.import_module("scripts.launch")
     finally:
         sys.path.remove(str(ROOT))
-
-
-def test_the_folder_of_recipes_hides_no_module(launcher):
-    assert Path(launcher.__file__) == ROOT / "scripts" / "launch.py"
-    assert not [*RECIPES.rglob("*.py")], "the folder would become a package"
 
 
 def checked(launcher, monkeypatch, command: list[str], **settings: str) -> tuple[int, int, str, int]:
@@ -265,4 +260,4 @@ def test_kubernetes_starts_a_launcher_on_each_node_and_fails_only_for_what_would
 
 def test_one_page_leads_to_all_recipes():
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    assert all(f"(../scripts/launch/{path.name})" in page for path in RECIPES.iterdir())
+    assert all(f"(../scripts/cluster/{path.name})" in page for path in RECIPES.iterdir())

@@ -1,4 +1,4 @@
-"""scripts/plan_scaling.py: the bytes that it predicts are those that torch exchanges."""
+"""scripts/dev/plan_scaling.py: the bytes that it predicts are those that torch exchanges."""
 
 from collections import Counter
 
@@ -13,7 +13,7 @@ from learn.objectives import NextToken
 from model_utils import build_model, gradient_sync, wrap_model
 from parallel import fsdp
 from parallel.ranks import joined_ranks
-from scripts.plan_scaling import Hardware, collectives, sizes_of
+from scripts.dev.plan_scaling import Hardware, collectives, sizes_of
 
 KINDS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 RANKS, VOCABULARY, MICRO_BATCHES = 4, 512, 2

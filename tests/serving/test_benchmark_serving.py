@@ -1,4 +1,4 @@
-"""scripts/benchmark_serving.py: requests at once against one after another."""
+"""scripts/dev/benchmark_serving.py: requests at once against one after another."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ from tiny_server import serving, tiny_model
 from common.errors import PaddockError
 
 pytest.importorskip("uvicorn")
-benchmark = pytest.importorskip("scripts.benchmark_serving")
+benchmark = pytest.importorskip("scripts.dev.benchmark_serving")
 
 
 def run(monkeypatch, *flags) -> None:
@@ -24,7 +24,7 @@ def test_the_ratio_is_printed_with_its_spread(prepared, monkeypatch, capsys):
         run(monkeypatch, url, "--requests", 4, "--max-tokens", 5, "--rounds", 2, "--at-once", 4)
         one, four, ratio = capsys.readouterr().out.splitlines()
         assert one.startswith("  1 at once: ") and four.startswith("  4 at once: ")
-        assert re.fullmatch(r"ratio: \d+\.\d\d \(\d+\.\d\d to \d+\.\d\d, 2 rounds\)", ratio)
+        assert re.fullmatch(r"ratio: \d+\.\d\d \[\d+\.\d\d, \d+\.\d\d\] \(2 rounds\)", ratio)
         monkeypatch.setenv("PADDOCK_API_KEY", "another")
         with pytest.raises(PaddockError, match="answered 401: .*needs its API key"):
             run(monkeypatch, url)

@@ -1,4 +1,3 @@
-import math
 import re
 from pathlib import Path
 
@@ -9,7 +8,6 @@ from hypothesis import strategies as st
 
 from common.errors import SettingsError
 from config import Config
-from scripts.measure_depth import above_best
 from settings.depth import settings_of_depth
 from settings.load import PRESETS_DIR, load_config
 
@@ -171,10 +169,3 @@ def test_a_depth_trains_and_resumes(prepared, tmp_path, capsys):
     assert "DEPTH=2 sets N_LAYERS=2, DIM=128, " in capsys.readouterr().out
     assert run.train(MAX_STEPS=4) == 0 and run.steps_saved() == [3, 4]
     assert run.train(DEPTH=3, MAX_STEPS=5) == 5 and "DIM was 128, is 192" in capsys.readouterr().err
-
-
-def test_the_measurement_interpolates_between_measured_rates():
-    losses = {1e-3: 4.0, 2e-3: 3.0, 4e-3: 3.5, 8e-3: math.inf}
-    assert [above_best(losses, rate) for rate in (1e-3, 2e-3, 4e-3, math.sqrt(8) * 1e-3, 8e-3)] == [
-        "+1.000", "+0.000", "+0.500", "+0.250", "+inf"]
-    assert above_best(losses, 9e-4) == above_best(losses, 9e-3) == "not measured"

@@ -1,7 +1,7 @@
 """On CUDA, every kernel, compiled or not, gives the results of a CPU, and runs survive the faults that can happen there.
 
 `pytest -m gpu` runs it on a GPU. PADDOCK_TEST_DEVICE=cpu takes the CPU in its place, for all but what only CUDA has: so the same
-lines run where there is no GPU. What is cheap there runs in every test run. scripts/gpu_suite.py chooses by how names begin.
+lines run where there is no GPU. What is cheap there runs in every test run. scripts/gpu/suite.py chooses by how names begin.
 """
 
 import dataclasses

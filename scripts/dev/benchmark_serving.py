@@ -1,8 +1,8 @@
 """Measure a server of OpenAI's API: requests at once against the same requests one after another.
 
     python scripts/chat.py runs/chat --serve &
-    python scripts/benchmark_serving.py
-    python scripts/benchmark_serving.py http://127.0.0.1:8001 --at-once 16
+    python scripts/dev/benchmark_serving.py
+    python scripts/dev/benchmark_serving.py http://127.0.0.1:8001 --at-once 16
 
 Each round continues the same number of prompts both ways, in the order A B B A, greedily and as streams. The
 result is the median ratio of tokens per second, with the smallest and the largest round. A key is read from
@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, run_script  # noqa: E402
 from common.http_server import KEY_VARIABLE  # noqa: E402
 from common.text import show  # noqa: E402
+from scripts.dev.paired import extremes, in_turns, ratio  # noqa: E402
 
 WORDS = "river stone lamp garden paper window silver morning".split()
 
@@ -116,18 +117,15 @@ def main() -> None:
 
     measure(args.at_once)
     ways: dict[int, list] = {1: [], args.at_once: []}
-    for number in range(args.rounds):
-        order = (1, args.at_once) if number % 2 == 0 else (args.at_once, 1)
-        for at_once in order:
-            ways[at_once].append(measure(at_once))
+    for _, at_once in in_turns(ways, args.rounds):
+        ways[at_once].append(measure(at_once))
     for at_once, results in ways.items():
         speeds, first = [speed for speed, _ in results], [each for _, rounds in results for each in rounds]
         show(f"{at_once:3} at once: {statistics.median(speeds):8.1f} tokens/s ({min(speeds):.1f} to "
              f"{max(speeds):.1f}), first text after {1000 * statistics.median(first):.0f} ms (the slowest: "
              f"{1000 * max(first):.0f})")
     ratios = [many / one for (one, _), (many, _) in zip(*ways.values())]
-    show(f"ratio: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {args.rounds} "
-         "rounds)")
+    show(f"ratio: {ratio(ratios, extremes)} ({args.rounds} rounds)")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Write .env.example, docs/settings.md and the reading order of docs/architecture.md; or docs/gpu.md.
 
-    python scripts/write_docs.py
-    python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl
+    python scripts/dev/write_docs.py
+    python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl
 """
 
 import json
@@ -11,18 +11,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-from gpu_suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402, I001
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import DataError, run_script  # noqa: E402
+from scripts.gpu.suite import HEADER, MINUTES, PARTS, verdict  # noqa: E402
 from settings.load import describe_settings  # noqa: E402
 
 SETTINGS_HEAD = """# Settings
 
-Written by `python scripts/write_docs.py` from `config.py`. How they are read is in the
+Written by `python scripts/dev/write_docs.py` from `config.py`. How they are read is in the
 [README](../README.md#settings).
 
 The last column says what happens if a run resumes from a checkpoint with another value: *safe* changes
@@ -95,7 +94,8 @@ def gpu_page(records: list[dict[str, Any]]) -> str:
     lines = ["# On a GPU", "", *(found(records) if records else [NEVER_RUN]), "",
              "## How it is run", "", "```",
              *(f"bash scripts/gpu_suite.sh --device cuda --parts {group}" for group in MINUTES),
-             "python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl", "```", "", HOW_IT_RUNS, "",
+             "python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl",
+             "```", "", HOW_IT_RUNS, "",
              "| part | of | at most | what |", "|---|---|---|---|",
              *(f"| {part.name} | {part.group} | {part.seconds:.0f} s | {part.what} |" for part in PARTS)]
     return "\n".join(lines) + "\n"

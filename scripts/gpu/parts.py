@@ -1,4 +1,4 @@
-"""One part of scripts/gpu_suite.py, which runs this file as a process of its own.
+"""One part of scripts/gpu/suite.py, which runs this file as a process of its own.
 
 Each result is written to PART.notes.jsonl at once, so that none is lost if the part is killed at its limit.
 """
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
@@ -129,7 +129,7 @@ def header(task: Task) -> None:
     import torch
 
     task.figure("torch", torch.__version__)
-    for name in ("triton", "transformers", "liger_kernel", "litgpt", "flash_attn", "flash_attn_interface"):
+    for name in ("triton", "transformers", "liger_kernel", "flash_attn", "flash_attn_interface"):
         task.figure(name, version_of(name))
     if not task.cuda:
         task.figure("device", f"CPU ({torch.get_num_threads()} threads)")
@@ -394,7 +394,7 @@ def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str,
 
 
 def speed(task: Task, model: str, tiny_contenders: str) -> None:
-    """Run scripts/benchmark.py on one model, and record each contender as soon as it ends."""
+    """Run scripts/dev/benchmark.py on one model, and record each contender as soon as it ends."""
     def on_line(line: str) -> None:
         if found := re.match(r"block 1/1: (\{.*\})", line):
             figures = json.loads(found[1])
@@ -411,23 +411,23 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
             task.note(fault=line.strip(" |\n"))
 
     # The most important contenders come first, since the time may not suffice for all.
-    contenders = "paddock,paddock-causal,hf-liger,paddock-budget,litgpt,hf-compile"
+    contenders = "paddock,paddock-causal,hf-liger,paddock-budget,hf-compile"
     size = ("--model", model, "--contenders", contenders)
     if task.tiny:
         size = ("--model", "tiny", "--contenders", tiny_contenders, "--eager", "--threads", 1)
-    code, _ = task.run("scripts/benchmark.py", *size, "--blocks", 1, "--fast", "--device", task.device,
-                       "--profile", 25, "--seconds", f"{task.seconds - 10:.0f}",
+    code, _ = task.run("scripts/dev/benchmark.py", *size, "--blocks", 1, "--fast", "--device", task.device,
+                       "--seconds", f"{task.seconds - 10:.0f}",
                        "--json", task.folder / f"benchmark-{model}.json", on_line=on_line)
     task.check("exit code", code == 0, code)
 
 
 def generate(task: Task) -> None:
-    """Run scripts/benchmark_generate.py."""
+    """Run scripts/dev/benchmark_generate.py."""
     size = ("--shape", "1b", "--dtype", "bf16", "--pairs", 2, "--caches", "dynamic", "static")
     if task.tiny:
         size = ("--shape", "tiny", "--pairs", 1, "--prompt-tokens", 16, "--new-tokens", 8, "--threads", 1)
     results = task.folder / "generate.jsonl"
-    code, _ = task.run("scripts/benchmark_generate.py", *size, "--device", task.device, "--json", results)
+    code, _ = task.run("scripts/dev/benchmark_generate.py", *size, "--device", task.device, "--json", results)
     task.check("exit code", code == 0, code)
     for line in map(json.loads, results.read_text().splitlines()):
         size = f"batch {line['batch']}" if "batch" in line else "8 requests"
@@ -436,14 +436,14 @@ def generate(task: Task) -> None:
 
 
 def from_probe(task: Task, name: str) -> None:
-    """A part of gpu_probe.py, which imports torch at once."""
-    import gpu_probe
+    """A part of probe.py, which imports torch at once."""
+    from scripts.gpu import probe
 
-    getattr(gpu_probe, name)(task)
+    getattr(probe, name)(task)
 
 
 BENCHMARKED = ("tokens_per_second", "rows", "accumulation", "mfu", "mfu_causal", "peak_memory_gib",
-               "memory_forecast_gib", "first_step_seconds", "first_loss", "profile")
+               "memory_forecast_gib", "first_step_seconds", "first_loss")
 DPO = dict(preset="sample,sample-dpo", base="pretrain_checkpoint")
 DISTILLATION = dict(base="teacher_model", distillation_enabled="true")
 STAGES: dict[str, dict[str, Any]] = {
@@ -462,7 +462,7 @@ PARTS: dict[str, Callable[[Task], None]] = {
     **{name: partial(train_stage, name=name, **stage) for name, stage in STAGES.items()},
     "resume": partial(verify_resume, deterministic=False),
     "resume-deterministic": partial(verify_resume, deterministic=True),
-    "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger,litgpt"),
+    "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger"),
     "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile"),
     "generate": generate}
 

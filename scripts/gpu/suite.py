@@ -4,9 +4,9 @@
     bash scripts/gpu_suite.sh --device cuda --parts speed         ten minutes
     bash scripts/gpu_suite.sh --device cpu --tiny                 at toy size
 
-Each part is a process of its own with a time limit (scripts/gpu_suite_parts.py). It adds one line to
+Each part is a process of its own with a time limit (scripts/gpu/parts.py). It adds one line to
 results.jsonl in --output and prints to PART.txt beside it. A part that fails does not stop the others.
-`python scripts/write_docs.py --gpu-results gpu_suite/results.jsonl` turns the results into docs/gpu.md.
+`python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl` turns the results into docs/gpu.md.
 The exit code is 1 if a part failed.
 
 This file imports only the standard library, so that it can report what is missing.
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
@@ -36,7 +36,7 @@ from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
 from parallel.process import configure_allocator  # noqa: E402
 
-PROGRAM = ROOT / "scripts" / "gpu_suite_parts.py"  # runs one part
+PROGRAM = ROOT / "scripts" / "gpu" / "parts.py"  # runs one part
 RESULTS = "results.jsonl"
 HEADER = "header"  # the part that records the machine and the commit of the parts after it
 MINUTES = {"correctness": 9.5, "speed": 9.5}  # of each group; a machine may allow ten minutes a command
@@ -305,8 +305,8 @@ def main() -> int:
     if options.wheels:
         suite.install(options.wheels)
     results = suite.run()
-    print(f"\nThe results are in {options.output / RESULTS}; scripts/write_docs.py --gpu-results turns them "
-          f"into docs/gpu.md.\n\n{table(results)}", flush=True)
+    print(f"\nThe results are in {options.output / RESULTS}; scripts/dev/write_docs.py --gpu-results turns "
+          f"them into docs/gpu.md.\n\n{table(results)}", flush=True)
     return int(any(result["ok"] is False for result in results))
 
 

@@ -1,7 +1,7 @@
 """Compare the speed of every stage of Paddock with itself, TRL and PEFT: same weights, data and optimizer.
 
-    python scripts/benchmark_stages.py             # on a CPU, 10 minutes
-    python scripts/benchmark_stages.py --groups sft,dpo --json out.json
+    python scripts/dev/benchmark_stages.py             # on a CPU, 10 minutes
+    python scripts/dev/benchmark_stages.py --groups sft,dpo --json out.json
 
 All contenders of a group share one process and take turns, one training step each, in the order A B B A. The
 result is the median ratio of neighbours with its bootstrap interval of 95 %, in CPU time per token of the
@@ -31,12 +31,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import common  # noqa: F401  # isort: skip (reports a package that is missing)
 
 import numpy as np
 import torch
-from benchmark import bootstrap, huggingface_model
 
 from common.command_line import CommandParser
 from common.errors import run_script
@@ -52,6 +51,7 @@ from learn.teacher import LlamaTeacher
 from lora import add_adapters
 from model_utils import build_model, clip_scale, gradient_norm
 from parallel.ranks import Ranks, RunContext, StopSignals
+from scripts.dev.paired import bootstrap, huggingface_model, in_turns
 
 VOCAB, ROW_TOKENS, ROWS_PER_STEP, EXAMPLES_PER_MICRO_BATCH = 4096, 1024, 2, 8
 PADDING, END, START, WORD = 0, 1, 2, "<{}>"  # ids with a meaning, and how an id is written as text
@@ -411,13 +411,11 @@ def measure(contenders: dict[str, Contender], blocks: int) -> dict[str, list[flo
     for contender in contenders.values():
         contender.step()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for block in range(blocks):
-        for name in list(contenders)[::-1 if block % 2 else 1]:
-            started = time.process_time()
-            tokens = contenders[name].step()
-            seconds[name].append((time.process_time() - started) / tokens * 1e6)
-        figures = ", ".join(f"{name} {values[-1]:.0f}" for name, values in seconds.items())
-        info(f"block {block + 1}/{blocks}: {figures}")
+    for block, name in in_turns(contenders, blocks):
+        started = time.process_time()
+        tokens = contenders[name].step()
+        seconds[name].append((time.process_time() - started) / tokens * 1e6)
+        info(f"block {block + 1}/{blocks}: {name} {seconds[name][-1]:.0f}")
     return seconds
 
 

@@ -1,8 +1,8 @@
 """Compare the speed of Paddock's training step with its peers': same weights, rows, optimizer and clipping.
 
-    python scripts/benchmark.py --model cpu-4k            # on a CPU, 8 minutes
-    python scripts/benchmark.py --model 174m --blocks 2   # on a GPU
-    python scripts/benchmark.py --contenders paddock-causal,hf-compile
+    python scripts/dev/benchmark.py --model cpu-4k            # on a CPU, 8 minutes
+    python scripts/dev/benchmark.py --model 174m --blocks 2   # on a GPU
+    python scripts/dev/benchmark.py --contenders paddock-causal,hf-compile
 
 Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at it):
     paddock          as train.py runs it: compiled, documents apart in a row
@@ -11,7 +11,6 @@ Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at 
     paddock-eager    not compiled; can be combined: paddock-causal-eager
     hf, hf-compile   transformers' Llama under autocast
     hf-liger         the same, compiled, with Liger's kernels
-    litgpt           litgpt's GPT, compiled
 The peers get the same tokens without documents. If a package is not installed, its contender is skipped.
 Each contender gets as many rows at a time as fit (halved after each attempt that runs out of memory), and
 accumulates gradients to the same tokens a step. Figures are comparable only within one call: blocks run in
@@ -20,8 +19,6 @@ contender is refused if its first loss (with the initial weights, without docume
 """
 
 import argparse
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import json
 import math
@@ -31,18 +28,18 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import run_script  # noqa: E402
 from common.text import last_line  # noqa: E402
 from parallel.process import configure_allocator  # noqa: E402
+from scripts.dev.paired import huggingface_model, in_turns, ratio  # noqa: E402
 
 
 class Workload(NamedTuple):
@@ -70,7 +67,7 @@ MODELS = {
 MODELS["1b-8rows"] = MODELS["1b"]._replace(rows=8)
 BUDGET = {"activation_checkpointing": "selective", "activation_memory_budget": 0.9}
 # The packages that a contender needs, by a word of its name.
-NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}
+NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton")}
 
 
 def draw_documents(rows: int, seq_len: int):
@@ -89,83 +86,6 @@ def draw_documents(rows: int, seq_len: int):
     return document_ids_BT
 
 
-def huggingface_model(model, config, vocab: int, seq_len: int, liger: bool = False):
-    """transformers' Llama with the weights of our model, in training mode; with Liger's kernels if asked."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from checkpoint.huggingface import huggingface_config, to_huggingface
-    from checkpoint.tensors import read_all
-    from model import padded
-
-    assert padded(vocab) == vocab, "the peers have no padding"
-    if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama()
-    peer = LlamaForCausalLM(LlamaConfig(**huggingface_config(config, vocab, seq_len, 0, 1, "float32")))
-    tensors = read_all(to_huggingface(model.state_dict(), config, vocab))
-    missing = peer.load_state_dict(tensors, strict=False).missing_keys
-    assert set(missing) <= {"lm_head.weight"}, missing
-    peer.tie_weights()
-    return peer.train()
-
-
-class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds empty modules for packages that litgpt imports, but that its model does not use."""
-
-    def find_spec(self, name, path=None, target=None):
-        wanted = name.partition(".")[0] in ("lightning", "lightning_utilities", "psutil", "jsonargparse")
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
-
-    def exec_module(self, module) -> None:
-        def empty_class(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
-
-        module.__getattr__ = empty_class
-
-
-def litgpt_model(model, config, vocab: int, seq_len: int):
-    """litgpt's GPT with the weights of our model, in training mode."""
-    import torch
-
-    from checkpoint.huggingface import to_huggingface
-    from checkpoint.tensors import read_all
-
-    # Only the model is imported, because the rest of litgpt needs Lightning, which is large.
-    package = types.ModuleType("litgpt")
-    package.__path__ = list(importlib.util.find_spec("litgpt").submodule_search_locations)
-    sys.modules["litgpt"] = package
-    sys.meta_path.append(Placeholders())  # asked last, so after what is installed
-    from litgpt.config import Config as LitConfig
-    from litgpt.model import GPT
-
-    peer = GPT(LitConfig(
-        name="paddock", block_size=seq_len, vocab_size=vocab, padded_vocab_size=vocab, bias=False,
-        n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.dim, n_query_groups=config.n_kv_heads,
-        head_size=config.head_dim, rotary_percentage=1.0, rope_base=config.rope_theta,
-        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=config.norm_eps,
-        mlp_class_name="LLaMAMLP", intermediate_size=config.hidden_dim))
-    peer.reset_parameters()
-    theirs = read_all(to_huggingface(model.state_dict(), config, vocab))
-    tensors = {"transformer.wte.weight": theirs["model.embed_tokens.weight"],
-               "transformer.ln_f.weight": theirs["model.norm.weight"],
-               "lm_head.weight": theirs["model.embed_tokens.weight"]}
-    names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
-             "attn.proj": "self_attn.o_proj", "mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj",
-             "mlp.proj": "mlp.down_proj"}
-    for layer in range(config.n_layers):
-        block = f"model.layers.{layer}"
-        qkv = [theirs[f"{block}.self_attn.{name}_proj.weight"] for name in "qkv"]
-        tensors[f"transformer.h.{layer}.attn.qkv.weight"] = torch.cat(qkv)
-        for name, their_name in names.items():
-            tensors[f"transformer.h.{layer}.{name}.weight"] = theirs[f"{block}.{their_name}.weight"]
-    peer.load_state_dict(tensors)
-    peer.lm_head.weight = peer.transformer.wte.weight
-    return peer.train()
-
-
 def make_contender(words: set[str], model, config, work: Workload, eager: bool) -> tuple[Any, Callable]:
     """The model to train, and a function from ids (B, T + 1) and documents (B, T) or None to its mean loss.
 
@@ -174,7 +94,6 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
         eager: compile nothing.
     """
     import torch
-    from torch.nn import functional as F
 
     from model_utils import compile_model
 
@@ -188,16 +107,11 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
             return -logprob / (len(ids) * work.seq_len)
 
         return model, our_loss
-    if "litgpt" in words:
-        peer = litgpt_model(model, config, work.vocab, work.seq_len).to(device)
-    else:
-        peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
-    forward = torch.compile(peer) if not eager and words & {"compile", "liger", "litgpt"} else peer
+    peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
+    forward = torch.compile(peer) if not eager and words & {"compile", "liger"} else peer
 
     def loss_of(ids, document_ids_BT):  # it knows no documents
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            if "litgpt" in words:
-                return F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             # It shifts the labels itself and drops the last position, so it gets one more.
             return forward(input_ids=ids, labels=ids, use_cache=False).loss
 
@@ -278,8 +192,6 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     figures |= more_figures(config, work, device, dtype, tokens / wall)
     if "paddock" not in words:
         del figures["memory_forecast_gib"]
-    if args.profile:
-        figures["profile"] = profile(step, device, args.profile)
     return figures
 
 
@@ -311,34 +223,10 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
     return figures
 
 
-def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
-    """The kernels, or on a CPU the operations, that take the most time of two steps, by torch's profiler."""
-    import torch
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    on_gpu = device.type == "cuda"
-    with record(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
-        for number in range(2):
-            step(number)
-        if on_gpu:
-            torch.cuda.synchronize()
-    # An operation's time on the device is the time of its kernels, which would count twice.
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    milliseconds = [(event, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 2e3)
-                    for event in profiler.key_averages() if event.device_type == kind]
-    total = sum(ms for _, ms in milliseconds) or 1
-    milliseconds.sort(key=lambda pair: pair[1], reverse=True)
-    return [{"name": event.key[:80], "ms": round(ms, 3), "share": round(ms / total, 4),
-             "calls": event.count // 2} for event, ms in milliseconds[:rows]]
-
-
-def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, profile_rows: int,
-                       rows: int) -> dict:
+def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, rows: int) -> dict:
     """Run a contender with this many rows at a time, halved until they fit; return what `in_process` does."""
     while True:
-        result = in_process(name, args, deadline - time.monotonic(), profile_rows, rows)
+        result = in_process(name, args, deadline - time.monotonic(), rows)
         if "out_of_memory" not in result:
             return result
         if rows == 1:
@@ -346,7 +234,7 @@ def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, pro
         rows //= 2
 
 
-def in_process(name: str, args: argparse.Namespace, seconds: float, profile_rows: int, rows: int) -> dict:
+def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -> dict:
     """Run a contender in a new process; its figures, or `skipped`, `error` or `out_of_memory`: the reason."""
     if seconds <= 0:
         return {"contender": name, "skipped": "no time was left"}
@@ -357,8 +245,7 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, profile_rows
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
     command = [sys.executable, __file__, "--model", args.model, "--run", name, "--rows", str(rows),
-               "--threads", str(args.threads),
-               "--profile", str(profile_rows), *(["--eager"] if args.eager else []),
+               "--threads", str(args.threads), *(["--eager"] if args.eager else []),
                *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else [])]
     environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
     try:
@@ -369,13 +256,6 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, profile_rows
     if done.returncode:
         return {"contender": name, "error": last_line(done.stderr)}
     return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def bootstrap(ratios: list[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(2000))
-    return statistics.median(ratios), medians[50], medians[-51]
 
 
 def compare(results: list[list[dict]], ours: str) -> list[str]:
@@ -412,7 +292,7 @@ def compare(results: list[list[dict]], ours: str) -> list[str]:
         cpu = "cpu_seconds_per_million_tokens"
         for ratios in ([one["tokens_per_second"] / other["tokens_per_second"] for one, other in pairs],
                        [other[cpu] / one[cpu] for one, other in pairs]):
-            row += " {:.2f} [{:.2f}, {:.2f}] |".format(*bootstrap(ratios))
+            row += f" {ratio(ratios)} |"
         lines.append(row)
     return lines
 
@@ -434,16 +314,9 @@ def main() -> None:
                        help="how often each contender runs (default: %(default)s)")
     group.add_argument("--fast", action="store_true", help="half of the steps, enough for an unshared GPU")
     group.add_argument("--seconds", type=float, metavar="S", help="stop after this time")
-    group = parser.add_argument_group("what else is measured and written")
-    group.add_argument("--profile", type=int, default=0, metavar="N",
-                       help="also the first N rows of the profiler for the first contender")
-    group.add_argument("--probe", action="store_true", help="only measure matmul, copies, attention")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args()
     configure_allocator()  # for every contender, as a run does
-    if args.probe:
-        program = ROOT / "scripts" / "gpu_suite.py"
-        sys.exit(subprocess.call([sys.executable, str(program), "--parts", "probe,attention"]))
     if args.run:
         work = MODELS[args.model]
         if args.fast:
@@ -451,20 +324,15 @@ def main() -> None:
         print(json.dumps(run_or_report_memory(work, args)))
         return
     names, deadline = args.contenders.split(","), time.monotonic() + (args.seconds or math.inf)
-    results: list[list[dict]] = []
+    results: list[list[dict]] = [[] for _ in range(args.blocks)]
     rows = dict.fromkeys(names, MODELS[args.model].rows)
-    for block in range(args.blocks):
-        results.append([])
-        for name in names if block % 2 == 0 else names[::-1]:
-            profile_rows = args.profile if block == 0 and name == names[0] else 0
-            results[-1].append(with_rows_that_fit(name, args, deadline, profile_rows, rows[name]))
-            rows[name] = results[-1][-1].get("rows", rows[name])
-            print(f"block {block + 1}/{args.blocks}: {json.dumps(results[-1][-1])}", file=sys.stderr,
-                  flush=True)
+    for block, name in in_turns(names, args.blocks):
+        result = with_rows_that_fit(name, args, deadline, rows[name])
+        results[block].append(result)
+        rows[name] = result.get("rows", rows[name])
+        print(f"block {block + 1}/{args.blocks}: {json.dumps(result)}", file=sys.stderr, flush=True)
     device = next((entry["device"] for block in results for entry in block if "device" in entry), "?")
     print(f"{args.model} on {device}, {args.blocks} blocks:\n" + "\n".join(compare(results, names[0])))
-    for row in results[0][0].get("profile", ()):
-        print(f"{row['ms']:10.3f} ms {100 * row['share']:5.1f} % {row['calls']:6} x {row['name']}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

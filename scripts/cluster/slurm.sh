@@ -2,7 +2,7 @@
 # A run on the nodes of a Slurm job. It saves before the job's time is up, and
 # the job is queued again until the run is done.
 #
-#   sbatch --job-name first scripts/launch/slurm.sh --preset llama3-8b,production
+#   sbatch --job-name first scripts/cluster/slurm.sh --preset llama3-8b,production
 #   scancel --batch --signal USR1 JOB    save, and queue it again
 #   scancel --batch --signal INT JOB     save and stop; the same sbatch goes on
 #
@@ -26,7 +26,7 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 if [ -z "${SLURM_JOB_ID:-}" ] || [ ! -f scripts/launch.py ]; then
-    echo "error: submit this in Paddock's folder (not $PWD): sbatch scripts/launch/slurm.sh" >&2
+    echo "error: submit this in Paddock's folder (not $PWD): sbatch scripts/cluster/slurm.sh" >&2
     exit 2
 fi
 # shellcheck disable=SC1091

@@ -1,4 +1,4 @@
-"""Parts of scripts/gpu_suite.py that measure a device without training."""
+"""Parts of scripts/gpu/suite.py that measure a device without training."""
 
 import hashlib
 import random

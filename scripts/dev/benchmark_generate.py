@@ -1,7 +1,7 @@
 """Compare the speed of generation with transformers' generate: same weights, prompts and threads, greedy.
 
-    python scripts/benchmark_generate.py --shape 135m --threads 1
-    python scripts/benchmark_generate.py --model runs/chat --json figures.jsonl
+    python scripts/dev/benchmark_generate.py --shape 135m --threads 1
+    python scripts/dev/benchmark_generate.py --model runs/chat --json figures.jsonl
 
 Each pair of runs is one of ours and one of the other, in changing order, and gives one ratio; the table shows
 the median and, in brackets, the lowest and the highest. Prefill is the time to the first token, decode the
@@ -19,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import requires_package, run_script  # noqa: E402
 from common.text import show  # noqa: E402
+from scripts.dev.paired import extremes, huggingface_model, in_turns, ratio  # noqa: E402
 
 SHAPES = {
     "tiny": (256, dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)),
@@ -102,14 +103,9 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
     """Our model and transformers', with the same weights."""
     import torch
 
-    from checkpoint.huggingface import huggingface_config, to_huggingface
-    from checkpoint.tensors import read_all
     from config import ModelConfig
-    from model import Transformer
-
-    with requires_package("transformers", "this comparison"):
-        from transformers import LlamaConfig, LlamaForCausalLM
     from lora import cast_base
+    from model import Transformer
     from model_utils import DTYPES, device_and_dtype, find_model
     from run.adapters import load_for_use
 
@@ -124,19 +120,10 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
         model.init_weights()
         cast_base(model.requires_grad_(False), dtype)
     length = args.prompt_tokens + args.new_tokens
-    settings = huggingface_config(config, model.vocab_size, length, 0, 0, "float32")
-    peer = LlamaForCausalLM(LlamaConfig(**settings)).to(dtype)
-    tensors = read_all(to_huggingface(model.state_dict(), config, model.vocab_size))
-    missing = peer.load_state_dict(tensors, strict=False).missing_keys
-    assert {*missing} <= {"lm_head.weight"}, missing
-    peer.tie_weights()
+    with requires_package("transformers", "this comparison"):
+        peer = huggingface_model(model, config, model.vocab_size, length).to(dtype)
     peer.generation_config.eos_token_id = None
     return model.eval(), peer.to(device).eval()
-
-
-def spread(ratios: list[float]) -> str:
-    """The median, the lowest and the highest."""
-    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
 
 
 def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[], Timing]], pairs: int,
@@ -148,9 +135,8 @@ def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[
     """
     timings: list[list[Timing]] = [[run()] for run in runs]  # the warm-up
     alike = timings[0][0].written == timings[1][0].written
-    for number in range(pairs):
-        for which in (0, 1) if number % 2 == 0 else (1, 0):
-            timings[which].append(runs[which]())
+    for _, which in in_turns((0, 1), pairs):
+        timings[which].append(runs[which]())
     figures: dict[str, Any] = {"names": names, "same_tokens": alike}
     lines = []
     for part, count in tokens.items():
@@ -159,20 +145,9 @@ def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[
             rates = [count / statistics.median(each[kind] for each in of_run) for of_run in seconds]
             ratios = [theirs[kind] / ours[kind] for ours, theirs in zip(*seconds)]
             figures[f"{part}_{clock}"] = {"tokens_per_second": rates, "ratios": ratios}
-            lines.append(f"| {part}, {clock} | {rates[0]:,.1f} | {rates[1]:,.1f} | {spread(ratios)} |")
+            both = " | ".join(f"{rate:,.1f}" for rate in rates)
+            lines.append(f"| {part}, {clock} | {both} | {ratio(ratios, extremes)} |")
     return figures, lines
-
-
-def read_bandwidth() -> float:
-    """GB/s at which the CPU sums numbers in memory."""
-    import torch
-
-    numbers, best = torch.ones(1 << 26), 1e9
-    for _ in range(5):
-        started = time.perf_counter()
-        numbers.sum()
-        best = min(best, time.perf_counter() - started)
-    return numbers.nbytes / best / 1e9
 
 
 def parse_args() -> argparse.Namespace:
@@ -207,9 +182,8 @@ def main() -> None:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     of_all = {"model": args.model or args.shape, "threads": torch.get_num_threads(),
               "dtype": str(model.compute_dtype), "device": str(model.norm.weight.device),
-              "weights_bytes": weights, "read_gb_per_second": read_bandwidth()}
-    show(f"{of_all['model']}: {weights / 1e9:.2f} GB of weights, {of_all['threads']} threads; memory is read "
-         f"at {of_all['read_gb_per_second']:.1f} GB/s")
+              "weights_bytes": weights}
+    show(f"{of_all['model']}: {weights / 1e9:.2f} GB of weights, {of_all['threads']} threads")
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> list[int]:

@@ -1,0 +1,213 @@
+"""Trace the memory of a training step on fake tensors and fake ranks, of any size, without that memory.
+
+    python scripts/dev/trace_memory.py --preset llama3-8b --world-size 8 \\
+        --activation-checkpointing block
+
+Other flags are settings of train.py; neither data nor weights are read. The step of one rank is run with
+shapes instead of numbers, by the model, the sharding, the objective and the optimizer of a real run: two
+micro-batches, of which more would need no more, gradient norm, clipping and update. It prints what the rank
+holds, and the peak as torch's memory tracker sees it, beside the forecast of --check.
+
+The trace is eager, with causal attention and the head's chunks of a CPU, and so is the forecast beside it.
+The last line is the forecast of the settings as they are, on a GPU.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import SettingsError, run_script  # noqa: E402
+from common.text import show  # noqa: E402
+from config import Config, ModelConfig, numeric_rules, shape_rules, sharding_rules  # noqa: E402
+from settings.load import load_config  # noqa: E402
+
+GIB = 2**30
+
+
+class Traced(NamedTuple):
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    frozen: int  # of a teacher or a reference
+    peak: int
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group in which this process is rank 0, and others are never heard."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from fused import matmul
+
+    multiplies, pin = matmul.CPU_MULTIPLIES_BF16, torch.Tensor.pin_memory
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    matmul.CPU_MULTIPLIES_BF16 = True  # as a GPU does
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # for CPU_OFFLOAD; a fake tensor has no pages
+    try:
+        yield
+    finally:
+        matmul.CPU_MULTIPLIES_BF16, torch.Tensor.pin_memory = multiplies, pin
+        dist.destroy_process_group()
+
+
+def nbytes(tensors: Iterable[Any]) -> int:
+    """The bytes of a rank's own rows."""
+    from parallel.fsdp import own
+
+    return sum(own(tensor).nbytes for tensor in tensors if tensor is not None)
+
+
+def build(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig], mesh) -> tuple:
+    """Return the model, the frozen one beside it or None, and the objective, as a run builds them."""
+    import torch
+
+    import lora
+    from learn.objectives import (
+        PREFERENCE_OBJECTIVES,
+        Distillation,
+        NextToken,
+        frozen_logprobs,
+        reference_is_stored,
+    )
+    from learn.teacher import LlamaTeacher
+    from model import Transformer
+    from parallel.fsdp import shard_model
+    from run.start import logprobs_without_adapters
+
+    model, frozen = Transformer(config, vocab_size, dtype), None
+    if config.lora_enabled:
+        lora.add_adapters(model, config, torch.Generator())
+        lora.cast_base(model, dtype)
+    objective = PREFERENCE_OBJECTIVES[config.preference_objective]
+    if config.training_stage != "dpo":
+        if teacher:
+            frozen = Transformer(teacher, vocab_size, dtype).requires_grad_(False)
+            lora.cast_base(frozen, dtype)
+        objective = Distillation(config, LlamaTeacher(frozen, vocab_size)) if teacher else NextToken()
+    elif not objective.needs_reference or reference_is_stored(config):
+        objective = objective(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2))
+    elif config.lora_enabled:
+        objective = objective(config, partial(logprobs_without_adapters, model))
+    else:
+        frozen = Transformer(config, vocab_size, dtype).requires_grad_(False).eval()
+        lora.cast_base(frozen, dtype)
+        objective = objective(config, partial(frozen_logprobs, frozen))
+    if mesh:
+        for each in [model] if teacher or frozen is None else [model, frozen]:
+            shard_model(each, mesh, dtype, offload=config.cpu_offload)
+    return model, frozen, objective
+
+
+def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig] = None) -> Traced:
+    """Take a step of rank 0 on fake tensors; the optimizer's state is there from the beginning.
+
+    Args:
+        teacher: the shape of a live one, whose weights have the same dtype.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from dataloaders import Batch
+    from learn.optim import Optimizer
+    from model_utils import clip_scale, gradient_norm, gradient_sync
+    from parallel.fsdp import make_mesh
+    from parallel.ranks import Ranks
+
+    class Tracker(MemTracker):
+        """Without a report on each module, for which frozen parameters would need gradients."""
+
+        def _ignore(self, *_) -> None:
+            pass
+
+        _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
+
+    with fake_ranks(config.world_size):
+        ranks = Ranks(rank=0, world_size=config.world_size, device=torch.device("cpu"))
+        mesh = make_mesh(ranks, config.ranks_per_copy) if config.sharding != "none" else None
+        with FakeTensorMode():
+            model, frozen, objective = build(config, vocab_size, dtype, teacher, mesh)
+            optimizer = Optimizer(model, config, ranks)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            for parameter in trained:  # an earlier step
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step(config.learning_rate)
+            if mesh or config.world_size == 1:  # DDP's buckets keep them
+                optimizer.zero_grad()
+            tracker = Tracker()
+            tracker.track_external(model, *optimizer.parts, *([frozen] if frozen else []))
+            shape, ids_BT = (config.micro_batch_size, config.max_seq_len), None
+            tokens_BT = torch.zeros(shape, dtype=torch.int64)
+            if config.document_mask or config.training_stage == "dpo":
+                # One document or pair in each row; what the host asks for is known.
+                ids_BT = torch.ones_like(tokens_BT, dtype=torch.int32)
+                ids_BT.min, ids_BT.max = lambda: 1, lambda: 2
+            micro_batches = min(2, config.accumulation_steps)
+            with tracker:
+                for number in range(1, micro_batches + 1):
+                    with gradient_sync(model, is_last=number == micro_batches):
+                        objective.loss_sum(model, Batch(tokens_BT, tokens_BT, ids_BT)).total.backward()
+                gradients = nbytes(parameter.grad for parameter in trained)
+                scale = clip_scale(gradient_norm(model), config.max_grad_norm)
+                optimizer.step(config.learning_rate, scale, torch.zeros(()))
+            peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+            return Traced(nbytes(model.parameters()), gradients, nbytes(optimizer.state_tensors().values()),
+                          nbytes(frozen.parameters()) if frozen else 0, peak)
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    parser = CommandParser(__doc__, allow_abbrev=False)
+    parser.add_argument("--vocab-size", type=int, default=128_256, help="(default: 128256, Llama 3's)")
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    args, flags = parse_args()
+    config = load_config(flags, complete=False).config
+    if problems := [*numeric_rules(config), *sharding_rules(config), *shape_rules(config)]:
+        raise SettingsError(*problems)
+    for name, none in (("distillation_enabled", False), ("lora_base_quantization", "none")):
+        if getattr(config, name) != none:
+            raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
+    given, changes = config, {"document_mask": False}
+    if config.compile:
+        how = "block" if config.activation_checkpointing == "block" else "none"
+        changes |= {"compile": False, "activation_checkpointing": how}
+        show(f"Traced eagerly (COMPILE=false), with ACTIVATION_CHECKPOINTING={how}")
+    config = config.model_copy(update=changes)
+    import torch
+
+    from learn.cost import estimate_memory
+    from model_utils import DTYPES
+    from observe.check import describe_batch, describe_memory
+
+    dtype = DTYPES.get(config.precision, torch.bfloat16)
+    show(f"Batch: {describe_batch(config)}")
+    traced = trace(config, args.vocab_size, dtype)
+    forecast = estimate_memory(config, args.vocab_size, dtype.itemsize, "cpu")
+    held = {name: value for name, value in traced._asdict().items() if name != "peak"}
+    held["activations, gathered and temporary"] = traced.peak - sum(held.values())
+    for name, value in held.items():
+        show(f"  {name:<36}{value / GIB:8.2f} GiB")
+    both = forecast.total + forecast.host
+    show(f"  {'peak':<36}{traced.peak / GIB:8.2f} GiB; the forecast is {both / GIB:.2f} "
+         f"({100 * (both / traced.peak - 1):+.1f} %)")
+    show(f"Forecast: {describe_memory(forecast)}")
+    on_gpu = estimate_memory(given, args.vocab_size, dtype.itemsize)
+    show(f"As the settings are, on a GPU: {describe_memory(on_gpu)}")
+
+
+if __name__ == "__main__":
+    run_script(main)
