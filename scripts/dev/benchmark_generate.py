@@ -1,7 +1,7 @@
 """Compare the speed of generation with transformers' generate: same weights, prompts and threads, greedy.
 
     python scripts/dev/benchmark_generate.py --shape 135m --threads 1
-    python scripts/dev/benchmark_generate.py --model runs/chat --json figures.jsonl
+    python scripts/dev/benchmark_generate.py --model runs/chat --json out.jsonl
 
 Each pair of runs is one of ours and one of the other, in changing order, and gives one ratio; the table shows
 the median and, in brackets, the lowest and the highest. Prefill is the time to the first token, decode the

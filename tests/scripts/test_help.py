@@ -16,7 +16,7 @@ from common import __version__
 from common.command_line import HELP_COLUMNS, CommandParser
 from parallel.process import STOP_SIGNALS
 
-PYTHON = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "\nif __name__ ==" in path.read_text()]
+PYTHON = [path for path in sorted([*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts").glob("[dg]*/*.py")]) if "\nif __name__ ==" in path.read_text()]
 SHELL = [path for path in sorted((ROOT / "scripts").glob("*.sh")) if path.name != "setup.sh"]
 TRAIN = ROOT / "train.py"
 
@@ -80,9 +80,9 @@ def bash(project: Path, script: str, *flags: str) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("script", [path.name for path in SHELL])
 def test_a_shell_script_explains_itself_without_doing_anything(script, project):
-    if script == "gpu_suite.sh":  # the help is that of gpu_suite.py, which needs no package
+    if script == "gpu_suite.sh":  # the help is that of gpu/suite.py, which needs no package
         assert bash(project, script, "--help").returncode == 0
-        assert (project / "called").read_text().endswith("gpu_suite.py --help\n")
+        assert (project / "called").read_text().endswith("gpu/suite.py --help\n")
         return
     before = sorted(project.rglob("*"))
     for flags in (("--help",), ("-h",), ("--max-steps", "3", "--help")):
@@ -103,8 +103,7 @@ def test_the_help_needs_no_torch():
     code = "import runpy, sys\nsys.path.insert(0, 'scripts')\nsys.argv[1:] = ['--help']\nfor script in {}:\n    try:\n        runpy.run_path(script, run_name='__main__')" \
            "\n    except SystemExit:\n        assert 'torch' not in sys.modules, script"
     fast = [str(path) for path in (TRAIN, *PYTHON) if path.name in ("train.py", "run.py", "launch.py", "make_sample.py", "pipeline.py")
-            or path.name.startswith(("load_", "train_tok", "verify", "replay", "plot", "evaluate", "write", "gpu_suite", "benchmark.py"))]
-    assert len(fast) == 19
+            or path.name.startswith(("load_", "train_tok", "verify", "replay", "evaluate", "write", "suite", "benchmark.py"))]
     done = subprocess.run([sys.executable, "-c", code.format(fast)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

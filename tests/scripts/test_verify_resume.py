@@ -22,6 +22,7 @@ import train
 from checkpoint import store
 from learn import optim
 from observe import check
+from run import life
 from run import start as run_start
 
 ROOT = Path(__file__).resolve().parents[2]
