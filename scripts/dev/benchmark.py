@@ -1,7 +1,7 @@
 """Compare the speed of Paddock's training step with its peers': same weights, rows, optimizer and clipping.
 
-    python scripts/dev/benchmark.py --model cpu-4k           # on a CPU, 8 minutes
-    python scripts/dev/benchmark.py --model 174m --blocks 2  # on a GPU
+    python scripts/dev/benchmark.py --model cpu-4k           (a CPU, 8 minutes)
+    python scripts/dev/benchmark.py --model 174m --blocks 2  (a GPU)
     python scripts/dev/benchmark.py --contenders paddock-causal,hf-compile
 
 Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at it):
