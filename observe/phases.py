@@ -93,7 +93,6 @@ class HostClock:
     now = staticmethod(time.perf_counter)
 
     def between(self, start: float, end: float, wait: bool) -> float:
-        """Return the seconds between two marks."""
         return end - start
 
 
@@ -104,7 +103,6 @@ class CudaClock:
         self.pool: list[Any] = []
 
     def now(self) -> Any:
-        """Enqueue an event."""
         event = self.pool.pop() if self.pool else torch.cuda.Event(enable_timing=True)
         event.record()
         return event

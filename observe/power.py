@@ -111,7 +111,6 @@ class GpuMeter:
                       throttle_reasons=self._ask("CurrentClocksThrottleReasons"))
 
     def close(self) -> None:
-        """Leave NVML."""
         with suppress(self.nvml.NVMLError):
             self.nvml.nvmlShutdown()
 
@@ -169,7 +168,6 @@ class RotatedFile:
         self.folder, self.name, self.warn, self.file, self.warned = folder, name, warn, None, False
 
     def append(self, lines: str) -> None:
-        """Append complete lines."""
         try:
             if self.file is None:
                 self._open()
@@ -200,7 +198,6 @@ class RotatedFile:
             self.file.write(f"{HEADER}\n".encode())
 
     def close(self) -> None:
-        """Close the file."""
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -284,7 +281,6 @@ class PowerSampler:
     # Called by the training thread; none of these waits for the driver or a disk.
 
     def begin(self, step: int) -> None:
-        """A step begins, counted from 1."""
         if self.paused_at is not None:
             self.pauses, self.paused_at = self.pauses + time.monotonic() - self.paused_at, None
         if self.in_window != (step in self.window):
@@ -292,8 +288,7 @@ class PowerSampler:
             self.wake.set()
 
     def end(self) -> None:
-        """A step ends. What follows (evaluation, saving) is not counted."""
-        self.paused_at = time.monotonic()
+        self.paused_at = time.monotonic()  # what follows (evaluation, saving) is not counted
 
     def mark(self, at: float, phase: str, step: int) -> None:
         """Record when a phase began (Unix seconds), if the step is in the window."""

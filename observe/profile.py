@@ -61,14 +61,12 @@ class Measurements:
         self.profiling.mark(phase)
 
     def begin_step(self, step: int) -> None:
-        """A step begins, with its data."""
         if self.sampler:
             self.sampler.begin(step)
         self.profiling.begin(step)
         HEARTBEAT.enter("data", step)
 
     def end_step(self, step: int, batches: Sequence[Batch]) -> None:
-        """A step of these micro-batches ends."""
         HEARTBEAT.begin("other")
         self.work = Work(*map(sum, zip(self.work, self.flops.read(batches))))
         if self.sampler:
@@ -118,7 +116,7 @@ class Measurements:
 
 
 class Profiling:
-    """Records the steps that the settings name."""
+    """Records the steps that the settings name. It is called at each begin and end of a step."""
 
     def __init__(self, run: Run):
         config, self.run = run.config, run
@@ -134,7 +132,6 @@ class Profiling:
             self.window, self.snapshot = range(0), None
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         if self.profiler and step > self.window[-1]:
             self._finish()
         if step == self.snapshot:
@@ -158,7 +155,6 @@ class Profiling:
             self.phase = record_function(phase).__enter__()
 
     def end(self, step: int, batches: Sequence[Batch]) -> None:
-        """A step of these micro-batches ends."""
         if step == self.snapshot:
             self._write(f"memory-step-{step}.pickle", torch.cuda.memory._dump_snapshot,
                         "open it at pytorch.org/memory_viz, which reads it in the browser")

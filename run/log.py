@@ -54,7 +54,6 @@ class RunHistory:
         self.before = 0, self.ledger.copy()
 
     def add_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add a line of metrics.jsonl."""
         for name, value in metrics.items():
             if EVALUATED.match(name) and isinstance(value, (int, float)):
                 self.scores[name] = step, value
@@ -68,7 +67,6 @@ class RunHistory:
                 self.measured_tokens += tokens
 
     def add_ledger(self, step: int, line: bytes) -> None:
-        """Add a line of ledger.jsonl, with its line end."""
         if self.logged_step is None:
             self.logged_step = step - 1
         self.before = self.ledger_step, self.ledger.copy()
@@ -76,7 +74,7 @@ class RunHistory:
         self.ledger.update(line)
 
     def ledger_sha256(self, step: int) -> str:
-        """Return the SHA-256 of the ledger's lines up to a step, which is the newest or the one before it."""
+        """Return the SHA-256 of the ledger's lines up to a step: the newest, or the one before it."""
         last, digest = self.before if self.ledger_step > step else (self.ledger_step, self.ledger)
         return digest.hexdigest() if last == step else ""
 
@@ -118,12 +116,9 @@ class Divergence:
 
 def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], None]
                ) -> Iterator[tuple[bytes, Line, bool]]:
-    """Drop the lines of a log that are written again, and a line that a crash has cut, while it is read.
+    """Read a log as (raw line, parsed, whether it is kept), and leave in it only what is kept.
 
-    Unreadable lines move into a file beside it, `NAME.bad`.
-
-    Yields:
-        (raw, parsed, whether it is kept) of each readable line. Raises OSError.
+    Unreadable lines move into a file beside it, `NAME.bad`. A line that a crash has cut is dropped.
     """
     if not path.exists():
         return
@@ -145,7 +140,7 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with null in place of NaN and infinity, which JSON does not have."""
+    """Return the values with null in place of NaN and infinity, which JSON does not have."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()}
 
@@ -156,33 +151,38 @@ class LineFile:
     The first failure causes one warning; losing log lines must not end a run.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None]):
-        self.path, self.warn, self.unwritten, self.warned = path, warn, b"", False
+    def __init__(self, warn: Callable[[str], None]):
+        self.warn, self.file, self.unwritten, self.warned = warn, None, b"", False
         self.lock = threading.RLock()  # trackers warn from their own threads, and a warning is a line too
+
+    def open(self, path: Path) -> "LineFile":
+        """Open the file, with the lines that wait for it. Raises CheckpointError."""
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             # Unbuffered, because nobody can say how much of a buffer a full disk has taken.
             self.file = open(path, "ab", buffering=0, opener=plain)
+        self.write()
+        return self
 
-    def write(self, line: str) -> None:
-        """Append a line, unless the file is closed: a tracker may warn after the end."""
+    def write(self, *lines: str) -> None:
+        """Append lines, unless the file is closed: a tracker may warn after the end."""
         with self.lock:
-            if self.file.closed:
+            if self.file and self.file.closed:
                 return
-            self.unwritten += line.encode("utf-8", errors="replace") + b"\n"
+            self.unwritten += b"".join(line.encode("utf-8", errors="replace") + b"\n" for line in lines)
             try:
-                while self.unwritten:
+                while self.file and self.unwritten:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten):]
             except OSError as error:
                 if not self.warned:
                     self.warned = True
-                    self.warn(f"{self.path} cannot be written: {error.strerror}; the run continues, and the "
-                              "lines are written as soon as possible")
+                    self.warn(f"{self.file.name} cannot be written: {error.strerror}; the run continues, "
+                              "and the lines are written as soon as possible")
 
     def close(self) -> None:
-        """Close the file."""
         with self.lock:
-            self.file.close()
+            if self.file:
+                self.file.close()
 
 
 @contextmanager
@@ -208,8 +208,7 @@ class RunLog:
         self.config, self.rank = config, rank
         self.prefix = f"[{f'GPU{number_of(rank)}' if device_type == 'cuda' else f'CPU{rank}'}]"
         self.on_console = rank == 0 or config.log_all_ranks
-        self.early: list[str] = []  # lines that wait for `open`
-        self.file: Optional[LineFile] = None
+        self.file = LineFile(self.warn)
         self.lines: dict[str, LineFile] = {}  # by their names in LOGS
         self.run_dir = Path()
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
@@ -226,9 +225,7 @@ class RunLog:
             steps_taken: may be one more, if a signal interrupted what follows the last step.
             measured: the metrics of that step which are complete already.
         """
-        self.file = LineFile(run_dir / "log" / f"rank-{self.rank}.txt", self.warn)
-        for line in self.early:
-            self.file.write(line)
+        self.file.open(run_dir / "log" / f"rank-{self.rank}.txt")
         if self.rank > 0:
             return
         self.run_dir, newest = run_dir, None
@@ -250,7 +247,7 @@ class RunLog:
                     elif name == "ledger" and is_kept:
                         self.history.add_ledger(entry.step, line)
                         self.divergence.add(entry.loss, entry.grad_norm)
-            self.lines[name] = LineFile(path, self.warn)
+            self.lines[name] = LineFile(self.warn).open(path)
         before = newest.model_dump() if newest else {}
         self.previous = {"previous_step": before.get("step"),
                          "previous_time": number(before.get("time"), MOST_SECONDS)}
@@ -274,7 +271,6 @@ class RunLog:
             self._start_trackers(step, "")
 
     def info(self, text: str) -> None:
-        """Log a line."""
         self._write(f"{self.prefix} {text}", sys.stdout)
 
     def warn(self, text: str) -> None:
@@ -284,10 +280,7 @@ class RunLog:
     def _write(self, line: str, console: TextIO) -> None:
         line = printable(line)
         error = print_safely(line, console) if self.on_console else None
-        if self.file:
-            self.file.write(line)
-        else:
-            self.early.append(line)
+        self.file.write(line)
         if error:
             self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log "
                       "folder has every line")
@@ -348,12 +341,11 @@ class RunLog:
                 self.info(tracker.note)
         # The text file last: closing the others may cause a warning.
         for file in (*self.lines.values(), self.file):
-            if file:
-                file.close()
+            file.close()
 
 
 def console_line(step: int, max_steps: int, metrics: dict[str, Any], seconds_left: float) -> str:
-    """The console's line of a logged step, in a fixed form that tools can search."""
+    """Return the console's line of a logged step, in a fixed form that tools can search."""
     parts = [f"Step [{step}/{max_steps}]", f"Loss: {metrics['train_loss']:.4f}",
              f"LR: {metrics['learning_rate']:.2e}", f"Grad Norm: {metrics['grad_norm']:.4f}",
              f"Tok/s: {metrics['tokens_per_second']:,.0f}"]

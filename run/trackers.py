@@ -103,16 +103,13 @@ class Wandb:
                               dir=run_dir, config=config.public(), mode=self.mode, settings=settings)
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Log a step's metrics."""
         if step > self.last_step:
             self.run.log(values, step=step)
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """Log what a step adds to a table."""
         self.log({name: self.module.Table(columns=[*columns], data=[*rows])}, step)
 
     def report(self, path: Path) -> None:
-        """Log the report, a page of HTML, as an artifact."""
         artifact = self.module.Artifact(f"report-{self.run.id}", "report")
         artifact.add_file(str(path))
         self.run.log_artifact(artifact)
@@ -144,7 +141,6 @@ class Trackio(Wandb):
                                 config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
 
     def report(self, path: Path) -> None:
-        """Log the report as an artifact."""
         self.run.log_artifact(path, name=f"report-{self.run_id}", type="report")
 
 
@@ -162,12 +158,10 @@ class TensorBoard:
         self.writer = SummaryWriter(run_dir / "tensorboard", purge_step=step + 1)
 
     def log(self, values: dict[str, float], step: int) -> None:
-        """Write a step's metrics."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
     def table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """Write what a step adds to a table, as Markdown."""
         lines = [columns, ["---"] * len(columns), *rows]
         cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
         self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in cells), step)
@@ -176,5 +170,4 @@ class TensorBoard:
         """It has no place for the report."""
 
     def finish(self, run_dir: Path) -> None:
-        """Close the files."""
         self.writer.close()

@@ -153,13 +153,13 @@ def test_a_line_that_a_crash_has_torn_is_dropped(tmp_path, torn):
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="needs /dev/full")
 def test_lines_that_find_no_room_wait_and_cost_one_warning(tmp_path):
     warnings = []
-    lines = LineFile(tmp_path / "lines.txt", warnings.append)
+    lines = LineFile(warnings.append).open(tmp_path / "lines.txt")
     lines.file.close()
     lines.file = open("/dev/full", "ab", buffering=0)
     lines.write("one")
     lines.write("zwei \u00e9")
     (warning,) = warnings
-    assert "lines.txt cannot be written: No space left on device" in warning
+    assert "/dev/full cannot be written: No space left on device" in warning
     lines.file.close()
     lines.file = open(tmp_path / "other.txt", "ab", buffering=0)  # as if there were room again
     lines.write("three")
