@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tokenizer as tokenizer_module
-from common.errors import DataError, SettingsError
+from common.errors import DataError
 from tokenizer import (
     PATTERN,
     SPECIALS,
@@ -136,13 +136,6 @@ def test_a_pattern_that_explodes_is_an_error_that_names_the_tokenizer(ours, tmp_
     assert foreign.decode(foreign.encode("some words")) == "some words"
     with pytest.raises(DataError, match="TOKENIZER_PATH=theirs: its tokenizer.json fails on the text that begins 'xxx"):
         foreign.encode("x" * 100)
-
-
-def test_training_refuses_what_it_cannot_give():
-    with pytest.raises(SettingsError, match="256"):
-        train_bpe(SENTENCES, 255)
-    with pytest.raises(DataError, match="gives only 2.. ranks.*5000"):
-        train_bpe(["abc abc"], 5000)
 
 
 def test_special_tokens_follow_the_ranks_in_metas_numbering(ours):
@@ -339,23 +332,6 @@ def test_backend_by_the_look_of_the_path(ranks, folder, tmp_path):
         load_tokenizer(str(folder / "tokenizer.json"), "tiktoken")
     with pytest.raises(DataError, match="not a JSON object"):
         load_tokenizer(str(tmp_path / "tokenizer.model"), "huggingface")
-
-
-@pytest.mark.parametrize("path", ["nowhere/deep/tokenizer.model", "./nothing", "tokenizer.json", "."])
-def test_missing_file_is_named(path, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=f"TOKENIZER_PATH={path}"):
-        load_tokenizer(path)
-
-
-def test_name_that_the_hub_does_not_give_is_one_clear_error(tmp_path):
-    code = ("from common.errors import DataError; from tokenizer import load_tokenizer\n"
-            "try: load_tokenizer('nobody/nothing')\n"
-            "except DataError as error: print(error)")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
-    assert "TOKENIZER_PATH=nobody/nothing" in done.stdout and "HF_HUB_OFFLINE" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("change, complaint", [

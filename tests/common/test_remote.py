@@ -14,7 +14,7 @@ from factories import free_port
 
 from common import remote
 from common.errors import DataError
-from common.remote import TRIES, hub_folder, is_transient, retry
+from common.remote import TRIES, hub_folder, is_transient
 from data_pipeline.sources import Reading, Source, list_files, read_texts, source_of
 
 LINES = [json.dumps({"text": f"document {number} " + "x" * 500}) + "\n" for number in range(400)]
@@ -270,14 +270,6 @@ def test_a_host_that_does_not_exist_or_whose_certificate_is_refused_is_not_asked
     assert is_transient(lost)
     lost.__cause__ = cause
     assert not is_transient(lost)
-
-
-def test_what_is_given_comes_back_and_a_bug_is_raised_at_once(capfd):
-    calls = []
-    assert retry("x", lambda: len(calls)) == 0
-    with pytest.raises(ZeroDivisionError):
-        retry("x", lambda: calls.append(1) or 1 / 0)
-    assert calls == [1] and capfd.readouterr().err == ""
 
 
 def test_a_dataset_that_brings_code_is_refused_and_the_code_not_run(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from common.errors import DataError, SettingsError
 from data_pipeline import chats as tokenize_chats
 from data_pipeline import prepare as preparation
 from data_pipeline.prepare import describe_prepared
-from data_pipeline.shards import HEADER_BYTES, MANIFEST, Verification, open_token_set
+from data_pipeline.shards import HEADER_BYTES, MANIFEST
 from data_pipeline.sources import Source
 from data_pipeline.templates import ChatFormat, load_chat_format
 from data_preparation_utils import PreparationOptions, prepare_set
@@ -138,20 +138,6 @@ def test_every_pair_is_its_prompt_once_and_its_two_answers(tmp_path, tokenizer_p
     found = [example for split in ("train", "validation") for example in examples_of(folder, split)]
     assert sorted(map(str, found)) == sorted(map(str, encoded))
     assert json.loads((folder / MANIFEST).read_text())["kind"] == "pairs"
-
-
-def test_what_trains_on_examples_reads_them(tmp_path, tokenizer_path):
-    from dataloaders import open_example_set
-    tokenizer = load_tokenizer(tokenizer_path)
-    for kind in RECORDS:
-        folder = prepare(kind, write_jsonl(tmp_path / f"{kind}.jsonl", RECORDS[kind](40)), tokenizer_path, tmp_path / kind)
-        for split in ("train", "validation"):
-            examples = open_example_set(folder, split, kind, tokenizer, Verification("always"))
-            first = examples.read(0)[0].tolist()
-            assert first == [token for ids, _ in examples_of(folder, split)[0] for token in ids]
-            assert len(examples) == len(examples_of(folder, split))
-    with pytest.raises(DataError, match="pairs"):
-        open_token_set(folder, "train", tokenizer)
 
 
 def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to_the_other_split(tmp_path, tokenizer_path):
@@ -334,17 +320,9 @@ def test_three_examples_are_shown_with_what_is_learned_marked(tmp_path, tokenize
         f"\n\n\nchosen: ⟦{record['chosen'].strip()}<|eot_id|>⟧\nrejected: ⟦{record['rejected'].strip()}<|eot_id|>⟧")
 
 
-def test_impossible_requests_are_refused(tmp_path, tokenizer_path, folder_path):
-    source = write_jsonl(tmp_path / "x.jsonl", chats(3))
+def test_a_column_of_chats_is_refused(tmp_path, tokenizer_path):
     with pytest.raises(SettingsError, match="x.jsonl: column and documents are for pretraining text"):
-        prepare("chats", Source(path=source, column="body"), tokenizer_path, tmp_path / "out")
-    with pytest.raises(DataError, match="no example is left to train on"):
-        prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0.999, on_bad_record="skip")
-    with pytest.raises(DataError, match="start_header_id"):
-        document = json.loads((Path(folder_path) / "tokenizer.json").read_text())
-        document["added_tokens"] = document["added_tokens"][:2]
-        (tmp_path / "tokenizer.json").write_text(json.dumps({**document, "post_processor": None}))
-        prepare("chats", source, str(tmp_path / "tokenizer.json"), tmp_path / "out")
+        prepare("chats", Source(path="x.jsonl", column="body"), tokenizer_path, tmp_path / "out")
 
 
 def test_pretraining_is_as_it_was(tmp_path, tokenizer_path):
@@ -379,20 +357,6 @@ def test_the_scripts_end_with_the_line_for_env(tmp_path, tokenizer_path, script,
     assert name == setting and Path(path).parent == Path(output) and manifest["settings"]["system_prompt"] == "Be kind."
     assert sum(split["documents"] for split in manifest["splits"].values()) == 30
     assert done.stdout.count("Example ") == 3 and "⟧" in done.stdout
-
-
-@pytest.mark.parametrize("script, flags, code, reason", [
-    ("load_instruct_dataset.py", [], 2, "--source is not set; give a file, folder or glob"),
-    ("load_instruct_dataset.py", ["--source", "none.jsonl"], 3, "none.jsonl: no such file"),
-    ("load_dpo_dataset.py", ["--source", "x.jsonl"], 3, "x.jsonl:1: has no chosen and no rejected"),
-    ("load_dpo_dataset.py", ["--mix", "m.json", "--split", "x"], 2, "--mix describes"),
-    ("load_dpo_dataset.py", ["--source", "x.jsonl", "--max-examples", "-1"], 2, "--max-examples: -1 must be"),
-    ("load_dpo_dataset.py", ["--source", "x.jsonl", "--column", "x"], 2, "unknown flag --column"),
-])
-def test_the_scripts_refuse_in_one_line(tmp_path, tokenizer_path, script, flags, code, reason):
-    write_jsonl(tmp_path / "x.jsonl", chats(3))
-    done = run_script(script, *flags, "--tokenizer-path", tokenizer_path, "--preparation-workers", "1", cwd=tmp_path)
-    assert done.returncode == code and reason in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
 
 
 def test_real_instructions_with_llama_3s_tokenizer(tmp_path, real_data):

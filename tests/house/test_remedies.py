@@ -9,7 +9,21 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from bad_input_cases import IMPORT, MERGE, PAIR, PREPARE, Spoil, all_of, env, gone, json_of, lines, manifest, nothing, put
+from bad_input_cases import (
+    IMPORT,
+    MERGE,
+    PAIR,
+    PREPARE,
+    Spoil,
+    all_of,
+    env,
+    gone,
+    json_of,
+    lines,
+    manifest,
+    nothing,
+    put,
+)
 from test_bad_input import farm, place, run_here  # noqa: F401 (fixtures)
 
 from common.errors import DataError, SettingsError
