@@ -316,15 +316,12 @@ class HuggingFaceTokenizer(BaseTokenizer):
             behaviour(same.tokenizer_json) == behaviour(self.tokenizer_json))
         return frozenset([same.sha256, *same.other_sha256] if is_same else [])
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of text of any length, without bos or eos. A lone surrogate counts as U+FFFD."""
-        return self._encode(self._tokenizer, text)
+    def encode(self, text: str, is_first: bool = True) -> list[int]:
+        """Return the ids of text of any length, without bos or eos. A lone surrogate counts as U+FFFD.
 
-    def encode_further(self, text: str) -> list[int]:
-        """Return the ids of text after a control token: some tokenizers put a space before other texts."""
-        return self._encode(self._later_tokenizer, text)
-
-    def _encode(self, tokenizer, text: str) -> list[int]:
+        Some tokenizers put a space before a text, but not (`is_first=False`) where a control token precedes.
+        """
+        tokenizer = self._tokenizer if is_first else self._later_tokenizer
         pieces = split_long(text) if self._can_split else [without_surrogates(text)]
         try:
             ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]

@@ -123,11 +123,17 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
 
     # What both begin with is the prompt, or a part of it.
     if not isinstance(chosen, str):
-        shared, chosen, rejected = _split_dialogs(messages_in("chosen", chosen),
-                                                  messages_in("rejected", rejected))
-        if prompt and shared and prompt[-1] not in shared:
+        ours, theirs = messages_in("chosen", chosen), messages_in("rejected", rejected)
+        if not ours or not theirs:
+            raise DataError(f"{'rejected' if ours else 'chosen'} has no messages")
+        if ours[:-1] != theirs[:-1]:
+            raise DataError("chosen and rejected differ before their last message, so they have no common "
+                            "prompt")
+        if (ours[-1]["role"], theirs[-1]["role"]) != ("assistant", "assistant"):
+            raise DataError("chosen and rejected must end in an assistant's message")
+        if prompt and ours[:-1] and prompt[-1] not in ours[:-1]:
             raise DataError("its prompt is not in the messages of chosen and rejected; leave one of them out")
-        prompt = shared or prompt
+        prompt, chosen, rejected = ours[:-1] or prompt, ours[-1]["content"], theirs[-1]["content"]
     elif prompt is None:
         shared, chosen, rejected = _split_texts(text_in("chosen", chosen), text_in("rejected", rejected))
         prompt = [{"role": "user", "content": shared}]
@@ -166,17 +172,6 @@ def _spoken_turns(value: Any) -> Any:
     parts = SPOKEN_TURN.split("\n\n" + value.lstrip())[1:]
     return [{"role": "user" if speaker == "Human" else "assistant", "content": words.strip()}
             for speaker, words in zip(parts[::2], parts[1::2])]
-
-
-def _split_dialogs(chosen: Messages, rejected: Messages) -> tuple[Messages, str, str]:
-    """Return the messages that two dialogs share, and their answers."""
-    if not chosen or not rejected:
-        raise DataError(f"{'rejected' if chosen else 'chosen'} has no messages")
-    if chosen[:-1] != rejected[:-1]:
-        raise DataError("chosen and rejected differ before their last message, so they have no common prompt")
-    if (chosen[-1]["role"], rejected[-1]["role"]) != ("assistant", "assistant"):
-        raise DataError("chosen and rejected must end in an assistant's message")
-    return chosen[:-1], chosen[-1]["content"], rejected[-1]["content"]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:

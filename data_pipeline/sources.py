@@ -368,6 +368,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
     The items go through json's decoder, so that they mean what they mean in JSON lines.
     """
     text, at, line = "", 0, 1  # what has been read, and the place in it
+    before, number, expected = reading.bytes_done, 0, "["  # the next sign; "item", or "" for the end
 
     def fault(reason: str) -> DataError:
         return DataError(f"{file.url}:{line}: {reason}; correct it, or leave the file out")
@@ -376,67 +377,50 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
         """Read more; twice as much each time, so that a long item is not decoded too often."""
         nonlocal text, at
         more = decoded.read(max(BLOCK_CHARACTERS, len(text) - at))
-        text, at = text[at:] + more, 0
+        if more:
+            text, at = text[at:] + more, 0
         return bool(more)
 
-    def go_to(end: int) -> None:
-        nonlocal at, line
-        line += text.count("\n", at, end)
-        at = end
-
-    def next_sign() -> str:
-        """Return the next character that is not blank, or "" at the end; `at` is then before it."""
-        while True:
-            go_to(BLANK.match(text, at).end())
-            if at < len(text) or not fill():
-                return text[at:at + 1]
-
-    def take_sign(expected: str) -> str:
-        """Return the next character, which must be one of these, and go past it."""
-        nonlocal at
-        sign = next_sign()
-        if not sign:
-            raise fault("the array has no end: the file is cut off")
-        if sign not in expected:
-            raise fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
-        at += 1
-        return sign
-
-    def take_item() -> Any:
-        """Return the value that begins here, and go past it."""
-        while True:
-            try:
-                value, end = json.JSONDecoder().raw_decode(text, at)
-            except json.JSONDecodeError as error:
-                # At the end of what has been read, an error may only mean that the item goes on.
-                is_torn = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
-                if is_torn and len(text) - at < MAX_LINE_BYTES and fill():
-                    continue
-                go_to(error.pos)
-                raise fault(f"not valid JSON: {error.msg}") from error
-            except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
-                raise fault(f"not valid JSON: {error}") from error
-            if end < len(text) or not fill():  # a number may go on
-                go_to(end)
-                return value
-
-    before = reading.bytes_done
     # A byte that is not UTF-8 becomes a lone surrogate, for which its record alone is refused.
     with io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="") as decoded:
-        sign, number = take_sign("["), 0
-        if next_sign() == "]":
-            sign = take_sign("]")
-        while sign != "]":
-            number += 1
-            next_sign()
-            where = f"{file.url}:{line} (item {number})"
-            yield where, take_item()
-            sign = take_sign(",]")
-            if number % 64 == 0:
-                reading.bytes_done = before + raw.tell()
-                reading.advance()
-        if next_sign():
-            raise fault("more follows after the end of the array")
+        while True:
+            # Go to the next character that is not blank.
+            end = BLANK.match(text, at).end()
+            line, at = line + text.count("\n", at, end), end
+            if at == len(text) and fill():
+                continue
+            sign = text[at:at + 1]
+            if not expected:
+                if sign:
+                    raise fault("more follows after the end of the array")
+                return
+            if expected == "item" and (number or sign != "]"):
+                try:
+                    value, end = json.JSONDecoder().raw_decode(text, at)
+                except json.JSONDecodeError as error:
+                    # At the end of what has been read, an error may only mean that the item goes on.
+                    is_torn = error.pos > len(text) - 16 or error.msg.startswith("Unterminated string")
+                    if is_torn and len(text) - at < MAX_LINE_BYTES and fill():
+                        continue
+                    line += text.count("\n", at, error.pos)
+                    raise fault(f"not valid JSON: {error.msg}") from error
+                except (ValueError, RecursionError) as error:  # an endless number; nested too deeply
+                    raise fault(f"not valid JSON: {error}") from error
+                if end == len(text) and fill():  # a number may go on
+                    continue
+                number += 1
+                yield f"{file.url}:{line} (item {number})", value
+                line, at, expected = line + text.count("\n", at, end), end, ",]"
+                if number % 64 == 0:
+                    reading.bytes_done = before + raw.tell()
+                    reading.advance()
+                continue
+            # A bracket or a comma.
+            if not sign:
+                raise fault("the array has no end: the file is cut off")
+            if sign not in expected and expected != "item":
+                raise fault(f"not valid JSON: expected {' or '.join(expected)}, got {sign!r}")
+            at, expected = at + 1, "" if sign == "]" else "item"
 
 
 def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:

@@ -215,8 +215,8 @@ class TemplateFormat:
         within it must be between two of its tokens.
         """
         def encode(start: int, end: int) -> list[int]:
-            encode_text = self.tokenizer.encode_further if start else self.tokenizer.encode
-            return encode_text(rendered[start:end].replace(mark, "")) if start < end else []
+            text = rendered[start:end].replace(mark, "")
+            return self.tokenizer.encode(text, is_first=not start) if start < end else []
 
         parts: list[list[int]] = [[] for _ in range(len(cuts) + 1)]
         start = 0

@@ -152,7 +152,7 @@ def test_an_array_is_what_json_reads_in_it_however_it_is_written_and_cut(tmp_pat
 
 
 @pytest.mark.parametrize("content, reason", [
-    ('[{"a": 1},\n {"b": tru}]', ":2: not valid JSON: Expecting value"),
+    ('[{"a": 1},\n {"b": tru}]\n\n', ":2: not valid JSON: Expecting value"),
     ('[{"a": 1},\n {"b": 2}', ":2: the array has no end"),
     ('[{"a": 1},\n {"b": "2', ":2: not valid JSON: Unterminated string"),
     ('[{"a": 1}\n {"b": 2}]', ":2: not valid JSON: expected , or ], got '{'"),
