@@ -26,9 +26,6 @@ from run.start import choose_objective, read_measured
 from settings.load import Layer, validate
 from tokenizer import load_tokenizer
 
-# -------------------------------------------------------------------------------------------- settings
-
-
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     """Return the settings of the run that saved a checkpoint, or the defaults for a model from elsewhere,
     changed by flags, for this process.
@@ -73,9 +70,6 @@ def stage_of(data: Path) -> str:
     return {"chats": "sft", "pairs": "dpo"}.get(kind, "pretrain")
 
 
-# ------------------------------------------------------------------------------------------ evaluation
-
-
 @collective
 def open_model(folder: Path, config: Config, base: Optional[str], context: RunContext) -> Run:
     """Return the model of a folder with what the settings evaluate, as a run that takes no step."""
@@ -104,9 +98,6 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
         objective, inputs = choose_objective(config, inputs, model, progress, run_dir, context)
     return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
                folder)
-
-
-# ----------------------------------------------------------------------------- lm-evaluation-harness
 
 
 @dataclass

@@ -136,15 +136,6 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
     ranks, log = store.context.ranks, store.context.log
     facts = {**facts, "data": rows.fingerprint, "max_seq_len": str(rows.row_tokens)}
 
-    def write(path: Path, logprob_E2: Tensor) -> str:
-        try:
-            with atomic_write(path) as temporary:
-                metadata = {**facts, "sha256": _digest(logprob_E2)}
-                write_tensors(temporary, {"logprob_E2": logprob_E2}, metadata)
-        except OSError as error:
-            return error.strerror
-        return ""
-
     def compute(path: Path, may_write: bool) -> Optional[ReferencedRows]:
         # Rank 0 reads the file for all, who may not see its disk.
         logprob_E2, why_not = ranks.on_rank0(lambda: _read_reference(path, facts)) or (None, "")
@@ -156,11 +147,36 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
             return None
         if why_not:
             log.info(f"{path} {why_not}; it is computed again")
-        logprob_E2 = _compute_reference(rows, load_model(), micro_batch_size, store.context)
+
+        # Every rank computes equally many batches; a pair that is left out keeps 0.
+        model, size = load_model(), micro_batch_size
+        HEARTBEAT.enter("reference")
+        batches = -(-len(rows) // (size * ranks.world_size))
+        log.info(f"Reference: the log-probabilities of {rows.examples:,} pairs are computed once")
+        logprob_E2 = torch.zeros(len(rows.example_set), 2)
+        for number in store.context.progress(range(batches), batches, "Reference"):
+            first = (ranks.rank * batches + number) * size
+            indices = np.arange(first, min(first + size, len(rows)))
+            # A rank without rows left runs all the same: every forward of a sharded model needs all ranks.
+            batch = rows(indices if len(indices) else np.arange(1))
+            logprob_BP2 = frozen_logprobs(model, batch.to(ranks.device)).float().cpu()
+            for row, index in enumerate(indices.tolist()):
+                examples = torch.from_numpy(rows.examples_in(index)).long()
+                logprob_E2[examples] = logprob_BP2[row, :len(examples)]
+        logprob_E2 = ranks.all_reduce_sum(logprob_E2)
         if error := ranks.broadcast(ranks.on_rank0(lambda: write(path, logprob_E2))):
             log.info(f"{path} cannot be written: {error}; this run uses what it has computed, and the next "
                      "one computes it again")
         return ReferencedRows(rows, logprob_E2)
+
+    def write(path: Path, logprob_E2: Tensor) -> str:
+        try:
+            with atomic_write(path) as temporary:
+                metadata = {**facts, "sha256": _digest(logprob_E2)}
+                write_tensors(temporary, {"logprob_E2": logprob_E2}, metadata)
+        except OSError as error:
+            return error.strerror
+        return ""
 
     weights, precision = facts["weights_sha256"][:16], facts["compute_dtype"].removeprefix("torch.")
     key = f"reference-{weights}-{split}-{rows.row_tokens}-{precision}.safetensors"
@@ -183,25 +199,6 @@ def _read_reference(path: Path, facts: Mapping[str, str]) -> tuple[Optional[Tens
     if logprob_E2.dtype != torch.float32 or stored.get("sha256") != _digest(logprob_E2):
         return None, "is damaged"
     return logprob_E2, ""
-
-
-def _compute_reference(rows: ExampleRows, model: nn.Module, micro_batch_size: int,
-                       context: RunContext) -> Tensor:
-    """Return (E, 2) float32 log-probabilities of all pairs; 0 for those that are left out."""
-    HEARTBEAT.enter("reference")
-    ranks, logprob_E2 = context.ranks, torch.zeros(len(rows.example_set), 2)
-    batches_per_rank = -(-len(rows) // (micro_batch_size * ranks.world_size))
-    context.log.info(f"Reference: the log-probabilities of {rows.examples:,} pairs are computed once")
-    for number in context.progress(range(batches_per_rank), batches_per_rank, "Reference"):
-        first = (ranks.rank * batches_per_rank + number) * micro_batch_size
-        indices = np.arange(first, min(first + micro_batch_size, len(rows)))
-        # A rank without rows left runs all the same: every forward of a sharded model needs all ranks.
-        batch = rows(indices if len(indices) else np.arange(1))
-        logprob_BP2 = frozen_logprobs(model, batch.to(ranks.device)).float().cpu()
-        for row, index in enumerate(indices.tolist()):
-            examples = torch.from_numpy(rows.examples_in(index)).long()
-            logprob_E2[examples] = logprob_BP2[row, :len(examples)]
-    return ranks.all_reduce_sum(logprob_E2)
 
 
 def _digest(tensor: Tensor) -> str:

@@ -6,7 +6,7 @@ Shapes: M positions with a target, V vocabulary, N documents of at most L tokens
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,12 @@ UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 LogitsOfPart = Callable[[slice], Tensor]  # (M, V) float32, from a slice of a batch's target positions
 
-# --------------------------------------------------------------------------------------------------- finding
-
-
 def find_teacher(config: Config, tokenizer) -> Path:
     """Return the folder of TEACHER_MODEL: a checkpoint or model folder, given by path or by its name in
-    OUTPUT_DIR, or a model of the hub.
+    OUTPUT_DIR, or a model of the hub. It must have the vocabulary of the student.
+
+    Control tokens may have other names. Without a tokenizer.json only the sizes are compared; with one, the
+    teacher's matrices may be padded with more ids.
 
     Args:
         tokenizer: the student's.
@@ -63,40 +63,31 @@ def find_teacher(config: Config, tokenizer) -> Path:
             "holds adapters only; merge them into their base with "
             f"{command('scripts/merge_lora.py', folder)} --output FOLDER" if has_adapters else
             "has no config.json; name a checkpoint or a model folder"))
-    check_vocabulary(folder, name, tokenizer)
-    return folder
-
-
-def check_vocabulary(folder: Path, name: str, tokenizer) -> None:
-    """Raise SettingsError if an id means another token to a folder's teacher than to the student's tokenizer.
-
-    Control tokens may have other names. Without a tokenizer.json only the sizes are compared; with one, the
-    teacher's matrices may be padded with more ids.
-    """
     rows, ours = read_json(folder / "config.json").get("vocab_size"), tokenizer.vocab_size
     if not isinstance(rows, int):
         raise CheckpointError(f"{folder / 'config.json'} has no vocab_size; name another TEACHER_MODEL")
 
     def refusal(detail: str) -> SettingsError:
-        return SettingsError(f"TEACHER_MODEL={name} has another vocabulary: it has {rows:,} ids, the "
-                             f"student's tokenizer {ours:,}{detail}; choose a teacher with the student's "
-                             "tokenizer, or set TOKENIZER_PATH to the teacher's and prepare the data again")
+        return SettingsError(f"{setting} has another vocabulary: it has {rows:,} ids, the student's "
+                             f"tokenizer {ours:,}{detail}; choose a teacher with the student's tokenizer, or "
+                             "set TOKENIZER_PATH to the teacher's and prepare the data again")
 
     if not (folder / "tokenizer.json").exists():
         if rows != ours:
             raise refusal("")
-        return
-    # The same tokenizer, or one that decodes every id to the same text.
+        return folder
     theirs = load_tokenizer(str(folder), "huggingface")
     if theirs.vocab_size != ours or rows < ours:
         raise refusal(f" (its tokenizer {theirs.vocab_size:,})" if theirs.vocab_size != rows else "")
     if theirs.sha256 == tokenizer.sha256:
-        return
+        return folder
+    # Another tokenizer must decode every id to the same text.
     control = {*theirs.special_ids.values(), *tokenizer.special_ids.values()}
     for token in range(ours):
         words = theirs.decode([token]), tokenizer.decode([token])
         if words[0] != words[1] and token not in control and UNREADABLE_CHARACTER not in "".join(words):
             raise refusal(f", and the id {token} is {words[0]!r} to it, {words[1]!r} to the student")
+    return folder
 
 
 def teacher_facts(folder: Path, config: Config) -> dict[str, Any]:
@@ -105,9 +96,6 @@ def teacher_facts(folder: Path, config: Config) -> dict[str, Any]:
     return {"weights_sha256": weights_sha256(load_model_weights(folder)),
             "config_sha256": hashlib.sha256(described.encode()).hexdigest(),
             "precision": config.teacher_precision}
-
-
-# --------------------------------------------------------------------------------------------------- running
 
 
 class LlamaTeacher:
@@ -144,7 +132,7 @@ class HFTeacher:
         place = torch.full_like(tokens, -1)
         place[target_index_M] = torch.arange(len(target_index_M), device=device)
         logits_MV = torch.zeros(len(target_index_M), self.vocab_size, dtype=self.model.dtype, device=device)
-        for starts, lengths in group_documents(*documents_with_targets(batch), budget=len(tokens)):
+        for starts, lengths in group_documents(batch):
             # Padded on the right, which a causal model does not see.
             offset_L = torch.arange(max(lengths))
             inside_NL = (offset_L < torch.tensor(lengths)[:, None]).to(device)
@@ -155,25 +143,24 @@ class HFTeacher:
         return lambda part: logits_MV[part].float()
 
 
-def documents_with_targets(batch: Batch) -> tuple[list[int], list[int]]:
-    """Return where in the flattened batch the documents with a target begin, and their lengths."""
+def group_documents(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """Return where in the flattened batch the documents with a target begin, and their lengths: in groups of
+    similar length, each with at most as many tokens as the batch when it is padded.
+    """
     is_target_BT = (batch.targets_BT != IGNORE_INDEX).cpu()
     is_start_BT = torch.zeros_like(is_target_BT)
     if batch.document_ids_BT is not None:
         is_start_BT[:, 1:] = batch.document_ids_BT.cpu().diff(dim=1) != 0
     is_start_BT[:, 0] = True
     starts = is_start_BT.flatten().nonzero().flatten()
-    lengths = torch.diff(starts, append=torch.tensor([is_target_BT.numel()]))
-    used = torch.tensor([part.any() for part in is_target_BT.flatten().split(lengths.tolist())])
-    return starts[used].tolist(), lengths[used].tolist()
+    lengths = torch.diff(starts, append=torch.tensor([is_target_BT.numel()])).tolist()
+    used = [part.any() for part in is_target_BT.flatten().split(lengths)]
 
-
-def group_documents(starts: Sequence[int], lengths: Sequence[int],
-                    budget: int) -> list[tuple[list[int], list[int]]]:
-    """Return groups of documents of similar length, each with at most `budget` tokens when it is padded."""
     groups: list[tuple[list[int], list[int]]] = []
-    for length, start in sorted(zip(lengths, starts), reverse=True):
-        if not groups or (len(groups[-1][0]) + 1) * groups[-1][1][0] > budget:
+    for length, start, is_used in sorted(zip(lengths, starts.tolist(), used), reverse=True):
+        if not is_used:
+            continue
+        if not groups or (len(groups[-1][0]) + 1) * groups[-1][1][0] > is_target_BT.numel():
             groups.append(([], []))
         groups[-1][0].append(start)
         groups[-1][1].append(length)

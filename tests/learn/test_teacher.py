@@ -29,7 +29,6 @@ from learn.stored import OutputStore, TeacherRows, top_k_logprobs, with_teacher
 from learn.teacher import (
     HFTeacher,
     LlamaTeacher,
-    documents_with_targets,
     find_teacher,
     group_documents,
     load_teacher,
@@ -173,16 +172,17 @@ def test_documents_without_a_target_are_not_read():
     targets = torch.full((2, 6), IGNORE_INDEX)
     targets[0, 4] = targets[1, 1] = 7
     batch = Batch(torch.zeros(2, 6, dtype=torch.long), targets, documents)
-    assert documents_with_targets(batch) == ([2, 6], [3, 4])
-    assert documents_with_targets(Batch(batch.tokens_BT, targets)) == ([0, 6], [6, 6])
+    assert group_documents(batch) == [([6, 2], [4, 3])]
+    assert group_documents(Batch(batch.tokens_BT, targets)) == [([6, 0], [6, 6])]
 
 
-def test_padded_groups_stay_within_the_budget_and_hold_every_document():
-    lengths = [1, 9, 3, 4, 16, 2, 2, 8, 1, 1]
-    groups = group_documents(range(10), lengths, budget=16)
-    assert sorted(start for starts, _ in groups for start in starts) == list(range(10))
-    assert all(lengths[start] == length for group in groups for start, length in zip(*group))
-    assert all(len(found) * max(found) <= 16 for _, found in groups) and len(groups) < 10
+def test_padded_groups_stay_within_the_batch_and_hold_every_document():
+    lengths = torch.tensor([1, 9, 3, 4, 16, 2, 2, 8, 1, 1])
+    documents = torch.repeat_interleave(torch.arange(10), lengths)[None]
+    groups = group_documents(Batch(documents, torch.zeros_like(documents), documents.int()))
+    places = {start: length for group in groups for start, length in zip(*group)}
+    assert places == dict(zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist()))
+    assert all(len(found) * max(found) <= 47 for _, found in groups) and len(groups) < 10
 
 
 @pytest.mark.parametrize("stored, asked, expected", [
