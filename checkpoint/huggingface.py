@@ -22,7 +22,7 @@ from checkpoint.tensors import LazyTensor, lazy, open_tensors, write_tensors
 from common.errors import CheckpointError
 from common.files import read_plain
 from common.remote import HUB_NAME, hub_folder, why_not
-from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig
+from config import LINEAR_LAYERS, MAX_NUMBER, ModelConfig, Section
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -256,9 +256,8 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     c = model_config
     scaling = None
     if c.rope_scaling_factor is not None:
-        scaling = {"rope_type": "llama3", "factor": c.rope_scaling_factor,
-                   "low_freq_factor": c.rope_low_freq_factor, "high_freq_factor": c.rope_high_freq_factor,
-                   "original_max_position_embeddings": c.rope_original_max_len}
+        scaling = {field: getattr(c, name) for name, field in SCALING_FIELDS.items()}
+        scaling = {"rope_type": "llama3", **scaling}
         # The scaling is for this length, however short the rows of this run are.
         max_seq_len = max(max_seq_len, int(c.rope_original_max_len * c.rope_scaling_factor))
     dtype_name = str(dtype).removeprefix("torch.")
@@ -275,11 +274,11 @@ def huggingface_config(model_config: ModelConfig, vocab_size: int, max_seq_len: 
     }
 
 
-def checked_settings(settings: Mapping[str, Any], file_name: str,
-                     fields: Mapping[str, str] = {}) -> ModelConfig:
-    """Return the model settings that a file gives; its own names for them are in `fields`."""
+def checked_settings(settings: Mapping[str, Any], file_name: str, fields: Mapping[str, str] = {},
+                     section: type[Section] = ModelConfig) -> Any:
+    """Return a section of settings that a file gives; its own names for them are in `fields`."""
     try:
-        return ModelConfig.model_validate(settings, strict=True)
+        return section.model_validate(settings, strict=True)
     except ValidationError as error:
         fault = error.errors()[0]
         name = str(fault["loc"][0])

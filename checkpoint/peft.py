@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
 
-from pydantic import ValidationError
 from torch import Tensor
 
 from checkpoint import huggingface
@@ -13,6 +12,7 @@ from checkpoint.huggingface import (
     VOCABULARY,
     TokenIds,
     checked,
+    checked_settings,
     name_of_download,
     read_json,
     to_ours,
@@ -28,7 +28,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 BASE_FILE = "paddock_adapter.json"
 PEFT_LAYERS = {"tok_embeddings": "embed_tokens", "output": "lm_head"}
-
+LORA_FIELDS = {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout",
+               "lora_rslora": "use_rslora"}
 # The fields of adapter_config.json that are read, or change nothing that is computed.
 READ_FIELDS = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
@@ -109,8 +110,7 @@ def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padd
 
 def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: TokenIds) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
-    targets = [name.strip() for name in config.lora_target_modules.split(",")]
-    modules = [theirs for name, theirs in LORA_LAYERS.items() if name in targets]
+    modules = [LORA_LAYERS[name] for name in config.lora_target_modules.split(",")]  # in the model's order
     trained = (config.lora_train_embeddings, config.lora_train_head)
     both = tied and any(trained)
     whole = [module for module, alone in zip(("embed_tokens", "lm_head"), trained) if alone or both]
@@ -121,8 +121,8 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
     if name := name_of_download(base_path):  # PEFT downloads it where it is missing
         base = dict(zip(("base_model_name_or_path", "revision"), name.split("@")))
     return {"peft_type": "LORA", "task_type": "CAUSAL_LM", **base,
-            "r": config.lora_rank, "lora_alpha": config.lora_alpha, "lora_dropout": config.lora_dropout,
-            "use_rslora": config.lora_rslora, "target_modules": modules, "modules_to_save": whole or None,
+            **{field: getattr(config, name) for name, field in LORA_FIELDS.items()},
+            "target_modules": modules, "modules_to_save": whole or None,
             "trainable_token_indices": rows or None, "ensure_weight_tying": both, "bias": "none",
             "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
@@ -191,22 +191,6 @@ def token_ids_of(content: Mapping[str, Any], tied: bool, padded_vocab: int) -> T
     return token_ids
 
 
-def lora_config_of(content: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> LoraConfig:
-    """Return the LoRA settings of an adapter_config.json."""
-    targets = dict.fromkeys(name.split(".")[-2] for name in state_dict if name.endswith(".lora_A"))
-    try:
-        return LoraConfig(lora_enabled=True, lora_rank=content["r"], lora_alpha=content["lora_alpha"],
-                          lora_dropout=content.get("lora_dropout") or 0.0,
-                          lora_rslora=content.get("use_rslora") or False,
-                          lora_target_modules=",".join(targets),
-                          lora_train_head="output.weight" in state_dict,
-                          lora_train_embeddings="tok_embeddings.weight" in state_dict)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise CheckpointError(f"{CONFIG_FILE}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}; "
-                              "copy or download it again") from error
-
-
 def save_adapter_folder(folder: Path, adapter: Adapter, model_config: ModelConfig,
                         tokenizer) -> dict[str, str]:
     """Write a folder that PEFT loads onto the base, with the base's hash and the tokenizer's files.
@@ -235,8 +219,13 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
-    return Adapter(state, lora_config_of(content, state), content.get("base_model_name_or_path"),
-                   own.get("base_sha256"), token_ids)
+    targets = dict.fromkeys(name.split(".")[-2] for name in state if name.endswith(".lora_A"))
+    settings = {name: content[field] for name, field in LORA_FIELDS.items() if content.get(field) is not None}
+    settings |= {"lora_enabled": True, "lora_target_modules": ",".join(targets),
+                 "lora_train_head": "output.weight" in state,
+                 "lora_train_embeddings": "tok_embeddings.weight" in state}
+    config = checked_settings(settings, CONFIG_FILE, LORA_FIELDS, LoraConfig)
+    return Adapter(state, config, content.get("base_model_name_or_path"), own.get("base_sha256"), token_ids)
 
 
 def refuse_adapters(folder: Path) -> None:

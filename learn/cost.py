@@ -232,8 +232,7 @@ class Sizes(NamedTuple):
     block_count: float  # its number of trained weights
     vocabulary: float  # one of the matrices with a row for each id, in the compute dtype
     learned: float  # its gradient, in float32
-    matrices: int  # such matrices
-    trained_matrices: int
+    trained_matrices: int  # such matrices
 
 
 def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: str) -> Sizes:
@@ -252,9 +251,9 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
     elif budget < MATMULS_KEPT:
         copied = 0
     in_matrix = padded(vocab_size) * config.dim
-    matrices = trained = 1 if config.tie_embeddings else 2
+    trained = 1 if config.tie_embeddings else 2
     if config.lora_enabled:
-        trained = min(matrices, config.lora_train_head + config.lora_train_embeddings)
+        trained = min(trained, config.lora_train_head + config.lora_train_embeddings)
     kept = activation_bytes(config, compute_bytes)
     if device_type == "cpu" and (config.document_mask or config.training_stage == "dpo"):
         kept += compute_bytes * config.max_seq_len  # a mask as attention adds it; GPUs have kernels without
@@ -263,7 +262,7 @@ def sizes_of(config: Config, vocab_size: int, compute_bytes: int, device_type: s
                  block_weights=in_block * compute_bytes,
                  block_count=adapter_count(config) / config.n_layers if config.lora_enabled else in_block,
                  vocabulary=in_matrix * compute_bytes,
-                 learned=in_matrix * FLOAT32 if trained else 0, matrices=matrices, trained_matrices=trained)
+                 learned=in_matrix * FLOAT32 if trained else 0, trained_matrices=trained)
 
 
 def head_bytes(config: Config, vocab_size: int, compute_bytes: int, chunks: int, sizes: Sizes,
