@@ -5,7 +5,7 @@ Nothing in the run's folder is written here except its lock. Training, replay an
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import lora
+import model_utils
 from checkpoint import huggingface, peft, store
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, SettingsError, requires_package
@@ -23,35 +24,11 @@ from common.heartbeat import HEARTBEAT
 from config import FEED_FORWARD, MODEL_SETTINGS, START_FROM, Config, rules
 from dataloaders import MixedRows, Rows, cache_of, map_parts, open_rows, parts_of, read_held_out, rows_at
 from hellaswag_utils import read_choice_set
-from learn.objectives import (
-    PREFERENCE_OBJECTIVES,
-    Distillation,
-    NextToken,
-    Objective,
-    Reference,
-    frozen_logprobs,
-    reference_is_stored,
-    stored_reference,
-)
+from learn import objectives
 from learn.optim import Optimizer
 from learn.stored import OutputStore, with_reference, with_teacher
 from learn.teacher import find_teacher, load_teacher, teacher_facts
 from model import Transformer, padded
-from model_utils import (
-    allocate_model,
-    build_model,
-    check_model,
-    check_vocabulary,
-    choose_device,
-    choose_dtype,
-    compile_where_possible,
-    load_weights,
-    make_deterministic,
-    model_on_meta,
-    read_model_config,
-    read_parameters,
-    restore_padding,
-)
 from parallel.ranks import Interrupted, Ranks, RunContext, StopSignals, collective, joined_ranks
 from run.folder import RunFolder, earlier_runs, is_inside, open_run_folder
 from run.life import Inputs, Progress, Run, trained_bytes, write_report
@@ -121,11 +98,11 @@ def open_run(loaded: Loaded) -> Iterator[Run]:
 
 def prepare_device(config: Config) -> torch.device:
     """The device to compute on, with torch's kernels chosen as DETERMINISTIC says."""
-    device = torch.device(choose_device(config))
+    device = torch.device(model_utils.choose_device(config))
     if config.memory_snapshot and device.type != "cuda":
         raise SettingsError(f"MEMORY_SNAPSHOT={config.memory_snapshot} records CUDA allocations, and torch "
                             "sees no GPU here; remove it")
-    make_deterministic(config, device.type)
+    model_utils.make_deterministic(config, device.type)
     return device
 
 
@@ -189,7 +166,7 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
         found = Found(*ranks.broadcast(ranks.on_rank0(lambda: locate(loaded.config, run_dir))))
     if found.folder is None:
         return Start(loaded.config, None, False, {}, [], found.warnings)
-    folder = on_each_machine(Path(found.folder), ranks)
+    folder = found_by_rank0(lambda: found.folder, ranks)
     start = ranks.raise_on_all(lambda: adopt(found._replace(folder=folder), loaded, inputs, run_dir))
 
     # What a later start needs to find the same base again.
@@ -209,7 +186,8 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
             remembered["begun_from"] = own_steps[0].name if own_steps else named
         if config.lora_enabled:
             base_sha256 = progress.get("base_sha256")
-            base = find_base_on_rank0(config, progress, home, ranks, start.warnings.append)
+            warn = start.warnings.append
+            base = found_by_rank0(lambda: find_base(config, progress, home, warn), ranks)
     if base is not None:
         remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
                        "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
@@ -272,7 +250,7 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
     else:
         forbid_overwriting_source(state, folder, run_dir, loaded.config)
         peft.refuse_adapters(folder)
-        model = read_model_config(folder)
+        model = model_utils.read_model_config(folder)
     values = model.model_dump(include={*MODEL_SETTINGS})
     if not {*FEED_FORWARD}.isdisjoint(loaded.sources):  # another of them may set the same width
         values = {name: value for name, value in values.items() if name not in FEED_FORWARD}
@@ -289,11 +267,11 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
         changes = check_changes(state, config, identity, folder, own, loaded.sources)
         notes, warnings = notes + changes.notes, warnings + changes.warnings
     if not resumed:
-        warnings = warnings + check_model(folder, config, loaded.sources)
+        warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
         part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
         notes.append(f"weights from {part}{folder}; optimizer, schedule and step start anew")
         if inputs and not state:  # a model from elsewhere may have another vocabulary
-            notes += check_vocabulary(folder, inputs.tokenizer.vocab_size)
+            notes += model_utils.check_vocabulary(folder, inputs.tokenizer.vocab_size)
     allowed = {*loaded.warnings} if loaded.is_plan else ()
     if conflicts := [conflict for conflict in rules(config, start_is_read=True) if conflict not in allowed]:
         raise SettingsError(*conflicts)
@@ -323,13 +301,13 @@ def resumes_trainer_state(state: Mapping[str, Any], own: bool, config: Config) -
 
 def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
     """True if the settings name what this run started from, by name, path or hash."""
-    if names_its_start(named, progress, run_dir) or not progress.get("base_sha256"):
-        return names_its_start(named, progress, run_dir)
-    try:
-        folder = store.locate(named, run_dir, lambda _: None, store.read_manifest)
-        return not is_inside(folder, run_dir) and weights_sha256(folder) == progress["base_sha256"]
-    except CheckpointError:
-        return False
+    if names_its_start(named, progress, run_dir):
+        return True
+    if wanted := progress.get("base_sha256"):
+        with suppress(CheckpointError):
+            folder = store.locate(named, run_dir, lambda _: None, store.read_manifest)
+            return not is_inside(folder, run_dir) and weights_sha256(folder) == wanted
+    return False
 
 
 def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
@@ -386,10 +364,9 @@ def base_places(progress: Mapping[str, Any], run_dir: Path) -> list[Path]:
     return [run_dir / place for place in places if place]  # an absolute path stays absolute
 
 
-def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path,
-              warn: Callable[[str], None]) -> Path:
-    """The model that a run began with, found by its hash: where the settings name it now, where it was, or at
-    the same place relative to the run's folder.
+def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: store.Warn) -> Path:
+    """The model that a run began with: where the settings name it now, where it was, or at the same place
+    relative to the run's folder. Its hash decides.
     """
     names = (named_checkpoint(config), *(getattr(config, setting) for setting in START_FROM))
     advice = f"set {start_setting(config)} to the folder where it is now"
@@ -436,22 +413,15 @@ def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Pat
 
 
 @collective
-def find_base_on_rank0(config: Config, progress: Mapping[str, Any], run_dir: Path, ranks: Ranks,
-                       warn: Callable[[str], None]) -> Path:
-    """`find_base` by rank 0 for all."""
-    found = ranks.broadcast(ranks.on_rank0(lambda: str(find_base(config, progress, run_dir, warn))))
-    return on_each_machine(Path(found), ranks)
-
-
-@collective
-def on_each_machine(folder: Path, ranks: Ranks) -> Path:
-    """The folder that rank 0 found; of a model of the hub, each machine's own copy, which one rank downloads.
+def found_by_rank0(find: Callable[[], Path], ranks: Ranks) -> Path:
+    """The folder that rank 0 finds; of a model of the hub, each machine's own copy, which one rank downloads.
     """
+    folder = Path(ranks.broadcast(ranks.on_rank0(lambda: str(find()))))
     name = huggingface.name_of_download(folder)
-    if name is None or ranks.world_size == 1:
-        return folder
-    ranks.raise_on_all(lambda: None if ranks.local_rank else huggingface.hub_model(name))
-    return ranks.raise_on_all(lambda: huggingface.hub_model(name))
+    if name and ranks.world_size > 1:
+        ranks.raise_on_all(lambda: None if ranks.local_rank else huggingface.hub_model(name))
+        folder = ranks.raise_on_all(lambda: huggingface.hub_model(name))
+    return folder
 
 
 # ---------------------------------------------------------------------------------- build and restore
@@ -466,20 +436,20 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         for_replay: the run will not be saved, and its own weights may be non-finite.
     """
     config, ranks = start.config, context.ranks
-    dtype = choose_dtype(config, ranks.device.type)
+    dtype = model_utils.choose_dtype(config, ranks.device.type)
     if config.lora_enabled:  # new adapters on the start's base, or those of the start
         generator = torch.Generator().manual_seed(config.seed)
         model, adapter = adapted_on_meta(config, start, inputs, dtype, generator, ranks)
-        allocate_model(model, config, ranks)
-        ranks.raise_on_all(lambda: load_weights(start.base, model))
+        model_utils.allocate_model(model, config, ranks)
+        ranks.raise_on_all(lambda: model_utils.load_weights(start.base, model))
         lora.init_adapters(model, generator)
         if adapter:
             ranks.raise_on_all(lambda: lora.load_adapter_state_dict(model, adapter.state))
     else:
-        model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+        model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
         if start.folder is not None:
             finite = not (for_replay and start.own)
-            ranks.raise_on_all(lambda: load_weights(start.folder, model, finite))
+            ranks.raise_on_all(lambda: model_utils.load_weights(start.folder, model, finite))
     optimizer = Optimizer(model, config, ranks)
     scaler = torch.amp.GradScaler("cuda") if dtype == torch.float16 else None
     progress = restore(start, model, optimizer, scaler)
@@ -488,7 +458,7 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
         ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
     objective, inputs = choose_objective(config, inputs, model, progress, folder.path, context)
     run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
-    if reason := compile_where_possible(model, config, ranks.device.type):
+    if reason := model_utils.compile_where_possible(model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
     return run
 
@@ -498,7 +468,7 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
                     generator: torch.Generator, ranks: Ranks
                     ) -> tuple[Transformer, Optional[peft.Adapter]]:
     """A base with adapters, without memory, and the adapters of the start, if any."""
-    model = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
+    model = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
     adapter, token_ids = None, {}
     if start.own:
         rows = padded(model.vocab_size)
@@ -515,7 +485,7 @@ def adapted_on_meta(config: Config, start: Start, inputs: Inputs, dtype: torch.d
 def token_ids_to_train(config: Config, inputs: Inputs, base: Path) -> huggingface.TokenIds:
     """The rows that LORA_TRAIN_TOKENS selects, of the embedding and of an untied head."""
     used_ids = inputs.used_ids() if config.lora_train_tokens == "auto" else []
-    parameters = read_parameters(base, config, inputs.tokenizer.vocab_size)
+    parameters = model_utils.read_parameters(base, config, inputs.tokenizer.vocab_size)
     head = parameters["tok_embeddings.weight" if config.tie_embeddings else "output.weight"].whole()
     ids = lora.tokens_to_train(config.lora_train_tokens, used_ids, inputs.tokenizer.special_ids, head)
     return dict.fromkeys(["tok_embeddings"] + ([] if config.tie_embeddings else ["output"]), ids)
@@ -526,7 +496,7 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
     config, progress = start.config, Progress()
     if start.state:
         progress = Progress(**start.state["progress"])
-        optimizer.load_state_tensors(restore_padding(store.read_optimizer(start.folder), model))
+        optimizer.load_state_tensors(model_utils.restore_padding(store.read_optimizer(start.folder), model))
         if scaler is not None and start.state["scaler"]:
             scaler.load_state_dict(start.state["scaler"])
     if not start.own and config.start_step is not None:  # all counters that go with the step restart
@@ -540,109 +510,102 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
 
 @collective
 def choose_objective(config: Config, inputs: Inputs, model: Transformer, progress: Progress, run_dir: Path,
-                     context: RunContext) -> tuple[Objective, Inputs]:
+                     context: RunContext) -> tuple[objectives.Objective, Inputs]:
     """The objective of the settings, and the inputs with the precomputed outputs that it needs.
 
     Interrupted: a rank received a stop signal.
     """
     outputs = OutputStore(cache_of(config), context)
     if config.training_stage == "dpo":
-        objective, reference = PREFERENCE_OBJECTIVES[config.preference_objective], None
+        objective, reference = objectives.PREFERENCE_OBJECTIVES[config.preference_objective], None
         if objective.needs_reference:
             reference, inputs = choose_reference(config, inputs, model, progress, run_dir, outputs)
         return objective(config, reference), inputs
-    if config.distillation_enabled:
-        return choose_teacher(config, inputs, outputs)
-    return NextToken(), inputs
+    if not config.distillation_enabled:
+        return objectives.NextToken(), inputs
 
-
-@collective
-def choose_teacher(config: Config, inputs: Inputs, outputs: OutputStore) -> tuple[Objective, Inputs]:
-    """Distillation from a teacher that runs in each step, or from its stored outputs."""
-    tokenizer, ranks = inputs.tokenizer, outputs.context.ranks
-    # Rank 0 verifies the teacher's files for all.
-    verified = ranks.broadcast(ranks.on_rank0(lambda: str(find_teacher(config, tokenizer))))
-    folder = on_each_machine(Path(verified), ranks)
+    # A teacher that runs in each step. Rank 0 verifies its files for all.
+    tokenizer, ranks = inputs.tokenizer, context.ranks
+    folder = found_by_rank0(lambda: find_teacher(config, tokenizer), ranks)
 
     @cache
     def load():
         return load_teacher(folder, config, tokenizer.vocab_size, ranks)
 
-    # Live in each step, or stored for the rows that the run reads.
     if not config.distillation_top_k:
         compiled = config.compile and ranks.device.type == "cuda"
-        return Distillation(config, load(), compiled), inputs
+        return objectives.Distillation(config, load(), compiled), inputs
+
+    # Or stored for the rows that the run reads; each source of a mixture has a separate store, which does not
+    # depend on the weights.
     facts = ranks.broadcast(ranks.on_rank0(lambda: teacher_facts(folder, config)))
     facts["vocab_size"] = tokenizer.vocab_size
 
-    # Each source of a mixture has a separate store, which does not depend on the weights.
-    def stored(split: str, indices_of: Callable[[int], np.ndarray], part, source: int):
-        own = {**facts, "data": parts_of(inputs.rows)[source].fingerprint, "split": split}
-        return with_teacher(outputs, part, own, load, config, indices_of(source))
+    def stored(split: str, rows: Optional[Rows]) -> Optional[Rows]:
+        def of_source(part, source: int):
+            all_facts = {**facts, "data": parts_of(inputs.rows)[source].fingerprint, "split": split}
+            indices = rows_read(config, rows, split, source)
+            return with_teacher(outputs, part, all_facts, load, config, indices)
 
-    rows = map_parts(inputs.rows, partial(stored, "train", partial(rows_of_run, config, inputs.rows)))
-    if held_out := inputs.validation_rows:
-        of_source = partial(validation_rows_of, config, held_out)
-        held_out = map_parts(held_out, partial(stored, "validation", of_source))
-    return Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
+        return rows and map_parts(rows, of_source)
+
+    rows, held_out = stored("train", inputs.rows), stored("validation", inputs.validation_rows)
+    return objectives.Distillation(config), replace(inputs, rows=rows, validation_rows=held_out)
 
 
-def rows_of_run(config: Config, rows: Rows, source: int) -> np.ndarray:
-    """The indices of the rows that a whole run reads, of one source of a mixture, ascending."""
+def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray:
+    """The indices of the rows of a split that a whole run reads, of one source of a mixture, ascending."""
+    if split == "validation":
+        if not isinstance(rows, MixedRows):
+            return np.arange(min(config.validation_rows, len(rows)))
+        sources, within = rows.locate(np.arange(len(rows)))
+        return np.unique(within[sources == source])
     count, size = config.max_steps * config.rows_per_step, len(parts_of(rows)[source])
     if isinstance(rows, MixedRows):
         count = int(rows.mixing.taken(np.array([count]))[source, 0])
-    if count >= size:
-        return np.arange(size)
-    return np.sort(rows_at(np.arange(count), size, config.seed, source))
-
-
-def validation_rows_of(config: Config, rows: Rows, source: int) -> np.ndarray:
-    """The indices of the rows that validation reads, of one source of a mixture, ascending."""
-    if not isinstance(rows, MixedRows):
-        return np.arange(min(config.validation_rows, len(rows)))
-    sources, within = rows.locate(np.arange(len(rows)))
-    return np.unique(within[sources == source])
+    return np.arange(size) if count >= size else np.sort(rows_at(np.arange(count), size, config.seed, source))
 
 
 @collective
 def choose_reference(config: Config, inputs: Inputs, model: Transformer, progress: Progress, run_dir: Path,
-                     outputs: OutputStore) -> tuple[Reference, Inputs]:
+                     outputs: OutputStore) -> tuple[objectives.Reference, Inputs]:
     """The reference, and the inputs with its stored log-probabilities if it is not run in each step."""
-    context, stored, dtype = outputs.context, reference_is_stored(config), model.compute_dtype
+    is_stored, dtype, context = objectives.reference_is_stored(config), model.compute_dtype, outputs.context
     ranks = context.ranks
     # The base under the adapters is a live reference that costs no memory.
-    if config.lora_enabled and not stored:
+    if config.lora_enabled and not is_stored:
         return partial(logprobs_without_adapters, model), inputs
 
     @cache
     def base() -> Path:
-        return find_base_on_rank0(config, asdict(progress), run_dir, ranks, context.log.warn)
+        return found_by_rank0(lambda: find_base(config, asdict(progress), run_dir, context.log.warn), ranks)
 
     @cache
     def frozen() -> Transformer:
         folder = base()
-        reference = model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
+        reference = model_utils.model_on_meta(config, inputs.tokenizer.vocab_size, dtype)
         lora.cast_base(reference.requires_grad_(False), dtype)
-        allocate_model(reference, config, ranks)
-        ranks.raise_on_all(lambda: load_weights(folder, reference))
-        compile_where_possible(reference, config, ranks.device.type)
+        model_utils.allocate_model(reference, config, ranks)
+        ranks.raise_on_all(lambda: model_utils.load_weights(folder, reference))
+        model_utils.compile_where_possible(reference, config, ranks.device.type)
         return reference.eval()
 
-    if not stored:
-        return partial(frozen_logprobs, frozen()), inputs
+    if not is_stored:
+        return partial(objectives.frozen_logprobs, frozen()), inputs
     sha256 = progress.base_sha256
     if not sha256:  # older versions stored the hash for adapters only
         folder = base()
         sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
     facts = {"weights_sha256": sha256, "compute_dtype": str(dtype)}
 
-    def stored_for(split: str, part, source: int):
-        return with_reference(outputs, part, split, facts, frozen, config.micro_batch_size)
+    def stored(split: str, rows: Optional[Rows]) -> Optional[Rows]:
+        def of_source(part, source: int):
+            return with_reference(outputs, part, split, facts, frozen, config.micro_batch_size)
 
-    held_out = inputs.validation_rows and map_parts(inputs.validation_rows, partial(stored_for, "validation"))
-    return stored_reference, replace(inputs, rows=map_parts(inputs.rows, partial(stored_for, "train")),
-                                     validation_rows=held_out)
+        return rows and map_parts(rows, of_source)
+
+    rows, held_out = stored("train", inputs.rows), stored("validation", inputs.validation_rows)
+    return objectives.stored_reference, replace(inputs, rows=rows, validation_rows=held_out)
 
 
 def logprobs_without_adapters(model: Transformer, batch) -> Tensor:
@@ -650,6 +613,6 @@ def logprobs_without_adapters(model: Transformer, batch) -> Tensor:
     with lora.disable_adapters(model):
         was_training = model.training
         try:
-            return frozen_logprobs(model.eval(), batch)
+            return objectives.frozen_logprobs(model.eval(), batch)
         finally:
             model.train(was_training)

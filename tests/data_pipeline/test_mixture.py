@@ -19,7 +19,7 @@ from data_pipeline.prepare import DOCUMENTS, PreparationOptions, PreparationPlan
 from data_pipeline.sources import Source
 from data_preparation_utils import describe, prepare_mixture, read_mix
 from dataloaders import Batch, Mixing, RowOrder, join, open_rows
-from run.start import read_inputs, rows_of_run
+from run.start import read_inputs, rows_read
 from tokenizer import load_tokenizer
 
 WEIGHTS = st.one_of(st.just(0), st.integers(1, 20), st.floats(1e-6, 1e6))
@@ -238,7 +238,7 @@ def test_the_rows_that_a_run_reads_are_those_that_are_stored(sources, prepared):
     read = np.concatenate([order.all_rows(step) for step in range(4)])
     sources_read, within = inputs.rows.locate(read)
     for source in (0, 1):
-        assert rows_of_run(config, inputs.rows, source).tolist() == sorted(set(within[sources_read == source].tolist()))
+        assert rows_read(config, inputs.rows, "train", source).tolist() == sorted(set(within[sources_read == source].tolist()))
 
 
 def test_what_is_wrong_with_a_mixture_is_said(sources, prepared, tmp_path):

@@ -25,13 +25,13 @@ from factories import (
 )
 
 import debug.replay
+import model_utils
 from common.errors import CheckpointError, PaddockError, SettingsError
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import RowOrder
 from debug.replay import read_settings, replay
 from model_utils import build_model
 from run import folder as run_folder
-from run import start as run_start
 from settings.load import Layer, read_flags
 from tokenizer import load_tokenizer
 
@@ -218,7 +218,7 @@ def strange_run(poisoned, tmp_path, monkeypatch):
 
         run = TinyRun(poisoned, tmp_path, TIE_EMBEDDINGS="false", SEED=seed, SAVE_EVERY=2, **UNMEASURED, **settings)
         with monkeypatch.context() as patch:
-            patch.setattr(run_start, "build_model", build)
+            patch.setattr(model_utils, "build_model", build)
             assert run.train(MAX_STEPS=30) == 4
         assert run.steps_saved()[-1] < step
         return run, token, place, step
@@ -290,7 +290,7 @@ def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, m
         return model
 
     reached = []
-    monkeypatch.setattr(run_start, "build_model", build)
+    monkeypatch.setattr(model_utils, "build_model", build)
     run = tiny_run(**UNMEASURED)
     with at_step(3, lambda: reached.append(True)):
         assert run.train() == 4

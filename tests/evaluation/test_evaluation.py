@@ -13,6 +13,7 @@ from factories import TinyRun, assert_same_run, prepare_stages, without_clocks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import model_utils
 import train
 from checkpoint.item_scores import packed_bits, ratio_error, read_item_scores, unpacked_bits
 from config import Config, PreferenceConfig
@@ -23,7 +24,6 @@ from fused.head import IGNORE_INDEX
 from learn.objectives import ORPO, NextToken
 from parallel import ranks
 from parallel.ranks import Ranks, RunContext, StopSignals
-from run import start as run_start
 from run.adapters import load_model
 from settings.load import load_config
 from tokenizer import load_tokenizer
@@ -270,8 +270,8 @@ class AsCuda(TorchDispatchMode):
 def test_a_deterministic_run_evaluates_by_what_cuda_can_do(mode, tiny_run, prepared, tmp_path, monkeypatch):
     """Validation, HellaSwag, samples that are drawn, and generated answers."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    original, every = run_start.make_deterministic, {"DETERMINISTIC": "true", "SAMPLE_EVERY": 2, "HELLASWAG_EVERY": 2, "MAX_STEPS": 4}
-    monkeypatch.setattr(run_start, "make_deterministic", lambda config, _: original(config, "cuda"))
+    original, every = model_utils.make_deterministic, {"DETERMINISTIC": "true", "SAMPLE_EVERY": 2, "HELLASWAG_EVERY": 2, "MAX_STEPS": 4}
+    monkeypatch.setattr(model_utils, "make_deterministic", lambda config, _: original(config, "cuda"))
     if mode == "pretrain":
         run = tiny_run(**every)
     else:

@@ -202,7 +202,7 @@ def exaggerate_on_rank_1() -> None:
             model.layers[1].attention.wo.weight.register_hook(lambda gradient: gradient * 1.01)
             return model
 
-        run_start.build_model = build
+        model_utils.build_model = build
 
 
 def test_a_layout_with_another_gradient_is_found(verify):

@@ -18,6 +18,7 @@ from commands import alone, during, listening
 from factories import PATIENCE, UNMEASURED, assert_same_run, at_step, do_in_step
 from safetensors.torch import load_file
 
+import model_utils
 import train
 from checkpoint import huggingface, store
 from evaluation import during_run
@@ -99,7 +100,7 @@ def when_built(change) -> None:
         change(model)
         return model
 
-    run_start.build_model = build
+    model_utils.build_model = build
 
 
 def bad_gradient_in_step(step: int, value: float, once: bool = False):
@@ -200,7 +201,7 @@ def test_what_is_finite_when_it_is_computed_again_is_told_to_be_transient(world_
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_bad_gradient_stops_one_process_too(value, tiny_run, monkeypatch, capsys):
-    monkeypatch.setattr(run_start, "build_model", run_start.build_model)
+    monkeypatch.setattr(model_utils, "build_model", model_utils.build_model)
     run = tiny_run()
     with at_step(1, lambda: None):
         bad_gradient_in_step(3, value)
@@ -220,7 +221,7 @@ def test_debug_names_the_first_module_whose_output_went_bad(tiny_run, monkeypatc
         with torch.no_grad():
             model.layers[1].ffn_norm.weight[5] = math.inf
 
-    monkeypatch.setattr(run_start, "build_model", run_start.build_model)
+    monkeypatch.setattr(model_utils, "build_model", model_utils.build_model)
     when_built(spoil)
     run = tiny_run(VALIDATE_EVERY=0, HELLASWAG_EVERY=0)
     assert run.train(DEBUG="true") == 4

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from factories import UNMEASURED, TinyRun, assert_same_run, furthest, prepare_stages, run_ranks
 from torch.nn import functional as F
 
+import model_utils
 import train
 from common.errors import SettingsError
 from config import Config
@@ -30,7 +31,6 @@ from model import SHARED_PREFIX
 from model_utils import build_model, compile_model, wrap_model
 from parallel import ranks as collectives
 from parallel.ranks import Ranks
-from run import start as run_start
 
 GPU = os.environ.get("PADDOCK_TEST_DEVICE", "cuda")
 CPU_TOO = ["cpu", pytest.param(GPU, marks=pytest.mark.gpu, id="gpu")]
@@ -297,7 +297,7 @@ def plant_in_gradients(patch: pytest.MonkeyPatch, step: int, factor: float) -> N
             hooks.append(models[0].norm.weight.register_hook(lambda gradient: gradient * factor))
         return rate(updates, config)
 
-    patch.setattr(run_start, "build_model", build)
+    patch.setattr(model_utils, "build_model", build)
     patch.setattr(train, "learning_rate", learning_rate)
 
 
@@ -310,7 +310,7 @@ def test_faults_of_fp16_skip_a_step_halve_the_scale_and_survive_a_resume(device,
     """On a CPU, where the settings refuse fp16, the check is patched away."""
     if device.type == "cpu":
         scaler = torch.amp.GradScaler
-        monkeypatch.setattr(run_start, "choose_dtype", lambda *_: torch.float16)
+        monkeypatch.setattr(model_utils, "choose_dtype", lambda *_: torch.float16)
         monkeypatch.setattr(torch.amp, "GradScaler", lambda *_: scaler("cpu", init_scale=2.0**10))
     precision = {"DEVICE": "cuda", "PRECISION": "fp16"} if device.type == "cuda" else {}
     run = tiny_run(**UNMEASURED, **precision, SAVE_EVERY=1, KEEP_LAST=0, MAX_STEPS=6)
@@ -389,7 +389,7 @@ def over_gloo() -> None:
 
 def drifting() -> None:
     over_gloo()
-    original, build = train.learning_rate, run_start.build_model
+    original, build = train.learning_rate, model_utils.build_model
     models = []
 
     def learning_rate(finished: int, config) -> float:
@@ -398,7 +398,7 @@ def drifting() -> None:
                 models[0].layers[1].attention.wq.weight[0, 0] += 1e-3
         return original(finished, config)
 
-    run_start.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
+    model_utils.build_model = lambda *arguments: models.append(build(*arguments)) or models[0]
     train.learning_rate = learning_rate
 
 
