@@ -91,12 +91,6 @@ def test_what_is_counted_along_with_the_steps_is_counted_anew_from_start_step(fi
     assert len(after["recent_losses"]) == 20, "its losses go on from those of the weights that it began with"
 
 
-def test_a_schedule_has_no_rate_before_its_beginning(prepared):
-    for step in (-1, -5):
-        with pytest.raises(AssertionError):
-            learning_rate(step, load_config(["--warmup-steps=20"], {}, complete=False).config)
-
-
 # ----------------------------------------------------------------------- however a start is spelt
 
 
@@ -395,6 +389,59 @@ def test_chats_are_not_learned_by_random_weights_unless_that_is_said(stages, tmp
     assert run.train(RANDOM_INIT="true") == 0
     assert run.train(MAX_STEPS=2) == 0, "it goes on from its own"
     assert train.main([*run.argv(RUN_NAME="student", DISTILLATION_ENABLED="true", TEACHER_MODEL=stages.teacher), "--check"]) == 0
+
+
+# ------------------------------------------------------------------------------------ what is hashed
+
+
+class CountingHash:
+    """hashlib.sha256, and how many bytes all of its objects were given."""
+
+    total, real = 0, staticmethod(hashlib.sha256)
+
+    def __init__(self, data=b"", inner=None):
+        self.inner = inner or self.real()
+        self.update(data)
+
+    def update(self, data) -> None:
+        CountingHash.total += memoryview(data).nbytes
+        self.inner.update(data)
+
+    def hexdigest(self) -> str:
+        return self.inner.hexdigest()
+
+    def copy(self) -> "CountingHash":
+        return CountingHash(inner=self.inner.copy())
+
+
+def hashed_bytes(work, monkeypatch) -> int:
+    with monkeypatch.context() as patch:
+        patch.setattr(hashlib, "sha256", CountingHash)
+        before = CountingHash.total
+        assert work() == 0
+        return CountingHash.total - before
+
+
+def sizes(checkpoint: Path) -> tuple[int, int]:
+    """The bytes of a checkpoint's optimizer, and of its other files that are verified."""
+    files = {name: entry["size"] for name, entry in store.read_manifest(checkpoint)["files"].items()}
+    return (optimizer := files.pop(store.OPTIMIZER)), sum(files.values())
+
+
+def test_each_byte_is_hashed_once_when_written_and_once_when_read(prepared, tmp_path, monkeypatch):
+    """The weights of a start also as its base, by which a later start finds them; its optimizer is not read at all."""
+    settings = {**UNMEASURED, "DIM": 128, "KEEP_LAST": 9}
+    run = TinyRun(prepared, tmp_path, **settings, MAX_STEPS=2, SAVE_EVERY=1)
+    other = 100_000 + hashed_bytes(lambda: train.main([*run.argv(), "--check"]), monkeypatch)  # data, settings, logs
+    saved = hashed_bytes(run.train, monkeypatch)
+    optimizer, model = sizes(run.checkpoint(2))
+    assert optimizer > 2 * other and 2 * (optimizer + model) <= saved <= 2 * (optimizer + model) + other
+    resumed = hashed_bytes(lambda: run.train(MAX_STEPS=3), monkeypatch)
+    assert 2 * (optimizer + model) <= resumed <= 2 * (optimizer + model) + other, "one is read, and one is written"
+    started = hashed_bytes(lambda: TinyRun(prepared, tmp_path / "other", **settings, MAX_STEPS=1).train(
+        PRETRAIN_CHECKPOINT=run.folder, RESET_OPTIMIZER="true"), monkeypatch)
+    assert 3 * model + optimizer - other <= started <= 3 * model + optimizer + other
+    assert hashed_bytes(lambda: int(not store.locate(str(run.folder), tmp_path / "-")), monkeypatch) < model + 50_000
 
 
 # ------------------------------------------------------------------------------------ permissions
