@@ -99,7 +99,7 @@ class DataConfig(Section):
 class PreparationConfig(Section):
     """How text becomes token shards."""
 
-    shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1)
+    shard_tokens: int = safe(100_000_000, "tokens in one prepared shard", ge=1, lt=2**31)
     validation_fraction: float = safe(0.005, "fraction of documents held out, chosen by hash", ge=0, lt=1)
     system_prompt: str = safe("", "system message for chats that have none")
     preparation_workers: int = safe(0, "number of tokenizing processes; 0 = one per core", ge=0)

@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from common.command_line import CommandParser
+from common.command_line import CommandParser, number
 from common.errors import SettingsError, local_path, run_script
 from common.files import read_json
 from common.text import is_url, show, without_passwords
@@ -44,6 +44,7 @@ OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo
 # Flags that describe a source: their field of `Source`.
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
                  "map": "map", "column": "column", "documents": "documents"}
+count = number(int, "of 15 digits at most", lambda value: 0 <= value < 10**15)  # the type of a flag
 # A source in the file of --mix: the fields of `Source`, its weight and its label.
 MixSource = create_model(
     "MixSource", __config__=ConfigDict(strict=True, extra="forbid"),
@@ -61,12 +62,12 @@ class MixFile(BaseModel, strict=True, extra="forbid"):
     @model_validator(mode="after")
     def check_sources(self) -> "MixFile":
         """Refuse sources without exactly one place, and weights in two places."""
-        for number, source in enumerate(self.sources, 1):
+        for place, source in enumerate(self.sources, 1):
             if bool(source.path) == bool(source.name):
-                raise ValueError(f"source {number}: give either a path (files) or a name (a dataset on the "
+                raise ValueError(f"source {place}: give either a path (files) or a name (a dataset on the "
                                  "hub)")
             if self.phases is not None and source.weight is not None:
-                raise ValueError(f"source {number}: leave out its weight, because the phases have weights")
+                raise ValueError(f"source {place}: leave out its weight, because the phases have weights")
         return self
 
 
@@ -120,8 +121,8 @@ def prepare_set(kind: str, source: str | Source, output_dir: str | Path, options
 def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationOptions) -> Path:
     """Prepare each source of a mix as a separate set, or find it; return the folder of their mixture."""
     sets = []
-    for number, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
-        show(f"Source {number} of {len(mix.sources)}: {label}")
+    for place, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
+        show(f"Source {place} of {len(mix.sources)}: {label}")
         sets.append(prepare_set(kind, source, output_dir, options))
     with disk_errors(output_dir):
         return write_mixture(output_dir, mix.labels, sets, mix.phases)
@@ -173,13 +174,6 @@ def some_text(text: str) -> str:
     return text
 
 
-def count(text: str) -> int:
-    """Return a flag's value as a number of items."""
-    if not text.isdecimal() or len(text) > 15:
-        raise argparse.ArgumentTypeError(f"{text:.40} must be a whole number, 0 or more, 15 digits at most")
-    return int(text)
-
-
 def flag_parser(kind: str, records: str) -> FlagParser:
     """Return the parser of the script that prepares this kind of data; `records` is for its --help."""
     is_text = kind == "documents"
@@ -223,11 +217,11 @@ A preparation that was stopped continues where it was.""")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
     add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, from "
         "0.5 to 1, such as 0.8: the share of their runs of 5 words that both have (Jaccard, by MinHash)",
-        type=float, default=0.0)
+        type=number(float, "from 0.5 to 1", lambda value: 0.5 <= value <= 1 or not value), default=0.0)
     add("--decontaminate", "FILE", f"leave out {items} with 13 words in a row of an evaluation item; FILE is "
         "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
-        default="fail")
+        choices=("fail", "skip"), default="fail")
     add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
         default=OUTPUTS[kind])
     return parser

@@ -105,9 +105,9 @@ class Mixing:
             left, units = np.clip(positions, phase.start, end) - phase.start, sum(phase.weights)
             for source, weight in enumerate(phase.weights):
                 if weight:  # the last one with a weight takes all that is left
-                    smooth = left * weight // units
-                    taken[source] += smooth
-                    left, units = left - smooth, units - weight
+                    given = left * weight // units
+                    taken[source] += given
+                    left, units = left - given, units - weight
         return taken
 
     def rows_at(self, positions: np.ndarray, seed: int | None) -> np.ndarray:
@@ -117,9 +117,8 @@ class Mixing:
         rows, first = np.empty(len(positions), np.int64), 0
         for source, size in enumerate(self.sizes):
             if len(places := np.flatnonzero(sources == source)):
-                rotations = before[source, places]
-                rows[places] = first + (rotations % size if seed is None else
-                                        rows_at(rotations, size, seed, source))
+                turns = before[source, places]
+                rows[places] = first + (turns % size if seed is None else rows_at(turns, size, seed, source))
             first += size
         return rows
 
@@ -137,7 +136,6 @@ class RowOrder:
     mixing: Mixing | None = None  # of a mixture's sources
 
     def all_rows(self, step: int) -> np.ndarray:
-        """Return the row indices of a step, of all ranks, int64."""
         positions = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
         if self.mixing is None:
             return rows_at(positions, self.n_rows, self.seed)
@@ -178,7 +176,6 @@ class Batch:
                      {name: change(tensor) for name, tensor in self.stored.items()}, self.padding)
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory, which a GPU can copy asynchronously."""
         return self._map(torch.Tensor.pin_memory)
 
     def ignore_from(self, row: int) -> "Batch":
@@ -234,7 +231,6 @@ class TokenRows:
         return self.token_set.fingerprint
 
     def describe(self) -> str:
-        """Return a description of the rows for the user."""
         return f"{self.token_set.tokens:,} tokens"
 
     def __call__(self, indices: np.ndarray) -> Batch:
@@ -262,7 +258,6 @@ class Packing:
         return len(self.offsets) - 1
 
     def items_in(self, bin: int) -> np.ndarray:
-        """Return the indices of the items in one bin."""
         return self.items[self.offsets[bin]:self.offsets[bin + 1]]
 
 
@@ -437,7 +432,6 @@ class ExampleRows:
         return len(self._bins)
 
     def describe(self) -> str:
-        """Return a description of the rows for the user."""
         what = f"{self.examples:,} {self.example_set.kind} in {len(self):,} rows, {self.fill:.1%} full"
         truncated = f", {self.truncated:,} truncated to a row" if self.truncated else ""
         left_out = f", {self.left_out:,} too long and left out" if self.left_out else ""
@@ -498,7 +492,6 @@ class MixedRows:
         return sum(self.mixing.sizes) if self.chosen is None else len(self.chosen)
 
     def describe(self) -> str:
-        """Return a description of the rows for the user."""
         if self.chosen is None:
             tokens = sum(part.token_set.tokens for part in self.parts)
             return f"{tokens:,} tokens in a mixture of {len(self.parts)} sources"

@@ -57,7 +57,6 @@ class Mixture(BaseModel, strict=True):
 
     @model_validator(mode="after")
     def check_phases(self) -> "Mixture":
-        """Refuse labels and phases that contradict each other."""
         labels = [source.label for source in self.sources]
         if repeated := next((label for label in labels if labels.count(label) > 1), None):
             raise ValueError(f"two sources are called {repeated!r}; give each its own label")
@@ -78,7 +77,6 @@ class Mixture(BaseModel, strict=True):
 
     @property
     def weights(self) -> list[list[float]]:
-        """The weights of all sources in each phase."""
         return [[phase.weights.get(source.label, 0.0) for source in self.sources] for phase in self.phases]
 
     def phases_of_run(self, steps: int, rows_per_step: int) -> tuple[Phase, ...]:
@@ -94,11 +92,7 @@ class Mixture(BaseModel, strict=True):
 
 
 def write_mixture(output_dir: Path, labels: Sequence[str], sets: Sequence[Path], phases: list[dict]) -> Path:
-    """Write the mixture of prepared sets beside them; return its folder, which sets and weights name.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the mixture of prepared sets beside them; return its folder, which sets and weights name."""
     parts = [{"label": label, "set": os.path.join("..", path.name)} for label, path in zip(labels, sets)]
     mixture = Mixture.model_validate({"sources": parts, "phases": phases})
     folder = output_dir / mixture.fingerprint([path.name for path in sets])[:16]
@@ -108,7 +102,6 @@ def write_mixture(output_dir: Path, labels: Sequence[str], sets: Sequence[Path],
 
 
 def is_mixture(path: str | Path | None) -> bool:
-    """Whether a path is a mixture's folder."""
     return path is not None and os.path.lexists(Path(path) / MIXTURE)
 
 
@@ -122,11 +115,12 @@ def read_mixture(folder: Path) -> Mixture:
     except ValidationError as error:
         raise DataError(f"{path}: {first_fault(error)}; prepare the mixture again") from error
     for source in mixture.sources:
-        if not os.path.lexists(folder / source.set / MANIFEST):
-            raise DataError(f"{path}: the prepared set of {source.label!r} is not in {folder / source.set}; "
-                            "copy it there, or prepare the mixture again")
+        place = folder / source.set
+        if not os.path.lexists(place / MANIFEST):
+            raise DataError(f"{path}: the prepared set of {source.label!r} is not in {place}; copy it there, "
+                            "or prepare the mixture again")
         try:
-            read_manifest(folder / source.set)
+            read_manifest(place)
         except OSError as error:
             raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions, or "
                             "prepare the mixture again") from error

@@ -67,18 +67,6 @@ class PreparationOptions:
     decontaminate: str = ""  # a path of evaluation items: remove what has 13 words in a row of one
     journal_seconds: float = 10.0  # between two entries of the journal
 
-    def __post_init__(self):
-        if not 1 <= self.shard_tokens < 2**31:
-            raise SettingsError(f"SHARD_TOKENS={self.shard_tokens} must be at least 1 and below 2^31, "
-                                "because a shard's header counts in int32")
-        if not 0 <= self.validation_fraction < 1:
-            raise SettingsError(f"VALIDATION_FRACTION={self.validation_fraction} must be at least 0, below 1")
-        if self.on_bad_record not in ("fail", "skip"):
-            raise SettingsError(f"--on-bad-record {self.on_bad_record}: must be fail or skip")
-        if self.near_duplicates and not 0.5 <= self.near_duplicates <= 1:
-            raise SettingsError(f"--near-duplicates {self.near_duplicates}: must be at least 0.5 and at most "
-                                "1, such as 0.8")
-
 
 class PreparationPlan(NamedTuple):
     """All that decides the content of a prepared set."""
@@ -91,7 +79,6 @@ class PreparationPlan(NamedTuple):
 
     @property
     def settings(self) -> dict:
-        """The settings that the manifest lists."""
         options = self.options
         filters = {"near_duplicates": options.near_duplicates} if options.near_duplicates else {}
         filters |= {"decontaminate": OVERLAP_WORDS} if options.decontaminate else {}
@@ -109,7 +96,6 @@ class PreparationPlan(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """The type of the ids."""
         return dtype_for(self.tokenizer.vocab_size)
 
 

@@ -83,7 +83,6 @@ class Cache(NamedTuple):
         raise DataError(f"{'; '.join(refusals)}; set CACHE_DIR to a writable folder")
 
     def check(self) -> None:
-        """Raise SettingsError if CACHE_DIR cannot be written."""
         if self.chosen and (error := why_not_writable(self.chosen)):
             raise SettingsError(f"CACHE_DIR={self.chosen} cannot be written to: {error.strerror}; set it to "
                                 "a writable folder, or leave it unset")
@@ -214,12 +213,7 @@ class Manifest(BaseModel, strict=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a prepared folder.
-
-    Raises:
-        DataError: it is not a file, or violates the schema.
-        OSError: it cannot be read.
-    """
+    """Return the manifest of a prepared folder. Raises OSError if it cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
         raise DataError(f"{path}: is no file; prepare the data again")
@@ -245,7 +239,6 @@ class TokenizerFacts:
     document_start_id: int | None = None
 
     def is_same(self, sha256: str) -> bool:
-        """Return whether this is the hash of the tokenizer."""
         return sha256 == self.sha256
 
 
@@ -289,12 +282,10 @@ class Shard:
 
     @cached_property
     def ids_dtype(self) -> np.dtype:
-        """The NumPy type of the ids in the file."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @cached_property
     def file(self) -> WatchedFile:
-        """The open file."""
         return WatchedFile(self.path, self.status, scattered=True, digest=self.sha256)
 
     def read(self, start: int, count: int, file: WatchedFile | None = None) -> np.ndarray:
@@ -340,12 +331,10 @@ class TokenSet:
 
     @property
     def folder(self) -> Path:
-        """The folder of the first shard."""
         return self.shards[0].path.parent
 
     @property
     def tokens(self) -> int:
-        """The number of tokens in all shards."""
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
@@ -395,12 +384,18 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
             fingerprint = _fingerprint(shards)
         elif kind == "documents":
             shards = [_open_shard(file) for file in _foreign_files(path, split)]
-            fingerprint, document_start_id = _sampled_fingerprint(shards), tokenizer.document_start_id
+            # The sizes and the beginning, middle and end of each file, which every rank can afford to read.
+            hasher, document_start_id = hashlib.sha256(), tokenizer.document_start_id
             for shard in shards:
                 if shard.dtype < dtype_for(tokenizer.vocab_size):
                     raise DataError(f"{shard.path}: its ids are {shard.dtype}, too narrow for the vocabulary "
                                     f"of {tokenizer.vocab_size:,}; set TOKENIZER_PATH to their tokenizer, or "
                                     "tokenize the text again")
+                sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
+                hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
+                for start in (0, shard.tokens // 2, shard.tokens - sampled):
+                    hasher.update(shard.read(start, min(sampled, shard.tokens - start)))
+            fingerprint = hasher.hexdigest()
         else:
             raise _unprepared(path, f"holds no {MANIFEST} of {kind}", kind)
         token_set = TokenSet(tuple(shards), fingerprint, document_start_id, tokenizer.vocab_size)
@@ -530,17 +525,6 @@ def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
     on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
     advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
     return DataError(f"{path}: no such file or folder; {advice}")
-
-
-def _sampled_fingerprint(shards: Sequence[Shard]) -> str:
-    """Hash the sizes and the beginning, middle and end of each file, which every rank can afford."""
-    hasher = hashlib.sha256()
-    for shard in shards:
-        sampled = min(shard.tokens, FINGERPRINT_BYTES // shard.ids_dtype.itemsize)
-        hasher.update(f"{shard.dtype} {shard.tokens}\n".encode())
-        for start in (0, shard.tokens // 2, shard.tokens - sampled):
-            hasher.update(shard.read(start, min(sampled, shard.tokens - start)).tobytes())
-    return hasher.hexdigest()
 
 
 def _open_shard(path: Path, digest: str | None = None) -> Shard:
@@ -702,12 +686,10 @@ class ShardWriter:
 
     @property
     def path(self) -> Path:
-        """The path of the current shard."""
         return self.folder / f"{self.stream}-{len(self.shards):05d}.bin"
 
     @property
     def in_shard(self) -> int:
-        """The number of ids in the current shard."""
         return self.tokens - sum(shard["tokens"] for shard in self.shards)
 
     def write(self, ids: np.ndarray) -> None:
@@ -743,7 +725,6 @@ class ShardWriter:
         return {"tokens": self.tokens, "shards": self.shards}
 
     def close(self) -> None:
-        """Close the current file."""
         if self.file is not None:
             self.file.close()
             self.file = None
@@ -766,18 +747,15 @@ class SplitWriter:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that were written."""
         return self.streams[0].tokens
 
     def write(self, tokens: Tokens) -> None:
-        """Append documents or examples."""
         for stream, values in zip(self.streams, (tokens.ids, tokens.segments)):
             stream.write(values)
         self.documents += tokens.documents
         self.target_tokens += tokens.target_tokens
 
     def sync(self, finish: bool = False) -> dict:
-        """Do as `ShardWriter.sync`, for the whole split."""
         ids, *segments = (stream.sync(finish) for stream in self.streams)
         counts = {"tokens": ids["tokens"], "documents": self.documents, "shards": ids["shards"]}
         if segments:
@@ -785,6 +763,5 @@ class SplitWriter:
         return counts
 
     def close(self) -> None:
-        """Close the files."""
         for stream in self.streams:
             stream.close()
