@@ -180,7 +180,8 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     *totals, norms, stops = ranks.all_reduce(own)
     means = [total / units for total in totals]
 
-    limit = run.progress.spike_limit(config)
+    middle, deviation = diagnostics.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
+    limit = middle + config.loss_spike_threshold * deviation
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
         left_out |= means[0] > limit
@@ -194,7 +195,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     finite = math.isfinite(loss) and (math.isfinite(norms) or (scaler is not None and scaler.get_scale() > 1))
     if scaler and finite:  # a run that ends here is saved with the scale that it had
         scaler.update()
-    spike = run.progress.robust_z_score(loss, config) if loss > limit else 0.0
+    spike = (loss - middle) / deviation if loss > limit else 0.0
     metrics = dict(zip([*sums][1:], others))
     return StepResult(loss, metrics, round(units), norm, finite, not left_out, spike, stops > 0)
 

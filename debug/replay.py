@@ -35,7 +35,7 @@ from learn.optim import learning_rate
 from model_utils import gradient_norm, is_vocabulary, seed_step
 from observe.guards import FirstBad, describe_tensors, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
-from run.diagnostics import robust_z_score
+from run.diagnostics import median_and_deviation
 from run.folder import RunFolder, segments
 from run.life import Run, StepResult
 from run.start import Found, build_run, find_base, find_start, named_checkpoint, prepare_device, read_inputs
@@ -249,30 +249,26 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     return config, int(saved.values.get("world_size", (1, ""))[0])
 
 
-def find_weights(run_dir: Path, step: int, config: Config) -> Found:
-    """The newest verified checkpoint before a step, or what the run started from."""
-    folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
-    named = named_checkpoint(config)
-    if folder or named is None:
-        return Found(folder, folder is not None, messages)
-    by_path = config.resume == named
-    later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
-    progress = store.read_state(later)["progress"] if later else {}
-    if progress.get("base") and not by_path:  # the very weights, wherever they are now
-        folder = find_base(config, progress, run_dir, messages.append)
-    else:
-        folder = store.locate(named, run_dir, messages.append, store.verify)
-    return Found(folder, by_path, messages)
-
-
 def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any]) -> Run:
     """The run as it was at the last verified checkpoint before the step, in this process alone."""
     device = prepare_device(config)
     log = SimpleNamespace(info=info, warn=lambda text: info(f"Note: {text}"))
     ranks = Ranks(device=torch.device("cuda", 0) if device.type == "cuda" else device)
     inputs = read_inputs(config.model_copy(update={"validate_every": 0, "hellaswag_every": 0}), verify=True)
+
+    # The newest verified checkpoint before the step, or what the run started from
+    folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
+    own, named = folder is not None, named_checkpoint(config)
+    if not own and named is not None:
+        own = config.resume == named
+        later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)
+        progress = store.read_state(later)["progress"] if later else {}
+        if progress.get("base") and not own:  # the very weights, wherever they are now
+            folder = find_base(config, progress, run_dir, messages.append)
+        else:
+            folder = store.locate(named, run_dir, messages.append, store.verify)
     loaded = Loaded(config, dict.fromkeys(Config.model_fields, str(run_dir)))
-    start = find_start(loaded, inputs, run_dir, ranks, find_weights(run_dir, step, config))
+    start = find_start(loaded, inputs, run_dir, ranks, Found(folder, own, messages))
     for message in (*start.warnings, *start.notes):
         log.warn(message)
     context = RunContext(ranks, StopSignals(), log)
@@ -376,12 +372,13 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
 
     # All is finite.
     losses = [report.loss for report in reports if math.isfinite(report.loss)]
-    outliers = [report for report in reports if robust_z_score(report.loss, losses, 0) > OUTLIER]
+    middle, deviation = median_and_deviation(losses)
+    outliers = [report for report in reports if (report.loss - middle) / deviation > OUTLIER]
     found = "no row is an outlier"
     if outliers:
         what = "are outliers" if len(outliers) > 1 else "is an outlier"
         found = (f"{rows_of(outliers)} {what} with a loss of {outliers[0].loss:.4f}, the median is "
-                 f"{float(np.median(losses)):.4f}")
+                 f"{middle:.4f}")
     numbers = {"loss": (result.loss, then["loss"]), "gradient norm": (result.grad_norm, then["grad_norm"])}
     apart = [name for name, pair in numbers.items() if difference(*pair) > ROUNDING]
     if apart or not is_same:

@@ -57,15 +57,3 @@ def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[floa
     middle = statistics.median(recent)
     deviation = 1.4826 * statistics.median(abs(value - middle) for value in recent)
     return middle, max(deviation, 0.01 * abs(middle), 1e-12)
-
-
-def robust_z_score(loss: float, recent: Sequence[float], window: int) -> float:
-    """Return by how many robust standard deviations a loss exceeds the recent median."""
-    middle, deviation = median_and_deviation(recent, window)
-    return (loss - middle) / deviation
-
-
-def spike_limit(recent: Sequence[float], window: int, threshold: float) -> float:
-    """Return the loss whose `robust_z_score` is the threshold."""
-    middle, deviation = median_and_deviation(recent, window)
-    return middle + threshold * deviation

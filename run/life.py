@@ -110,15 +110,6 @@ class Progress(SavedProgress):
         """The last step whose line in metrics.jsonl is complete."""
         return self.step if self.pending_metrics is None else self.step - 1
 
-    def spike_limit(self, config: Config) -> float:
-        """The loss above which the next step counts as a loss spike."""
-        return diagnostics.spike_limit(self.recent_losses, config.loss_spike_window,
-                                       config.loss_spike_threshold)
-
-    def robust_z_score(self, loss: float, config: Config) -> float:
-        """How far a loss is above the recent ones, in robust standard deviations."""
-        return diagnostics.robust_z_score(loss, self.recent_losses, config.loss_spike_window)
-
     def note_validation(self, loss: float, skip_steps: int) -> bool:
         """Record a validation loss; returns whether it is a new best. NaN never is."""
         self.val_loss = loss

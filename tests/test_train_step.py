@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 from factories import TINY, a_step, furthest, run_ranks, uneven_batches
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +17,6 @@ from learn.optim import Optimizer, newton_schulz
 from model import Transformer
 from model_utils import clip_scale, gradient_norm
 from parallel.ranks import start_ranks, stop_ranks
-from run import diagnostics
 
 # ------------------------------------------------------------------------- waiting for the device
 
@@ -182,16 +179,6 @@ def test_the_device_and_the_host_agree_on_a_spike_to_the_last_digit(policy, abov
     fresh.init_weights(torch.Generator().manual_seed(1))
     assert result.updated == updated != all(map(torch.equal, model.parameters(), fresh.parameters()))
     assert (result.spike > 0) == (above < 0) and result.finite
-
-
-@given(st.lists(st.floats(0.1, 100), min_size=8, max_size=64), st.floats(0.5, 20), st.floats(-1e-3, 1e-3))
-def test_the_limit_is_where_the_height_is_the_threshold(recent, threshold, beside):
-    limit = diagnostics.spike_limit(recent, 16, threshold)
-    middle, deviation = diagnostics.median_and_deviation(recent)
-    assert diagnostics.robust_z_score(limit, recent, 16) == pytest.approx(threshold)
-    if abs(beside) > 1e-9:
-        assert (diagnostics.robust_z_score(limit + beside * deviation, recent, 16) > threshold) == (beside > 0)
-    assert diagnostics.spike_limit(recent, 2 * len(recent) + 1, threshold) == math.inf
 
 
 # ------------------------------------------------------------------------ what the ranks exchange
