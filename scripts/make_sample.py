@@ -28,7 +28,7 @@ RANKS = 1024
 VALIDATION_FRACTION = 0.005
 EXAMPLES_HELD_OUT = 0.02  # of chats and pairs, which are fewer
 # The files that decide the sample's bytes: it is made again when one of them has changed.
-SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.py", "scripts/make_sample.py", "tokenizer.py",
+SOURCES = ("scripts/sample/world.py", "scripts/sample/plots.json", "scripts/make_sample.py", "tokenizer.py",
            "data_preparation_utils.py", "data_pipeline/prepare.py", "data_pipeline/sources.py",
            "data_pipeline/shards.py", "data_pipeline/chats.py", "data_pipeline/templates.py")
 

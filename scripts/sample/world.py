@@ -14,26 +14,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts.sample.plots import (
-    ANIMALS,
-    COLOURS,
-    GIRLS,
-    KIND,
-    PEOPLE,
-    PLACES,
-    PLOTS,
-    QUESTIONS,
-    SCENES,
-    THINGS,
-    TIMES,
-    UNKIND,
-    WEATHERS,
-    WHAT_THEN,
-    Plot,
-)
-
+# In a template {hero}, {colour} ... are replaced by the facts of a story, {she} {her} {them} by the hero's
+# pronouns (subject, possessive, object). Every word that may follow an article begins with a consonant. An
+# ending has no pronoun, which would reveal its person, and uses only facts that every version of its plot has
+# told. One scene follows the first sentence with the place: a fact that is mentioned only once is learned late.
+TEXTS = json.loads(Path(__file__).with_name("plots.json").read_text(encoding="utf-8"))
+WORDS = {name: words.split() for name, words in TEXTS["words"].items()}
+PEOPLE = WORDS["girls"] + WORDS["boys"]
+KIND, UNKIND, QUESTIONS, WHAT_THEN = (TEXTS[name] for name in ("kind", "unkind", "questions", "what_then"))
 # One in this many combinations of facts is held out.
 HELD_OUT_SHARE = 10
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One course of events; for each beat, and for the ending, one of several sentences is chosen."""
+
+    titles: Sequence[str]
+    beats: Sequence[Sequence[str]]
+    endings: Sequence[str]
+    questions: Sequence[Sequence[str]]  # and their answers
+
+
+PLOTS = [Plot(**plot) for plot in TEXTS["plots"]]
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class Story:
 
 
 # The values of each slot, and the fact that is most easily confused with it.
-POOLS = {"hero": PEOPLE, "friend": PEOPLE, "colour": COLOURS, "other_colour": COLOURS, "thing": THINGS,
-         "other_thing": THINGS, "place": PLACES, "other_place": PLACES, "animal": ANIMALS,
-         "weather": WEATHERS, "time": TIMES}
+POOLS = {"hero": PEOPLE, "friend": PEOPLE, "animal": WORDS["animals"], "weather": WORDS["weathers"],
+         "time": WORDS["times"], **{f"{prefix}{name}": WORDS[f"{name}s"] for name in ("colour", "thing", "place")
+                                    for prefix in ("", "other_")}}
 RIVALS = {"hero": "friend", "friend": "hero", "colour": "other_colour", "other_colour": "colour",
           "thing": "other_thing", "other_thing": "thing", "place": "other_place"}
 PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},
@@ -118,18 +121,18 @@ def slots_of(template: str) -> list[str]:
 
 def tell(template: str, facts: Facts) -> str:
     """Return a template filled with these facts."""
-    return template.format_map(vars(facts) | PRONOUNS[facts.hero in GIRLS])
+    return template.format_map(vars(facts) | PRONOUNS[facts.hero in WORDS["girls"]])
 
 
 def draw_facts(dice: Dice, held_out: bool) -> Facts:
     """Draw facts until they are held out, or not, as requested."""
     while True:
         hero, friend = dice.several(PEOPLE, 2)
-        colour, other_colour = dice.several(COLOURS, 2)
-        thing, other_thing = dice.several(THINGS, 2)
-        place, other_place = dice.several(PLACES, 2)
+        colour, other_colour = dice.several(POOLS["colour"], 2)
+        thing, other_thing = dice.several(POOLS["thing"], 2)
+        place, other_place = dice.several(POOLS["place"], 2)
         facts = Facts(hero, friend, colour, thing, place, other_colour, other_thing, other_place,
-                      dice.choose(ANIMALS), dice.choose(WEATHERS), dice.choose(TIMES))
+                      *(dice.choose(POOLS[name]) for name in ("animal", "weather", "time")))
         if facts.held_out == held_out:
             return facts
 
@@ -139,7 +142,7 @@ def draw_story(dice: Dice, held_out: bool) -> Story:
     facts, plot = draw_facts(dice, held_out), dice.choose(PLOTS)
     title = tell(dice.choose(plot.titles), facts)
     templates = [dice.choose(beat) for beat in plot.beats]
-    scene = dice.choose(SCENES)
+    scene = dice.choose(TEXTS["scenes"])
     place_told = next((index for index, template in enumerate(templates) if "{place}" in template), None)
     if place_told is not None:
         templates.insert(place_told + 1, scene)

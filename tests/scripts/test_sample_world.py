@@ -14,10 +14,13 @@ from common.errors import DataError
 from observe import check
 from observe.check import provide_sample
 from scripts.sample import world
-from scripts.sample.plots import KIND, PLOTS, QUESTIONS, UNKIND
 from scripts.sample.world import (
+    KIND,
+    PLOTS,
     POOLS,
+    QUESTIONS,
     RIVALS,
+    UNKIND,
     documents,
     epilogues,
     items,

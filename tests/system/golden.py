@@ -261,7 +261,7 @@ def run_facts(side: Side, case: str, code: int, output: str) -> Facts:
     def lines(name: str) -> list[dict]:
         return [json.loads(line) for line in (side.read(run / name) or "").splitlines()]
 
-    facts: Facts = {"exit code": code, "error": output[-2000:] if code else "", "ledger.jsonl": side.read(run / "ledger.jsonl")}
+    facts: Facts = {"exit code": code, "error": output[-300:] if code else "", "ledger.jsonl": side.read(run / "ledger.jsonl")}
     for checkpoint in sorted(run.glob("checkpoints/step-*")):
         facts |= {f"{checkpoint.name}/{name}": fact for name, fact in checkpoint_facts(side, checkpoint).items()}
     facts["metrics"] = [{key: value for key, value in line.items() if not CLOCKS.fullmatch(key)}
@@ -493,7 +493,8 @@ class Comparison:
         """Record and print which facts differ."""
         new = json.loads(json.dumps(new))
         found = []
-        for fact in {**old, **new}:
+        failed = [fact for fact in ("failed", "exit code") if old.get(fact) != new.get(fact)]
+        for fact in [*failed, "error"] if failed else {**old, **new}:
             one, other = old.get(fact, "(missing)"), new.get(fact, "(missing)")
             if json.dumps(one) != json.dumps(other):  # as JSON, so that the order of keys counts
                 name = f"{case}: {fact}"
@@ -504,13 +505,13 @@ class Comparison:
             self.differences += found
             print(f"{time.monotonic() - begun:6.1f} s  {case}: "
                   + (f"{len(found)} of {len({**old, **new})} DIFFER" if found else f"{len(old)} the same"), flush=True)
-            for name, where, reason in found:
+            for name, where, reason in found[:6]:
                 print(f"          {f'intended ({reason})' if reason else 'DIFFERS'}: {name} {where}", flush=True)
 
     def check(self, case: str, find: Callable[[Side], Facts]) -> Facts:
         begun = time.monotonic()
         old = self.expected(case, find)
-        self.compare(case, old, find(self.new), begun)
+        self.compare(case, old, facts_or_failure(lambda: find(self.new)), begun)
         return old
 
     def check_run(self, case: str) -> None:
@@ -521,7 +522,8 @@ class Comparison:
             ways["killed"] = lambda: killed(self.new, case)
         for way, find in ways.items():
             begun = time.monotonic()
-            facts = [{name: value for name, value in side.items() if name not in BELOW_CONTINUED} for side in (old, find())]
+            facts = [{name: value for name, value in side.items() if name not in BELOW_CONTINUED}
+                     for side in (old, facts_or_failure(find))]
             self.compare(f"{case}, {way}", *facts, begun)
 
     def check_data(self, all_ways: bool) -> None:
@@ -530,6 +532,14 @@ class Comparison:
             begun = time.monotonic()
             for what, facts in prepare_in_other_ways(self.new, self.old):
                 self.compare(f"data: {what}", old[what.partition(",")[0]], facts, begun)
+
+
+def facts_or_failure(find: Callable[[], Facts]) -> Facts:
+    """Return the facts, or why they could not be found, which is a difference."""
+    try:
+        return find()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def first_difference(old: Any, new: Any, where: str = "") -> str:
@@ -547,7 +557,7 @@ def first_difference(old: Any, new: Any, where: str = "") -> str:
     if isinstance(old, str) and isinstance(new, str):
         same = len(os.path.commonprefix([old, new]))
         old, new = old[max(0, same - 40):], new[max(0, same - 40):]
-    return f"{where}\n            reference: {old!r:.160}\n            now:       {new!r:.160}"
+    return f"{where}\n            reference: {old!r:.300}\n            now:       {new!r:.300}"
 
 
 # ----------------------------------------------------------------------------------------- benchmark
