@@ -1,2 +1,2 @@
-"""Has moved: python scripts/dev/trace_memory.py"""
+"""Has gone: python train.py --check forecasts the memory; tests hold the forecast against a trace."""
 raise SystemExit(__doc__)

@@ -83,10 +83,9 @@ def cell(text: str) -> str:
 
 NEVER_RUN = """Nothing of Paddock has been run on a GPU yet. This page will hold what the suite finds there:
 the device, the versions, the commit, the errors, and every figure."""
-HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. With
-`--wheels FOLDER` it installs missing packages first; `--parts` also accepts names. Each part is a process
-with a time limit, and one that fails stops no other. `bash scripts/gpu_suite.sh --device cpu --tiny` runs the
-code of every part at toy size."""
+HOW_IT_RUNS = """Each of the two takes less than ten minutes on one H200 and needs no network. `--parts` also
+accepts names. Each part is a process with a time limit, and one that fails stops no other.
+`bash scripts/gpu_suite.sh --device cpu --tiny` runs the code of every part at toy size."""
 
 
 def gpu_page(records: list[dict[str, Any]]) -> str:
@@ -130,12 +129,12 @@ def found(records: list[dict[str, Any]]) -> list[str]:
 
 
 def figures_of(figures: dict[str, Any]) -> list[str]:
-    """Return the tables of a part: comparisons side by side, single figures, the profiler's rows."""
+    """Return the tables of a part: comparisons side by side, and single figures."""
     lines: list[str] = []
     several = [(name, value) for name, value in figures.items() if isinstance(value, dict)]
     by_columns: dict[tuple, list[tuple[str, dict]]] = {}
     for name, value in several:
-        columns = tuple(key for key, entry in value.items() if not isinstance(entry, list))
+        columns = tuple(value)
         # A row with fewer figures goes where all of them have a column.
         fitting = next((known for known in by_columns if set(columns) <= set(known)), columns)
         by_columns.setdefault(fitting, []).append((name, value))
@@ -145,12 +144,6 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
                   for name, value in rows]
     if single := {name: value for name, value in figures.items() if not isinstance(value, dict)}:
         lines += ["", *table_of(single, ("figure", "value"))]
-    for name, value in several:
-        for rows in (entry for entry in value.values() if isinstance(entry, list)):
-            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |",
-                      "|---|---|---|---|"]
-            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} "
-                      f"| `{cell(row['name'])}` |" for row in rows]
     return lines
 
 

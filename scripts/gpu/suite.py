@@ -108,21 +108,6 @@ class Suite:
         self.lock = threading.Lock()
         self.done = 0
 
-    def install(self, wheels: Path) -> None:
-        """Install the wheels into a folder of the suite, from which every part imports."""
-        files, site = sorted(map(str, wheels.glob("*.whl"))), self.folder / "site-packages"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
-                   "--no-index", "--no-deps", "--upgrade", "--target", str(site), *files]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if not files or done.returncode:
-            reason = last_line(done.stderr) if files else "there is no *.whl in it"
-            print(f"warning: the wheels of {wheels} are not installed: {reason}; parts that need them will "
-                  "fail", flush=True)
-            return
-        paths = str(site), os.environ.get("PYTHONPATH")
-        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        print(f"{len(files)} wheels of {wheels} are installed in {site}", flush=True)
-
     def run(self) -> list[dict[str, Any]]:
         """Run the parts that measure time one by one, then the others in parallel; the results in order."""
         futures: dict[str, Future] = {}
@@ -282,7 +267,6 @@ def parse_args(argv: Optional[Sequence[str]] = None) -> tuple[argparse.Namespace
     parser.add_argument("--output", type=Path, default=ROOT / "gpu_suite",
                         help="folder of results.jsonl (default: gpu_suite)")
     parser.add_argument("--commit", default="", help="what is tested (default: what git says here)")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     parser.add_argument("--jobs", type=int,
                         help="parts at a time, where none measures time (default: 4, tiny: 2)")
     parser.add_argument("--minutes", type=float,
@@ -301,10 +285,7 @@ def main() -> int:
     configure_allocator()  # as a run does
     options.output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(options.output / "runs", ignore_errors=True)  # of an earlier call
-    suite = Suite(options, parts)
-    if options.wheels:
-        suite.install(options.wheels)
-    results = suite.run()
+    results = Suite(options, parts).run()
     print(f"\nThe results are in {options.output / RESULTS}; scripts/dev/write_docs.py --gpu-results turns "
           f"them into docs/gpu.md.\n\n{table(results)}", flush=True)
     return int(any(result["ok"] is False for result in results))

@@ -16,8 +16,9 @@ from pathlib import Path
 
 # In a template {hero}, {colour} ... are replaced by the facts of a story, {she} {her} {them} by the hero's
 # pronouns (subject, possessive, object). Every word that may follow an article begins with a consonant. An
-# ending has no pronoun, which would reveal its person, and uses only facts that every version of its plot has
-# told. One scene follows the first sentence with the place: a fact that is mentioned only once is learned late.
+# ending has no pronoun, which would reveal its person, and uses only facts that every version of its plot
+# has told. One scene follows the first sentence with the place: a fact that is mentioned only once is
+# learned late.
 TEXTS = json.loads(Path(__file__).with_name("plots.json").read_text(encoding="utf-8"))
 WORDS = {name: words.split() for name, words in TEXTS["words"].items()}
 PEOPLE = WORDS["girls"] + WORDS["boys"]
@@ -90,8 +91,8 @@ class Story:
 
 # The values of each slot, and the fact that is most easily confused with it.
 POOLS = {"hero": PEOPLE, "friend": PEOPLE, "animal": WORDS["animals"], "weather": WORDS["weathers"],
-         "time": WORDS["times"], **{f"{prefix}{name}": WORDS[f"{name}s"] for name in ("colour", "thing", "place")
-                                    for prefix in ("", "other_")}}
+         "time": WORDS["times"], **{f"{prefix}{name}": WORDS[f"{name}s"]
+                                    for name in ("colour", "thing", "place") for prefix in ("", "other_")}}
 RIVALS = {"hero": "friend", "friend": "hero", "colour": "other_colour", "other_colour": "colour",
           "thing": "other_thing", "other_thing": "thing", "place": "other_place"}
 PRONOUNS = {True: {"she": "she", "She": "She", "her": "her", "them": "her"},

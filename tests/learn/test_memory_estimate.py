@@ -8,9 +8,9 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trace_memory import trace
 
 import lora
-from common.errors import SettingsError
 from config import Config, ModelConfig, rules
 from fused import matmul
 from learn import cost
@@ -18,8 +18,6 @@ from learn.cost import activation_bytes, estimate_memory, parameter_count
 from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
 from observe.check import GIB, memory_advice
-from scripts import trace_memory
-from scripts.dev.trace_memory import trace
 from settings.load import PRESETS_DIR, load_config
 
 FULL = {"world_size": 8, "sharding": "full"}
@@ -182,20 +180,3 @@ def test_the_comment_of_a_preset_says_what_the_forecast_says(preset):
     billions = re.search(r"([\d.]+) billion", comment)[1]
     digits = len(billions.partition(".")[2])
     assert f"{parameter_count(config, 128_256) / 1e9:.{digits}f}" == billions
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_script_prints_the_trace_beside_the_forecast(monkeypatch, capsys):
-    # Large enough that a buffer of some releases of torch, 1 MB in torch 2.11, does not count.
-    shape = ["--dim", "256", "--n-layers", "4", "--n-heads", "4", "--n-kv-heads", "2", "--max-seq-len", "128"]
-    flags = [*shape, "--world-size", "4", "--sharding", "full", "--total-batch-size", "8192", "--micro-batch-size", "2"]
-    monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, "--vocab-size", "32000"])
-    trace_memory.main()
-    told = capsys.readouterr().out
-    assert "Traced eagerly (COMPILE=false)" in told and "8 micro-batches x 4 ranks" in told
-    assert abs(float(re.search(r"the forecast is [\d.]+ \(([-+][\d.]+) %\)", told)[1])) < 1
-    for wrong, named in ((["--micro-batch-size", "3"], "TOTAL_BATCH_SIZE"), (["--lora-base-quantization", "int8"], "LORA_BASE"),
-                         (["--shardin", "full"], "shardin")):
-        monkeypatch.setattr("sys.argv", ["trace_memory.py", *flags, *wrong])
-        with pytest.raises(SettingsError, match=named):
-            trace_memory.main()

@@ -334,6 +334,6 @@ def test_training_does_not_notice_wandb(misbehaviour, whole, tiny_run, tmp_path,
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and iproute2")
 def test_two_nodes_train_as_one_process_does():
-    result = subprocess.run(["bash", ROOT / "scripts" / "two_nodes.sh"], cwd=ROOT, text=True, capture_output=True, timeout=600,
+    result = subprocess.run(["bash", Path(__file__).with_name("two_nodes.sh")], cwd=ROOT, text=True, capture_output=True, timeout=600,
                             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
     assert result.returncode == 0, result.stdout + result.stderr

@@ -3,14 +3,12 @@
 # pair, a launcher in each, gloo. Trains a tiny model with torchrun and with
 # scripts/launch.py; both must match a single process.
 #
-#   sudo bash scripts/two_nodes.sh
-#   sudo PROCESSES_PER_NODE=2 bash scripts/two_nodes.sh
+#   sudo bash tests/system/faults/two_nodes.sh
+#   sudo PROCESSES_PER_NODE=2 bash tests/system/faults/two_nodes.sh
 #
 # Needs root and iproute2, takes a minute, and cleans up after itself.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-source scripts/setup.sh
-[ $# = 0 ] || { echo "error: unknown flag $1; --help lists what there is" >&2; exit 2; }
+cd "$(dirname "$0")/../../.."
 [ "$(id -u)" = 0 ] || { echo "error: network namespaces need root; run this with sudo" >&2; exit 1; }
 command -v ip > /dev/null || { echo "error: there is no ip command; install iproute2" >&2; exit 1; }
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then PATH="$PWD/.venv/bin:$PATH"; fi

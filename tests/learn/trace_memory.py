@@ -1,35 +1,15 @@
 """Trace the memory of a training step on fake tensors and fake ranks, of any size, without that memory.
 
-    python scripts/dev/trace_memory.py --preset llama3-8b --world-size 8 \\
-        --activation-checkpointing block
-
-Other flags are settings of train.py; neither data nor weights are read. The step of one rank is run with
-shapes instead of numbers, by the model, the sharding, the objective and the optimizer of a real run: two
-micro-batches, of which more would need no more, gradient norm, clipping and update. It prints what the rank
-holds, and the peak as torch's memory tracker sees it, beside the forecast of --check.
-
-The trace is eager, with causal attention and the head's chunks of a CPU, and so is the forecast beside it.
-The last line is the forecast of the settings as they are, on a GPU.
+The step of one rank is run with shapes instead of numbers, by the model, the sharding, the objective and the
+optimizer of a real run: two micro-batches, of which more would need no more, gradient norm, clipping and update.
 """
 
-import argparse
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from common.command_line import CommandParser  # noqa: E402
-from common.errors import SettingsError, run_script  # noqa: E402
-from common.text import show  # noqa: E402
-from config import Config, ModelConfig, numeric_rules, shape_rules, sharding_rules  # noqa: E402
-from settings.load import load_config  # noqa: E402
-
-GIB = 2**30
+from config import Config, ModelConfig
 
 
 class Traced(NamedTuple):
@@ -165,49 +145,3 @@ def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig]
             peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
             return Traced(nbytes(model.parameters()), gradients, nbytes(optimizer.state_tensors().values()),
                           nbytes(frozen.parameters()) if frozen else 0, peak)
-
-
-def parse_args() -> tuple[argparse.Namespace, list[str]]:
-    parser = CommandParser(__doc__, allow_abbrev=False)
-    parser.add_argument("--vocab-size", type=int, default=128_256, help="(default: 128256, Llama 3's)")
-    return parser.parse_known_args()
-
-
-def main() -> None:
-    args, flags = parse_args()
-    config = load_config(flags, complete=False).config
-    if problems := [*numeric_rules(config), *sharding_rules(config), *shape_rules(config)]:
-        raise SettingsError(*problems)
-    for name, none in (("distillation_enabled", False), ("lora_base_quantization", "none")):
-        if getattr(config, name) != none:
-            raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
-    given, changes = config, {"document_mask": False}
-    if config.compile:
-        how = "block" if config.activation_checkpointing == "block" else "none"
-        changes |= {"compile": False, "activation_checkpointing": how}
-        show(f"Traced eagerly (COMPILE=false), with ACTIVATION_CHECKPOINTING={how}")
-    config = config.model_copy(update=changes)
-    import torch
-
-    from learn.cost import estimate_memory
-    from model_utils import DTYPES
-    from observe.check import describe_batch, describe_memory
-
-    dtype = DTYPES.get(config.precision, torch.bfloat16)
-    show(f"Batch: {describe_batch(config)}")
-    traced = trace(config, args.vocab_size, dtype)
-    forecast = estimate_memory(config, args.vocab_size, dtype.itemsize, "cpu")
-    held = {name: value for name, value in traced._asdict().items() if name != "peak"}
-    held["activations, gathered and temporary"] = traced.peak - sum(held.values())
-    for name, value in held.items():
-        show(f"  {name:<36}{value / GIB:8.2f} GiB")
-    both = forecast.total + forecast.host
-    show(f"  {'peak':<36}{traced.peak / GIB:8.2f} GiB; the forecast is {both / GIB:.2f} "
-         f"({100 * (both / traced.peak - 1):+.1f} %)")
-    show(f"Forecast: {describe_memory(forecast)}")
-    on_gpu = estimate_memory(given, args.vocab_size, dtype.itemsize)
-    show(f"As the settings are, on a GPU: {describe_memory(on_gpu)}")
-
-
-if __name__ == "__main__":
-    run_script(main)
