@@ -12,18 +12,12 @@ HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-
            "Cross-Origin-Resource-Policy": "same-origin"}
 
 
-def is_ip(name: str) -> bool:
-    """Whether a name is an IP address."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 def is_loopback(host: str) -> bool:
     """Whether an address can be reached from this machine only."""
-    return host == "localhost" or is_ip(host) and ipaddress.ip_address(host).is_loopback
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -59,7 +59,15 @@ class Part(NamedTuple):
     index: int  # of the prompt
     text: str
     tokens: int  # so far
-    finish_reason: str | None
+    finish_reason: str | None  # "stop" or "length" in the last part
+
+
+def part_of(index: int, request: Request, stream: TextStream) -> Part:
+    """Return what a step of the engine added to a request that changed, as text."""
+    text = "" if request.finish_reason == "stop" else stream.add(request.written[-1])
+    if request.finish_reason:
+        text += stream.finish()
+    return Part(index, text, len(request.written), "stop" if stream.stopped else request.finish_reason)
 
 
 @dataclass
@@ -85,10 +93,7 @@ class Writer:
         while not engine.idle:
             for request in engine.step():
                 index, stream = streams[request]
-                text = "" if request.finish_reason == "stop" else stream.add(request.written[-1])
-                if request.finish_reason:
-                    text += stream.finish()
-                if stream.stopped:
+                part = part_of(index, request, stream)
+                if part.finish_reason:
                     engine.cancel(request)
-                reason = "stop" if stream.stopped else request.finish_reason
-                yield Part(index, text, len(request.written), reason)
+                yield part

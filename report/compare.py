@@ -1,6 +1,7 @@
-"""Is B better than A? Paired tests on the same evaluation items, which need no library of statistics.
+"""Several runs side by side: settings that differ, results with standard errors, and paired tests.
 
-Several runs side by side: settings that differ, results with standard errors, and paired tests."""
+Is B better than A? The tests on the same evaluation items need no library of statistics.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from checkpoint.item_scores import ItemScores, ratio_error
+from checkpoint.item_scores import ratio_error
 from report.curves import Curve, task_names
 from report.data import NOT_COMPARED, RunReader, spelt
 
@@ -94,26 +95,8 @@ class Kind(NamedTuple):
     lower: bool = False  # lower values are better
 
 
-def describe(test: Paired, names: tuple[str, str], kind: Kind) -> tuple[Optional[str], str]:
-    """Which of the two is better ("a", "b" or None), and the sentence that says so."""
-    def number(value: float) -> str:
-        return f"{100 * value:.1f}" if kind.percent else f"{value:.4f}"
-
-    unit = " points" if kind.percent else ""
-    p = f"p = {test.p:.2g}" if test.p >= 1e-4 else "p < 0.0001"
-    facts = f"({p}, {test.n:,} {kind.items})"
-    size = f"{number(abs(test.difference))} +- {number(test.stderr)}{unit}"
-    if test.p >= SIGNIFICANT:
-        return None, f"{names[0]} and {names[1]} are not shown to differ: {size} {facts}"
-    b_is_better = (test.difference < 0) == kind.lower
-    better, other = names if not b_is_better else names[::-1]
-    return "b" if b_is_better else "a", f"{better} is better than {other} by {size} {facts}"
-
-
 HIGHER = ("generation_exact_match", "generation_rouge_l", "generation_bleu", "tokens_per_second",
           "mfu", "hfu")
-
-
 KINDS = {"correct": Kind("accuracy", mcnemar, "items"),
          "correct_norm": Kind("accuracy by length", mcnemar, "items"),
          "loss": Kind("loss", paired_t, "blocks", percent=False, lower=True),
@@ -125,18 +108,14 @@ def comparison(runs: list[RunReader]) -> Optional[dict[str, Any]]:
     """The comparison as in the page's data; None of a single run."""
     if len(runs) < 2:
         return None
-    paired, refused = tests(runs)
-    return {"settings": [*differing_settings(runs)], "results": [*results(runs)], "tests": paired,
-            "refused": refused}
-
-
-def differing_settings(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
-    """Yield each setting that is not the same in all runs; null in one whose version did not have it."""
-    each = [run.settings for run in runs]
-    for name in dict.fromkeys(name for settings in each for name in settings):
-        values = [spelt(settings[name]) if name in settings else None for settings in each]
+    settings = []
+    for name in dict.fromkeys(name for run in runs for name in run.settings):
+        # None in a run whose version did not have the setting
+        values = [spelt(run.settings[name]) if name in run.settings else None for run in runs]
         if len(set(values)) > 1 and name not in NOT_COMPARED:
-            yield {"name": name, "values": values}
+            settings.append({"name": name, "values": values})
+    paired, refused = tests(runs)
+    return {"settings": settings, "results": [*results(runs)], "tests": paired, "refused": refused}
 
 
 def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
@@ -185,23 +164,23 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
         The tests, and a sentence for each evaluation without such a step.
     """
     scored = [{(line.step, line.name, line.items) for line in run.item_scores()} for run in runs]
-    found, refused = [], []
+    pairs, refused = [], []
     for a, b in combinations(range(len(runs)), 2):
         for name in sorted({name for _, name, _ in scored[a]} & {name for _, name, _ in scored[b]}):
             common = [key for key in scored[a] & scored[b] if key[1] == name]
             if common:
-                found.append((a, b, max(common)))
+                pairs.append((a, b, max(common)))
                 continue
             last = [f"{runs[i].name} (last at step {max(key[0] for key in scored[i] if key[1] == name):,})"
                     for i in (a, b)]
             refused.append(f"{title_of(name, runs[a])}: {last[0]} and {last[1]} scored no items in common at "
                            "the same step, and are not compared")
-    chosen = {key for *_, key in found}
-    lines = [{key: line for line in run.item_scores()
+    chosen = {key for *_, key in pairs}
+    lines = [{key: line.scores for line in run.item_scores()
               if (key := (line.step, line.name, line.items)) in chosen} for run in runs]
-    return [test_of((runs[a], runs[b]), (lines[a][key], lines[b][key]), metric, kind)
-            for a, b, key in found for metric, kind in KINDS.items()
-            if metric in lines[a][key].scores and metric in lines[b][key].scores], refused
+    return [test_of((runs[a], runs[b]), (lines[a][key], lines[b][key]), metric, key)
+            for a, b, key in pairs for metric in KINDS
+            if metric in lines[a][key] and metric in lines[b][key]], refused
 
 
 def title_of(name: str, run: RunReader) -> str:
@@ -209,15 +188,21 @@ def title_of(name: str, run: RunReader) -> str:
     return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 
-def test_of(pair: tuple[RunReader, RunReader], lines: tuple[ItemScores, ItemScores], metric: str,
-            kind: Kind) -> dict[str, Any]:
-    """A paired test as in the page's data."""
-    values = [line.scores[metric] for line in lines]
-    weights = {"weights": lines[0].scores.get("count")} if metric == "loss" else {}
-    test = kind.test(*values, **weights)
-    names = (pair[0].name, pair[1].name)
-    better, sentence = describe(test, names, kind)
-    label, step = f"{title_of(lines[0].name, pair[0])} {kind.label}", lines[0].step
-    return {"name": label, "a": names[0], "b": names[1], "step": step, "n": test.n, "a_value": test.a,
-            "b_value": test.b, "difference": test.difference, "stderr": test.stderr, "p": test.p,
-            "better": better, "sentence": f"{label} at step {step:,}: {sentence}"}
+def test_of(pair: tuple[RunReader, RunReader], scores: tuple[dict[str, np.ndarray], dict[str, np.ndarray]],
+            metric: str, key: tuple[int, str, str]) -> dict[str, Any]:
+    """A paired test as in the page's data, with the sentence that says which of the two runs is better."""
+    (step, name, _), kind, (a, b) = key, KINDS[metric], (run.name for run in pair)
+    weights = {"weights": scores[0].get("count")} if metric == "loss" else {}
+    test = kind.test(*(each[metric] for each in scores), **weights)
+    factor, digits, unit = (100, 1, " points") if kind.percent else (1, 4, "")
+    size = f"{factor * abs(test.difference):.{digits}f} +- {factor * test.stderr:.{digits}f}{unit}"
+    p = f"p = {test.p:.2g}" if test.p >= 1e-4 else "p < 0.0001"
+    better, verdict = None, f"{a} and {b} are not shown to differ: {size}"
+    if test.p < SIGNIFICANT:
+        b_is_better = (test.difference < 0) == kind.lower
+        better = "b" if b_is_better else "a"
+        verdict = f"{b if b_is_better else a} is better than {a if b_is_better else b} by {size}"
+    label = f"{title_of(name, pair[0])} {kind.label}"
+    return {"name": label, "a": a, "b": b, "step": step, "n": test.n, "a_value": test.a, "b_value": test.b,
+            "difference": test.difference, "stderr": test.stderr, "p": test.p, "better": better,
+            "sentence": f"{label} at step {step:,}: {verdict} ({p}, {test.n:,} {kind.items})"}

@@ -45,43 +45,39 @@ def task_names(names: Iterable[str], hellaswag: str) -> dict[str, str]:
 
 
 def charts(last: dict[str, Optional[float]], hellaswag: str) -> list[dict[str, Any]]:
-    """The charts of these curves, those of unknown ones last.
+    """The charts of these curves as in the page's data, those of unknown ones last.
 
     Args:
         last: the last value of each curve, of which the chances are taken.
         hellaswag: the name of HellaSwag's items, HELLASWAG_NAME.
     """
     left = [name for name in last if name not in HIDDEN and not name.endswith(SUFFIXES)]
-    made = []
+    tasks, made = task_names(left, hellaswag), []
 
-    def series(curve: str, label: str) -> dict[str, Any]:
-        stem = next((curve.removesuffix(end) for end in ACCURACIES if curve.endswith(end)), curve)
-        error = f"{stem}_stderr" if f"{stem}_stderr" in last and not curve.endswith("_acc_norm") else None
-        is_rare = curve in tasks or curve.startswith(("val_", "generation_", "evaluation_", "save_"))
-        reference = last.get(f"{stem}_chance", 0.25 if stem == "hellaswag" else None)
-        return {"curve": curve, "label": label, "error": error, "kind": "points" if is_rare else "line",
-                "reference": reference if curve in tasks else None}
+    def add(identity: str, title: str, unit: str, style: tuple[str, ...], curves: dict[str, str]) -> None:
+        series = []
+        for curve, label in curves.items():
+            if curve not in left:
+                continue
+            left.remove(curve)
+            stem = next((curve.removesuffix(end) for end in ACCURACIES if curve.endswith(end)), curve)
+            has_error = f"{stem}_stderr" in last and not curve.endswith("_acc_norm")
+            is_rare = curve in tasks or curve.startswith(("val_", "generation_", "evaluation_", "save_"))
+            chance = last.get(f"{stem}_chance", 0.25 if stem == "hellaswag" else None)
+            series.append({"curve": curve, "label": label, "error": f"{stem}_stderr" if has_error else None,
+                           "kind": "points" if is_rare else "line",
+                           "reference": chance if curve in tasks else None})
+        if series:
+            styles = {name: name in style for name in ("log", "percent", "stacked")}
+            made.append({"id": identity, "title": title, "unit": unit, **styles, "series": series})
 
-    tasks = task_names(left, hellaswag)
     for identity, title, unit, style, curves in KNOWN:
-        own = [series(name, label) for name, label in (tasks if identity == "accuracy" else curves).items()
-               if name in left]
-        left = [name for name in left if name not in {each["curve"] for each in own}]
-        made.append(chart(identity, title, unit, style, own))
-    for name in list(left):  # an objective's own metric, in training and validation
-        if name in left:
-            stem = name.removeprefix("val_")
-            both = {stem: "training", f"val_{stem}": "validation"}
-            own = [series(each, label) for each, label in both.items() if each in left]
-            left = [each for each in left if each not in both]
-            made.append(chart(stem.replace("_", "-"), stem.replace("_", " ").capitalize(), "", (), own))
-    return [each for each in made if each["series"]]
-
-
-def chart(identity: str, title: str, unit: str, style: Iterable[str], series: list) -> dict[str, Any]:
-    """A chart as in the page's data."""
-    styles = {name: name in style for name in ("log", "percent", "stacked")}
-    return {"id": identity, "title": title, "unit": unit, **styles, "series": series}
+        add(identity, title, unit, style, tasks if identity == "accuracy" else curves)
+    while left:  # an objective's own metric, in training and validation
+        stem = left[0].removeprefix("val_")
+        add(stem.replace("_", "-"), stem.replace("_", " ").capitalize(), "", (),
+            {stem: "training", f"val_{stem}": "validation"})
+    return made
 
 
 MOST_POINTS = 4096  # that a curve keeps; a page shows fewer

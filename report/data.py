@@ -610,7 +610,8 @@ class RunReader:
                 continue
             rank = f"rank {event.get('rank')}" + (f" on {event['host']}" if event.get("host") else "")
             if kind == "slow rank" and event.get("ratio") is not None:
-                text = f"{rank} takes {event['ratio']:.2f} times as long as the others in {event.get('phase')}"
+                text = (f"{rank} takes {event['ratio']:.2f} times as long as the others in "
+                        f"{event.get('phase')}")
             elif kind == "slow rank ended":
                 text = f"{rank} is as fast as the others again in {event.get('phase')}"
             else:

@@ -4,7 +4,15 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
-from common.errors import CheckpointError, requires_package
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from common.errors import CheckpointError
 from common.http_server import HEADERS, listen
 from common.text import show
 from report.page import Report, as_text, render
@@ -35,42 +43,28 @@ class Live:
                     self.signature = ()
             return self.version, self.data
 
-
-def make_app(live: Live):
-    """The web application: `/` is the page, `/events` its data whenever that changes; nothing else."""
-    with requires_package("starlette", "--serve"):
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.requests import Request
-        from starlette.responses import HTMLResponse, Response, StreamingResponse
-        from starlette.routing import Route
-
-    async def page(request: Request) -> Response:
-        _, data = await asyncio.to_thread(live.current)
+    async def page(self, request: Request) -> Response:
+        """Answer with the page."""
+        _, data = await asyncio.to_thread(self.current)
         return HTMLResponse(render(data, live=True), headers=HEADERS)
 
-    async def stream() -> AsyncIterator[str]:
-        sent, quiet = 0, 0.0
-        while True:
-            version, data = await asyncio.to_thread(live.current)
-            if version != sent:
-                yield f"event: data\ndata: {as_text(data)}\n\n"
-                sent, quiet = version, 0.0
-            elif quiet >= KEEP_ALIVE_SECONDS:
-                yield ": nothing new\n\n"
-                quiet = 0.0
-            await asyncio.sleep(POLL_SECONDS)
-            quiet += POLL_SECONDS
+    async def events(self, request: Request) -> Response:
+        """Answer with the page's data, now and whenever it changes."""
+        async def stream() -> AsyncIterator[str]:
+            sent, quiet = 0, 0.0
+            while True:
+                version, data = await asyncio.to_thread(self.current)
+                if version != sent:
+                    yield f"event: data\ndata: {as_text(data)}\n\n"
+                    sent, quiet = version, 0.0
+                elif quiet >= KEEP_ALIVE_SECONDS:
+                    yield ": nothing new\n\n"
+                    quiet = 0.0
+                await asyncio.sleep(POLL_SECONDS)
+                quiet += POLL_SECONDS
 
-    async def events(request: Request) -> Response:
         content = stream() if request.method == "GET" else iter(())
         return StreamingResponse(content, media_type="text/event-stream", headers=HEADERS)
-
-    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)
-    app = Starlette(routes=[Route("/", page), Route("/events", events)], middleware=[hosts])
-    app.router.redirect_slashes = False
-    return app
 
 
 def serve(report: Report, port: int) -> None:
@@ -79,9 +73,10 @@ def serve(report: Report, port: int) -> None:
     Args:
         port: 0 for a free one.
     """
-    app = make_app(Live(report))
-    with requires_package("uvicorn", "--serve"):
-        import uvicorn
+    live = Live(report)
+    hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)
+    app = Starlette(routes=[Route("/", live.page), Route("/events", live.events)], middleware=[hosts])
+    app.router.redirect_slashes = False
     with listen(HOST, port) as listening:
         # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.
         server = uvicorn.Server(uvicorn.Config(

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import SEED, TEMPERATURE, CommandParser, add_sampling_flags, number
-from common.errors import PaddockError, SettingsError, run_script
+from common.errors import PaddockError, SettingsError, requires_package, run_script
 from common.http_server import KEY_VARIABLE
 from common.text import print_safely, printable, show_part
 
@@ -343,7 +343,10 @@ def main() -> None:
     models = (open_model(name, args.base) for name in names)
     if not args.serve:
         return talk(next(models), args)
-    from serving.app import ServeOptions, serve
+    with requires_package("starlette", "--serve"):
+        import starlette  # noqa: F401
+    with requires_package("uvicorn", "--serve"):
+        from serving.app import ServeOptions, serve
 
     serve(models, ServeOptions(args.host, args.port, os.environ.get(KEY_VARIABLE) or None, args.concurrency,
                                context_length=args.context_length))

@@ -22,11 +22,7 @@ from common.errors import CheckpointError, local_path, requires_package, run_scr
 from common.files import atomic_write  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
-from report.page import (
-    Report,  # noqa: E402
-    render,  # noqa: E402
-)
-from report.serve import serve  # noqa: E402
+from report.page import Report, render  # noqa: E402
 from settings.load import find_run  # noqa: E402
 
 DEFAULT_PORT = 8321
@@ -119,6 +115,10 @@ def main() -> None:
     report = Report(folders)
     report.read()
     if args.serve:
+        with requires_package("starlette", "--serve"):
+            import starlette  # noqa: F401
+        with requires_package("uvicorn", "--serve"):
+            from report.serve import serve
         return serve(report, args.port)
     where = folders[0] if len(folders) == 1 else folders[0].absolute().parent
     path = args.output or where / "report.html"

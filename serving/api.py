@@ -1,21 +1,16 @@
-"""What can be asked: OpenAI's API, as far as it is supported.
-
-Answers in the shapes of OpenAI's API: whole, or as a stream of server-sent events.
-
-The endpoints of OpenAI's API, answered by batchers."""
+"""OpenAI's API, as far as it is supported: what can be asked, how it is answered, and the endpoints."""
 
 import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal, Optional, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -25,6 +20,7 @@ from inference.text import Prompt
 from serving.batcher import Answer, Batcher, Job
 from serving.guard import ApiError
 
+BODY_BYTES = 1 << 20
 # What changes nothing is accepted, because clients send it by default.
 NEUTRAL: Mapping[str, tuple] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
@@ -110,12 +106,24 @@ class CompletionAsked(Asked):
 AnyAsked = TypeVar("AnyAsked", bound=Asked)
 
 
-def parse(schema: type[AnyAsked], body: bytes) -> AnyAsked:
-    """Return the request in a body.
+async def read(request: Request, schema: type[AnyAsked]) -> AnyAsked:
+    """Return the request in a body. Raises ApiError, which names the first field that is wrong."""
+    body = bytearray()
+    try:
+        if int(request.headers.get("content-length", "0")) <= BODY_BYTES:
+            async for block in request.stream():
+                body += block
+                if len(body) > BODY_BYTES:
+                    break
+            else:
+                return parse(bytes(body), schema)
+    except ClientDisconnect as error:
+        raise ApiError(499, "the client has left") from error
+    raise ApiError(413, f"the body is larger than {BODY_BYTES} bytes")
 
-    Raises:
-        ApiError: it is none; the first field that is wrong is named.
-    """
+
+def parse(body: bytes, schema: type[AnyAsked]) -> AnyAsked:
+    """Return the request in a body. Raises ApiError, which names the first field that is wrong."""
     try:
         content = from_json(body)
     except ValueError as error:
@@ -139,96 +147,81 @@ def parse(schema: type[AnyAsked], body: bytes) -> AnyAsked:
     return asked
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How an endpoint answers."""
-
-    prefix: str  # of ids
-    whole: str  # the object's name
-    chunk: str  # the name of an object of a stream
-    content: Callable[[str, bool], dict]  # a choice's own fields, of its text and whether it is streamed
-    opening: Optional[dict] = None  # the fields of a stream's first choice
-
-
-def chat_content(text: str, streamed: bool) -> dict:
-    """The own fields of a chat's choice."""
-    if streamed:
-        return {"delta": {"content": text} if text else {}}
-    return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-
-CHAT = Shape("chatcmpl", "chat.completion", "chat.completion.chunk", chat_content,
-             {"delta": {"role": "assistant", "content": ""}})
-COMPLETION = Shape("cmpl", "text_completion", "text_completion", lambda text, streamed: {"text": text})
-
-
 class Reply(Response):
-    """The response of an answer; what is not finished when it ends is cancelled."""
+    """The response of an answer; what is not finished when it ends, or when the client leaves, is cancelled.
+    """
 
-    def __init__(self, answer: Answer, shape: Shape, asked: Asked):
-        self.answer, self.shape, self.asked = answer, shape, asked
-        self.id, self.created = f"{shape.prefix}-{uuid4().hex}", int(time.time())
+    def __init__(self, answer: Answer, asked: Asked):
+        self.answer, self.asked, self.created = answer, asked, int(time.time())
+        self.is_chat = isinstance(asked, ChatAsked)
+        self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid4().hex}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         with self.answer:
-            if not self.asked.stream:
-                return await JSONResponse(await self.whole())(scope, receive, send)
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for data in self.events():
-                await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(),
-                            "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
+            watching = asyncio.ensure_future(self.end_with_client(receive))
+            try:
+                if not self.asked.stream:
+                    return await JSONResponse(await self.whole())(scope, receive, send)
+                headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                async for data in self.events():
+                    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(),
+                                "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            finally:
+                watching.cancel()
+
+    async def end_with_client(self, receive: Receive) -> None:
+        """End the answer when the client is gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.answer.put(ApiError(499, "the client has left"))
 
     async def whole(self) -> dict[str, Any]:
-        """The whole answer.
-
-        Raises:
-            ApiError: it cannot be finished.
-        """
+        """The whole answer. Raises ApiError if it cannot be finished."""
         texts, reasons = [""] * len(self.answer.jobs), [""] * len(self.answer.jobs)
-        async for piece in self.answer.pieces():
-            texts[piece.index] += piece.text
-            reasons[piece.index] = piece.finish_reason
-        choices = [choice(index, reason, self.shape.content(text, False))
-                   for index, (text, reason) in enumerate(zip(texts, reasons))]
-        return self.object(self.shape.whole, choices) | {"usage": self.answer.usage()}
+        async for part in self.answer.parts():
+            texts[part.index] += part.text
+            reasons[part.index] = part.finish_reason
+        choices = [*map(self.choice, range(len(texts)), texts, reasons)]
+        return self.object(choices) | {"usage": self.answer.usage()}
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the data of a stream's events; an error ends it."""
+        def event(choices: list[dict[str, Any]], **fields: Any) -> str:
+            return json.dumps(self.object(choices) | fields, ensure_ascii=False)
+
         try:
-            async for content in self.chunks():
-                yield json.dumps(content, ensure_ascii=False)
+            if self.is_chat:
+                opening = {"role": "assistant", "content": ""}
+                yield event([self.choice(0, "", None) | {"delta": opening}])
+            async for part in self.answer.parts():
+                if part.text or part.finish_reason:
+                    yield event([self.choice(part.index, part.text, part.finish_reason)])
+            if self.asked.stream_options and self.asked.stream_options.include_usage:
+                yield event([], usage=self.answer.usage())
         except ApiError as error:
             yield json.dumps(error.body)
         else:
             yield "[DONE]"
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the objects of a stream.
-
-        Raises:
-            ApiError: it cannot be finished.
-        """
-        if self.shape.opening:
-            yield self.object(self.shape.chunk, [choice(0, None, self.shape.opening)])
-        async for piece in self.answer.pieces():
-            if piece.text or piece.finish_reason:
-                content = self.shape.content(piece.text, True)
-                yield self.object(self.shape.chunk, [choice(piece.index, piece.finish_reason, content)])
-        if self.asked.stream_options and self.asked.stream_options.include_usage:
-            yield self.object(self.shape.chunk, []) | {"usage": self.answer.usage()}
-
-    def object(self, name: str, choices: list[dict]) -> dict[str, Any]:
-        """An object of the API."""
+    def object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An object of the API: an answer, or a chunk of it."""
+        name = "text_completion"
+        if self.is_chat:
+            name = "chat.completion.chunk" if self.asked.stream else "chat.completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.asked.model,
                 "choices": choices}
 
-
-def choice(index: int, reason: Optional[str], content: dict) -> dict[str, Any]:
-    """An object's choice."""
-    return {"index": index, "finish_reason": reason, "logprobs": None, **content}
+    def choice(self, index: int, text: str, reason: Optional[str]) -> dict[str, Any]:
+        """A choice of such an object."""
+        content: dict[str, Any] = {"text": text}
+        if self.is_chat and self.asked.stream:
+            content = {"delta": {"content": text} if text else {}}
+        elif self.is_chat:
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return {"index": index, "finish_reason": reason, "logprobs": None, **content}
 
 
 LEAST_TEMPERATURE = 1e-6  # below, the most likely token is certain, and logits would overflow
@@ -268,11 +261,7 @@ class Api:
                 "parameters": sum(parameter.numel() for parameter in batcher.model.model.parameters())}
 
     def batcher(self, name: str) -> Batcher:
-        """The batcher of a model.
-
-        Raises:
-            ApiError: there is no such model.
-        """
+        """The batcher of a model. Raises ApiError if there is no such model."""
         if name not in self.batchers:
             raise ApiError(404, f"there is no model {name!r} here, but {', '.join(map(repr, self.batchers))}",
                            "model", "model_not_found")
@@ -280,7 +269,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """Answer a chat."""
-        asked = parse(ChatAsked, await request.body())
+        asked = await read(request, ChatAsked)
         batcher = self.batcher(asked.model)
         if batcher.model.chat_format is None:
             raise ApiError(400, f"{asked.model} answers no chats: {batcher.model.why_no_chat}; use "
@@ -293,23 +282,19 @@ class Api:
             raise ApiError(400, str(error), "messages") from error
         limit = asked.max_completion_tokens or asked.max_tokens
         job = self.job(batcher, prompt, asked, limit, "messages")
-        return Reply(batcher.submit([job], self.seconds), CHAT, asked)
+        return Reply(batcher.submit([job], self.seconds), asked)
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
-        asked = parse(CompletionAsked, await request.body())
+        asked = await read(request, CompletionAsked)
         batcher = self.batcher(asked.model)
         batcher.check_room(len(asked.prompt))
         prompts = await asyncio.to_thread(lambda: [*map(batcher.model.text_prompt, asked.prompt)])
         jobs = [self.job(batcher, prompt, asked, asked.max_tokens, "prompt") for prompt in prompts]
-        return Reply(batcher.submit(jobs, self.seconds), COMPLETION, asked)
+        return Reply(batcher.submit(jobs, self.seconds), asked)
 
     def job(self, batcher: Batcher, prompt: Prompt, asked: Asked, limit: Optional[int], field: str) -> Job:
-        """How to continue a prompt.
-
-        Raises:
-            ApiError: it is too long.
-        """
+        """How to continue a prompt. Raises ApiError if it is too long."""
         room = batcher.length - len(prompt.ids)
         if room < 1:
             raise ApiError(400, f"{field}: the prompt has {len(prompt.ids)} tokens, but the context holds "

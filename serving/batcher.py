@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 
 from common.text import print_safely, print_traceback
 from inference.engine import Engine, Request, Sampling
+from inference.generate import Part, part_of
 from inference.text import LanguageModel, Prompt, TextStream
 from serving.guard import ApiError
 
@@ -34,101 +34,64 @@ class Job:
     stop: Sequence[str] = ()
 
 
-class Piece(NamedTuple):
-    """More text after one of a request's prompts."""
-
-    index: int  # of the prompt
-    text: str
-    tokens: int  # that it took
-    finish_reason: Optional[str]  # "stop" or "length" in the last piece
-
-
 class Answer:
-    """What continues the prompts of one request, piece by piece. Belongs to the event loop.
+    """What continues the prompts of one request, part by part. Belongs to the event loop.
 
     What is not finished at the end of the `with` block is cancelled.
     """
 
     def __init__(self, batcher: "Batcher", jobs: Sequence[Job]):
-        self.jobs, self.unfinished, self.tokens = jobs, len(jobs), 0
-        self._batcher, self._error = batcher, None
-        self._pending: dict[int, Piece] = {}
-        self._changed = asyncio.Event()
+        self.batcher, self.jobs, self.unfinished = batcher, jobs, len(jobs)
+        self.tokens = [0] * len(jobs)  # that were written for each job
+        self._queue: asyncio.Queue[Part | ApiError] = asyncio.Queue()
 
-    def put(self, piece: Piece) -> None:
-        """Take a piece; what a slow client has not got yet is joined to one."""
-        earlier = self._pending.get(piece.index, Piece(piece.index, "", 0, None))
-        self._pending[piece.index] = piece._replace(text=earlier.text + piece.text,
-                                                    tokens=earlier.tokens + piece.tokens)
-        self.unfinished -= piece.finish_reason is not None
-        self._changed.set()
+    def put(self, part: Part | ApiError) -> None:
+        """Take a part, or the error that ends the answer unless it is finished."""
+        self.unfinished -= isinstance(part, Part) and part.finish_reason is not None
+        self._queue.put_nowait(part)
 
-    def fail(self, error: ApiError) -> None:
-        """End it with an error, unless it is finished."""
-        self._error = error
-        self._changed.set()
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield the pieces up to the last one.
-
-        Raises:
-            ApiError: it cannot be finished.
-        """
-        while self.unfinished or self._pending:
-            await self._changed.wait()
-            self._changed.clear()
-            pending, self._pending = self._pending, {}
-            for piece in pending.values():
-                self.tokens += piece.tokens
-                yield piece
-            if self._error and self.unfinished:
-                raise self._error
+    async def parts(self) -> AsyncIterator[Part]:
+        """Yield the parts up to the last one. Raises ApiError if it cannot be finished."""
+        left = len(self.jobs)
+        while left:
+            part = await self._queue.get()
+            if isinstance(part, ApiError):
+                raise part
+            left -= part.finish_reason is not None
+            self.tokens[part.index] = part.tokens
+            yield part
 
     def usage(self) -> dict[str, int]:
-        """The tokens of the prompts, and of the pieces so far."""
-        prompts = sum(len(job.prompt.ids) for job in self.jobs)
-        return {"prompt_tokens": prompts, "completion_tokens": self.tokens,
-                "total_tokens": prompts + self.tokens}
+        """The tokens of the prompts, and of the parts so far."""
+        prompts, written = sum(len(job.prompt.ids) for job in self.jobs), sum(self.tokens)
+        return {"prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written}
 
     def __enter__(self) -> "Answer":
         return self
 
     def __exit__(self, *_) -> None:
-        self._batcher.close(self)
-
-
-@dataclass(eq=False)
-class _Writing:
-    """A job whose text is being written."""
-
-    answer: Answer
-    index: int
-    text: TextStream
-    told: int = 0  # tokens
+        self.batcher.close(self)
 
 
 class Batcher:
-    """A model that continues prompts of several requests at once.
+    """A model that continues prompts of several requests at once. Raises if it cannot continue one token.
 
     Args:
         rows: how many prompts are continued at once.
         waiting: how many more may wait.
         length: the most tokens of a prompt with its continuation.
-    Raises:
-        Exception: the model cannot continue a prompt of one token.
     """
 
     def __init__(self, model: LanguageModel, rows: int, waiting: int, length: int):
-        self.model, self.length, self.most = model, length, rows + waiting
+        self.model, self.rows, self.length, self.most = model, rows, length, rows + waiting
         self.failed = False  # the last step raised an error
-        self._rows, self._stopping = rows, False
+        self._stopping = False
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._open: dict[Answer, asyncio.TimerHandle] = {}  # with its time limit
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[Optional[Callable[[], None]]] = SimpleQueue()  # None ends the thread
         # These belong to the thread.
         self._engine: Optional[Engine] = None
-        self._writing: dict[Request, _Writing] = {}
-        self._ended = False
+        self._writing: dict[Request, tuple[Answer, int, TextStream]] = {}  # with the prompt's index
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(ready,), daemon=True)
         self._thread.start()
@@ -153,11 +116,14 @@ class Batcher:
         Args:
             seconds: the longest time that it may take.
         """
+        def end() -> None:
+            self._inbox.put(lambda: self._cancel(answer))
+            answer.put(ApiError(504, f"the answer took longer than {seconds:g} s"))
+
         self.check_room(len(jobs))
         self._loop = asyncio.get_running_loop()
         answer = Answer(self, jobs)
-        late = ApiError(504, f"the answer took longer than {seconds:g} s")
-        self._open[answer] = self._loop.call_later(seconds, answer.fail, late)
+        self._open[answer] = self._loop.call_later(seconds, end)
         self._inbox.put(lambda: self._add(answer))
         return answer
 
@@ -169,99 +135,83 @@ class Batcher:
     def stop(self) -> None:
         """End all requests with an error now, and take no more. Also for signal handlers."""
         self._stopping = True
-        self._inbox.put(self._end)
-        self._in_loop([self._fail_open] if self._loop else [])
-
-    def _fail_open(self) -> None:
-        for answer in self._open:
-            answer.fail(stopping())
+        self._inbox.put(None)
+        self._send([(answer, stopping()) for answer in self._open])
 
     # In the thread
 
     def _work(self, ready: Future) -> None:
-        try:
-            self._warm_up()
+        try:  # a token, so that what is allocated or compiled once is, before anyone waits for it
+            self._engine = Engine(self.model.model, self.rows, self.length)
+            self._engine.add(Request(self.model.text_prompt("").ids, 1))
+            while not self._engine.idle:
+                self._engine.step()
         except BaseException as error:
             return ready.set_exception(error)
         ready.set_result(None)
-        while not self._ended:
+        while True:
             try:
+                while self._engine is None or self._engine.idle or not self._inbox.empty():
+                    if (call := self._inbox.get()) is None:
+                        return
+                    call()
                 self._continue_requests()
             except Exception as error:  # whatever it was, later requests may pass
                 self._fail(error)
 
-    def _warm_up(self) -> None:
-        """Continue a token, so that what is allocated or compiled once is, before anyone waits for it."""
-        self._engine = Engine(self.model.model, self._rows, self.length)
-        self._engine.add(Request(self.model.text_prompt("").ids, 1))
-        while not self._engine.idle:
-            self._engine.step()
-
     def _continue_requests(self) -> None:
-        while True:
-            while self._engine is None or self._engine.idle or not self._inbox.empty():
-                self._inbox.get()()
-                if self._ended:
-                    return
-            changed = self._engine.step()
-            self.failed = False
-            self._in_loop([self._piece(request) for request in changed if request in self._writing])
+        changed = self._engine.step()
+        self.failed, parts = False, []
+        for request in changed:
+            if request in self._writing:
+                answer, index, stream = self._writing[request]
+                parts.append((answer, part := part_of(index, request, stream)))
+                if part.finish_reason:
+                    del self._writing[request]
+                    self._engine.cancel(request)
+        self._send(parts)
 
     def _add(self, answer: Answer) -> None:
-        writings = {}
+        requests = []
         for index, job in enumerate(answer.jobs):
             request = Request(job.prompt.ids, job.max_new_tokens, job.sampling, job.prompt.stop_ids)
             stream = TextStream(self.model.tokenizer, job.stop, job.prompt.after)
-            writings[request] = _Writing(answer, index, stream)
-        self._writing |= writings  # known before anything can fail
-        if self._engine is None:
-            self._engine = Engine(self.model.model, self._rows, self.length)
-        for request in writings:
+            self._writing[request] = answer, index, stream
+            requests.append(request)
+        if self._engine is None:  # only now, when an error would end this answer
+            self._engine = Engine(self.model.model, self.rows, self.length)
+        for request in requests:
             self._engine.add(request)
 
     def _cancel(self, answer: Answer) -> None:
-        for request in [request for request, writing in self._writing.items() if writing.answer is answer]:
+        for request in [request for request, (its, *_) in self._writing.items() if its is answer]:
             del self._writing[request]
             self._engine.cancel(request)
-
-    def _end(self) -> None:
-        self._ended = True
-
-    def _piece(self, request: Request) -> Callable[[], None]:
-        writing, reason = self._writing[request], request.finish_reason
-        text, first = [], writing.told
-        while writing.told < len(request.written) and not writing.text.stopped:
-            text.append(writing.text.add(request.written[writing.told]))
-            writing.told += 1
-        if reason or writing.text.stopped:
-            text.append(writing.text.finish())
-            reason = "stop" if writing.text.stopped else reason
-            del self._writing[request]
-            self._engine.cancel(request)
-        return partial(writing.answer.put, Piece(writing.index, "".join(text), writing.told - first, reason))
 
     def _fail(self, error: Exception) -> None:
         """End all requests with an error, and forget the engine, whose state is unknown."""
         print_safely(f"{self.model.name} failed; its requests are ended with an error:", sys.stderr)
         print_traceback(type(error), error, error.__traceback__)
         if is_out_of_memory(error):
-            told = ApiError(500, "the server is out of memory; a shorter prompt may pass",
-                            code="out_of_memory")
+            reported = ApiError(500, "the server is out of memory; a shorter prompt may pass",
+                                code="out_of_memory")
         else:
-            told = ApiError(500, f"the model failed ({type(error).__name__}); the server's output says more")
-        answers = {writing.answer for writing in self._writing.values()}
+            reported = ApiError(500, f"the model failed ({type(error).__name__}); the server's output says "
+                                     "more")
+        answers = {answer for answer, *_ in self._writing.values()}
         self.failed, self._engine = True, None
         self._writing.clear()
-        self._in_loop([partial(answer.fail, told) for answer in answers])
+        self._send([(answer, reported) for answer in answers])
 
-    def _in_loop(self, calls: Sequence[Callable[[], None]]) -> None:
-        def call_all() -> None:
-            for call in calls:
-                call()
+    def _send(self, parts: Sequence[tuple[Answer, Part | ApiError]]) -> None:
+        """Give answers their parts, in the event loop."""
+        def put_all() -> None:
+            for answer, part in parts:
+                answer.put(part)
 
-        if calls:
+        if parts:
             with suppress(RuntimeError):  # the loop is closed: the server has ended
-                self._loop.call_soon_threadsafe(call_all)
+                self._loop.call_soon_threadsafe(put_all)
 
 
 def stopping() -> ApiError:

@@ -266,7 +266,8 @@ FAULTS = [
     fault("server: no limit of an answer", "serving/api.py", "min(room, self.max_tokens, limit or room)",
           "min(room, limit or room)", "tests/serving/test_api.py"),
     fault("server: what nobody reads is written on", "serving/batcher.py",
-          "self._inbox.put(lambda: self._cancel(answer))", "pass", "tests/serving/test_api.py"),
+          "self._open.pop(answer).cancel() self._inbox.put(lambda: self._cancel(answer))", "self._open.pop(answer).cancel()",
+          "tests/serving/test_api.py"),
     fault("model card: an edit is damage", "checkpoint/store.py", "files.pop(CARD, None)", "pass",
           "tests/run/test_model_card.py"),
 ]

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from serving.app import CONTENT_SECURITY_POLICY, page_html
+from serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 
 def model(name: str, chat: bool = True) -> dict:
@@ -48,7 +48,7 @@ class StubServer:
 
     def app(self) -> Starlette:
         return Starlette(routes=[
-            Route("/", lambda request: HTMLResponse(page_html(), headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})),
+            Route("/", lambda request: HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})),
             Route("/v1/models", self.list_models), Route("/v1/completions", self.answer, methods=["POST"]),
             Route("/v1/chat/completions", self.answer, methods=["POST"])])
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from stub_server import StubServer, model
 
-from serving.app import ASSETS, CONTENT_SECURITY_POLICY, page_html
+from serving.app import ASSETS, CONTENT_SECURITY_POLICY, PAGE
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
 ERRORS = "Failed to load resource"  # what Chromium writes to the console for a refused or broken request
@@ -21,16 +21,16 @@ ERRORS = "Failed to load resource"  # what Chromium writes to the console for a 
 def test_the_policy_allows_this_script_and_style_and_nothing_else():
     rules = dict(rule.strip().split(" ", 1) for rule in CONTENT_SECURITY_POLICY.split(";"))
     for rule, tag in (("script-src", "script"), ("style-src", "style")):
-        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", page_html(), re.DOTALL)
+        inline = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
         assert [f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in inline] == [rules.pop(rule)]
     assert rules == {"default-src": "'none'", "img-src": "data:", "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
                      "frame-ancestors": "'none'", "require-trusted-types-for": "'script'", "trusted-types": "'none'"}
 
 
 def test_the_page_names_no_other_place():
-    elements = re.sub(r"<script.*?</script>", "", page_html(), flags=re.DOTALL)
+    elements = re.sub(r"<script.*?</script>", "", PAGE, flags=re.DOTALL)
     assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#text"'}
-    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|localStorage|cookie", page_html())
+    assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|localStorage|cookie", PAGE)
 
 
 @pytest.mark.parametrize("name", ["chat.html", "chat.css", "chat.js"])

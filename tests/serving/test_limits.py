@@ -11,11 +11,9 @@ import pytest
 from factories import PATIENCE
 from tiny_server import CONTEXT, is_free, serving, tiny_model, wait_until
 
-from serving import guard
-from serving.api import Api
+from serving.api import BODY_BYTES, Api
 
 httpx = pytest.importorskip("httpx")
-connections = pytest.importorskip("serving.guard")
 KEY = "key-of-this-test"
 CHAT = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
@@ -82,16 +80,15 @@ def test_a_name_that_a_site_may_have_made_lead_here_is_refused(client, host):
     host = host.format(port=client.base_url.port)
     for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", CHAT)):
         response = client.request(method, path, headers={"Host": host}, json=asked() if method == "POST" else None)
-        assert response.status_code == 403 and "is not this server" in response.json()["error"]["message"]
+        assert response.status_code == 400, response.text
 
 
 def test_the_names_of_this_machine_are_accepted(client, public):
     for host in ("localhost", "LOCALHOST:1", "127.0.0.1", "[::1]:{port}", "[::1]"):
         assert client.get("/", headers={"Host": host.format(port=client.base_url.port)}).status_code == 200, host
-    name = socket.gethostname()
-    for host, status in (("192.0.2.7:8000", 200), ("10.0.0.1", 200), (name, 200), (f"{name}.local:80", 200), ("[2001:db8::1]:80", 200),
-                         ("evil.example", 403), ("192.0.2.7.evil.example", 403), (f"{name}.evil.example", 403)):
-        assert httpx.get(public[0] + "/", headers={"Host": host}).status_code == status, host
+    for host in ("192.0.2.7:8000", "10.0.0.1", socket.gethostname(), "[2001:db8::1]:80", "proxy.example"):
+        assert httpx.get(public[0] + "/", headers={"Host": host}).status_code == 200, host
+        assert httpx.get(public[0] + "/v1/models", headers={"Host": host}).status_code == 401, "its key protects it"
 
 
 @pytest.mark.parametrize("origin", ["https|evil.example", "null", "", "http|localhost", "http|localhost:1", "https|127.0.0.1:{port}",
@@ -169,7 +166,7 @@ def test_other_methods_are_refused(client):
 
 
 def test_a_body_that_is_too_large_is_refused_by_its_length_or_as_it_comes(client, server):
-    large = json.dumps(asked(messages=[{"role": "user", "content": "x" * guard.BODY_BYTES}])).encode()
+    large = json.dumps(asked(messages=[{"role": "user", "content": "x" * BODY_BYTES}])).encode()
     assert client.post(CHAT, content=large, headers=JSON).status_code == 413
     blocks = (large[at:at + 10_000] for at in range(0, len(large), 10_000))
     assert client.post(CHAT, content=blocks, headers=JSON).status_code == 413, "chunked: its length is not told"
@@ -247,55 +244,20 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(prepared):
         wait_until(lambda: is_free(batcher))
 
 
-def test_connections_without_a_request_are_cut_and_stop_nobody(server, client, monkeypatch):
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
-    half_open = [connect(server[0]) for _ in range(30)]
-    for number, connection in enumerate(half_open):
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"[:number * 3])
-    assert client.post(CHAT, json=asked()).status_code == 200
-    for connection in half_open:
-        with contextlib.suppress(OSError):
-            connection.sendall(b"X")  # also if something comes now and then
-        assert read_all(connection) == b""
-        connection.close()
-
-
-def test_a_body_that_does_not_come_is_told(server, monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.2)
-    with connect(server[0]) as connection:
-        connection.sendall(post(asked())[:-5])
-        assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
-
-
-def test_a_client_that_reads_nothing_holds_little_and_is_cut(prepared, monkeypatch):
-    lost, end = [], connections.Connection.connection_lost
-    monkeypatch.setattr(connections.Connection, "connection_lost", lambda *those: (lost.append(those), end(*those)))
-    monkeypatch.setattr(guard, "SENDING_SECONDS", 0.5)
-    with serving([tiny_model(prepared.tokenizer)], send_buffer=4096, timeout_seconds=1.5) as (url, (batcher,)):
-        with socket.socket() as connection:
+def test_a_client_that_reads_nothing_holds_no_row_and_stops_nobody(prepared):
+    with serving([tiny_model(prepared.tokenizer, context=100_000)], send_buffer=4096, timeout_seconds=1.5, max_tokens=100_000,
+                 concurrency=1) as (url, (batcher,)):
+        with connect(url) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            connection.settimeout(PATIENCE)
-            connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
-            connection.sendall(post(asked(max_tokens=CONTEXT, stream=True)))
-            wait_until(lambda: batcher._open)
-            answer, = batcher._open
-            wait_until(lambda: not batcher._open)
-            assert len(answer._pending) <= 1, "what it did not read is one piece, not one for each token"
-            wait_until(lambda: lost)
-            assert b"[DONE]" not in read_all(connection)
+            connection.sendall(post(asked(max_tokens=90_000, stream=True)))
+            wait_until(lambda: batcher._writing)
+            assert httpx.post(url + CHAT, json=asked(), timeout=PATIENCE).status_code == 200, "when the other one's time is over"
         wait_until(lambda: is_free(batcher))
 
 
 def test_several_requests_in_one_go_are_answered_in_turn(server):
     both = post(asked()) + post(asked(), "Connection: close")
     assert exchange(server[0], both).count(b"HTTP/1.1 200 OK") == 2
-
-
-def test_a_request_after_another_has_all_its_time(server, monkeypatch):
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.05)
-    second = post(asked(max_tokens=600), "Connection: close")
-    answer = exchange(server[0], post(asked()) + second)
-    assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"completion_tokens":600' in answer
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -48,13 +48,13 @@ def serving(models: list[LanguageModel], send_buffer: int = 0, **options) -> Ite
     Args:
         send_buffer: the bytes that the system takes of an answer that its client does not read; 0 = its default.
     """
-    from serving.guard import Server
+    from serving.app import Server
 
     app = make_app(models, ServeOptions(**options))
     with listen("127.0.0.1", 0) as listening:
         if send_buffer:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = Server(app, lambda: None)
+        server = Server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}", app.state.batchers
