@@ -306,17 +306,9 @@ def muon_bytes(config: Config, device_type: str) -> float:
     return wide * FLOAT32 * (4 * matrix + 2 * gram)
 
 
-class Phase(NamedTuple):
-    """A moment of a step that can be its peak: bytes besides parameters and optimizer state."""
-
-    gradients: float
-    activations: float
-    working: float
-
-
 def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_type: str,
-                 gradients: float) -> Phase:
-    """Return the phase of a step, which is not the first, that needs most.
+                 gradients: float) -> tuple[float, float, float]:
+    """Return the bytes of gradients, activations and work at the peak of a step, which is not the first.
 
     Args:
         gradients: bytes of the rank's own, when all are there.
@@ -366,9 +358,9 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
     if not (before or sharded):  # the last of them becomes the gradient
         whole_gradients -= 1
     end = exchanged * sharded + whole_gradients * sizes.learned
-    phases = [Phase(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
-    phases += [Phase(before, later, inside + exchanged + waiting), Phase(gradients, 0, end),
-               Phase(gradients, 0, muon_bytes(config, device_type))]
+    phases = [(before, kept, working) for working in (head, last_norm, inside + learned, reference)]
+    phases += [(before, later, inside + exchanged + waiting), (gradients, 0, end),
+               (gradients, 0, muon_bytes(config, device_type))]
     return max(phases, key=sum)
 
 
@@ -397,7 +389,7 @@ def estimate_memory(config: Config, vocab_size: int, compute_bytes: int, device_
     held = [weights / ranks, trained * FLOAT32 / ranks, moments * FLOAT32 / ranks]
     if reference_is_live(config) and not config.lora_enabled:
         frozen = count * compute_bytes / ranks
-    peak = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
+    gradients, *others = peak_of_step(config, vocab_size, compute_bytes, device_type, held[1])
     if config.cpu_offload:
-        return MemoryEstimate(0, 0, 0, *map(round, (frozen, peak.activations, peak.working, sum(held))))
-    return MemoryEstimate(*map(round, (held[0], peak.gradients, held[2], frozen, *peak[1:])))
+        return MemoryEstimate(0, 0, 0, *map(round, (frozen, *others, sum(held))))
+    return MemoryEstimate(*map(round, (held[0], gradients, held[2], frozen, *others)))
