@@ -12,23 +12,19 @@ from torch.nn import functional as F
 import model as model_module
 from checkpoint.huggingface import huggingface_config, to_huggingface
 from checkpoint.tensors import read_all
-from common.errors import SettingsError
 from config import ModelConfig
-from fused.attention import choose_kernel, compute_cu_seqlens
+from fused.attention import compute_cu_seqlens
 from fused.head import IGNORE_INDEX, float_logits
 from fused.matmul import linear
 from inference.engine import RowCache
 from model import (
     SHARED_PREFIX,
-    Linear,
     Transformer,
     attention_mask,
-    fused_linear,
     padded,
     position_ids,
 )
 from model_utils import compile_model
-from settings.load import load_config
 
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "ffn_dim": 80, "rope_theta": 10_000.0}
 LLAMA31 = {"rope_scaling_factor": 8.0, "rope_original_max_len": 32}
@@ -247,12 +243,14 @@ def test_the_head_takes_chosen_positions():
 # ------------------------------------------------------------------------------------------------------------- equal ways
 
 
-def test_recomputed_activations_give_the_same_bits():
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_recomputed_activations_give_the_same_bits(backend):
+    """The backward attends by the same kernel again, outside of whatever the forward ran in."""
     tokens, targets = random_ids(2, 16), random_ids(2, 16, seed=1)
     documents = torch.tensor([[1] * 10 + [2] * 6, [1] * 16], dtype=torch.int32)
     results = []
     for how in ("none", "block"):
-        model = make(activation_checkpointing=how)
+        model = make(activation_checkpointing=how, attention_backend=backend)
         total = model(tokens, targets, documents, reduction="sum")
         total.backward()
         results.append({"total": total.detach(), **gradients(model)})
@@ -293,32 +291,6 @@ def test_rows_of_a_cache_have_lengths_of_their_own(rows):
         torch.testing.assert_close(got, expected[others, 4:], atol=1e-4, rtol=0)
 
 
-def test_linear_layers_together_equal_each_alone():
-    layers = [Linear(12, outputs) for outputs in (5, 8, 8)]
-    x = torch.randn(3, 4, 12, generator=torch.Generator().manual_seed(0))
-    wrapped = torch.nn.Sequential(layers[0])  # as an adapter would be: not plain, so nothing may be concatenated
-    for group in (layers, [wrapped, *layers[1:]]):
-        for got, layer in zip(fused_linear(x, *group), layers):
-            torch.testing.assert_close(got, layer(x))
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "math"])
-def test_attention_backends_agree(backend):
-    tokens = random_ids(2, 16)
-    documents = torch.tensor([[1] * 10 + [2] * 6, [1] * 16], dtype=torch.int32)
-    for numbers in (None, documents):
-        torch.testing.assert_close(make(attention_backend=backend).logits(tokens, numbers), make().logits(tokens, numbers),
-                                   atol=1e-4, rtol=0)
-    config = make(attention_backend=backend).config
-    assert choose_kernel("documents", config, torch.device("cpu"), torch.float32) == backend
-
-
-@pytest.mark.parametrize("backend", ["flash", "cudnn"])
-def test_an_attention_backend_that_is_missing_is_an_error(backend):
-    with pytest.raises(SettingsError, match=f"ATTENTION_BACKEND={backend} cannot run here"):
-        choose_kernel("causal", make(attention_backend=backend).config, torch.device("cpu"), torch.float32)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("default")
@@ -344,12 +316,6 @@ def test_a_compiled_model_equals_the_eager_one(settings):
             assert_all_close(results[1], results[0])
     finally:
         torch._functorch.config.activation_memory_budget = 1.0
-
-
-def test_a_compiler_that_is_told_what_to_keep_is_needed(monkeypatch):
-    for settings, words in (({"compile": False}, "COMPILE=false"), ({"debug": True}, "DEBUG=true")):
-        with pytest.raises(SettingsError, match=f"ACTIVATION_CHECKPOINTING=selective.* {words}"):
-            load_config(["--activation-checkpointing=selective", *(f"--{name}={value}" for name, value in settings.items())], {})
 
 
 # --------------------------------------------------------------------------------------------------- numbers and beginnings

@@ -1,20 +1,14 @@
-"""The folder is what docs/deploy.md says that vLLM, llama.cpp and Ollama expect, by their own code where it is installed."""
+"""The folder is what docs/deploy.md says that vLLM, llama.cpp and Ollama expect."""
 
-import ast
-import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from commands import ROOT
-from factories import prepare_stages
 from safetensors import safe_open
 
 from tokenizer import PATTERN
@@ -85,54 +79,3 @@ def test_the_files_and_scripts_that_the_recipes_name_exist(whole):
     assert named <= found
     scripts = {path.name for path in (ROOT / "scripts").iterdir()} | {"chat.py"}
     assert {*re.findall(r"python scripts/(\w+\.py)", DEPLOY)} <= scripts
-
-
-# ------------------------------------------------------------------------------------------------ vLLM's own code
-
-
-@pytest.fixture(scope="module")
-def vllm():
-    """A function that gives a function or class of vLLM's source, without importing vLLM, which needs its own torch."""
-    found = find_spec("vllm")
-    if found is None:
-        pytest.skip("vllm is not installed")
-
-    def take(file: str, name: str, **known) -> Any:
-        tree = ast.parse((Path(found.submodule_search_locations[0]) / file).read_text())
-        (node,) = [node for node in tree.body if getattr(node, "name", "") == name]
-        names = {"os": os, "json": json, "math": math, "re": re, "Literal": Literal, "WeightsMapper": Any, "LoRAConfig": Any,
-                 "logger": SimpleNamespace(info_once=print), **vars(dataclasses), **known}
-        exec(compile(ast.Module([node], []), file, "exec"), names)
-        return names[name]
-
-    return take
-
-
-def test_vllm_takes_the_weights_and_not_the_optimizer(vllm, whole):
-    choose = vllm("model_executor/model_loader/weight_utils.py", "filter_duplicate_safetensors_files")
-    folder = whole.checkpoint(6)
-    files = [str(path) for path in folder.glob("*.safetensors")]
-    assert len(files) == 2
-    assert choose(files, str(folder), "model.safetensors.index.json") == [str(folder / "model.safetensors")]
-
-
-@pytest.mark.parametrize(("changes", "refused"), [({"LORA_TRAIN_TOKENS": "none"}, ""), ({"LORA_TRAIN_TOKENS": "auto"}, "tensor"),
-                                                  ({"LORA_TRAIN_TOKENS": "none", "LORA_TRAIN_HEAD": "true"}, "config")])
-def test_vllm_accepts_plain_adapters_only(changes, refused, vllm, prepared, tmp_path):
-    run = prepare_stages(prepared, tmp_path).run("lora-sft", tmp_path / "runs", **changes, MAX_STEPS=1, VALIDATE_EVERY=0,
-                                                 HELLASWAG_EVERY=0, SAMPLE_EVERY=0)
-    assert run.train() == 0
-    folder = run.checkpoint(1)
-    peft = vllm("lora/peft_helper.py", "PEFTHelper").from_local_dir(str(folder), None)
-    parse = vllm("lora/utils.py", "parse_fine_tuned_lora_name")
-    try:
-        peft.validate_legal(SimpleNamespace(max_lora_rank=16))
-    except ValueError:
-        assert refused == "config"
-        return
-    try:
-        parsed = {parse(name)[0] for name in names_in(folder / "adapter_model.safetensors")}
-    except ValueError:
-        assert refused == "tensor"
-        return
-    assert not refused and {name.rpartition(".")[2] for name in parsed} == {*peft.target_modules}

@@ -146,20 +146,6 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
                 assert sum(asked) <= (allowed if start < stop else 0)
 
 
-def test_permutation_is_the_one_of_transformers_own_converter():
-    """The formula of transformers' script, spelled out: interleaved rows of a head become its two halves."""
-    weight, config, name = torch.randn(4 * 16, 8), ModelConfig(dim=64, n_heads=4), "layers.0.attention.wq.weight"
-    expected = torch.empty_like(weight)
-    for head in range(4):
-        for i in range(8):
-            for half in range(2):
-                expected[16 * head + 8 * half + i] = weight[16 * head + 2 * i + half]
-    assert torch.equal(huggingface.permuted(name, lazy(weight), config, to_huggingface=True).whole(), expected)
-    assert torch.equal(huggingface.permuted(name, lazy(expected), config, to_huggingface=False).whole(), weight)
-    other = lazy(weight)
-    assert huggingface.permuted("layers.0.attention.wv.weight", other, config, to_huggingface=True) is other
-
-
 def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):
     huggingface.save_model_folder(tmp_path, model_of(config).state_dict(), config, tokenizer, max_seq_len=256)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

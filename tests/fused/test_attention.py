@@ -91,13 +91,6 @@ def tiny(**settings) -> Config:
 # ------------------------------------------------------------------------------------------------------------------ the table
 
 
-def test_every_order_ends_with_a_kernel_that_takes_anything():
-    for orders in ORDERS.values():
-        assert list(orders) == sorted(orders, reverse=True) and 0 in orders
-        for order in orders.values():
-            assert order[-1] == "math" and set(order) <= set(KERNELS)
-
-
 @pytest.mark.parametrize(("purpose", "capability", "dtype", "head", "order"), [
     ("causal", HOPPER, BF16, 64, ("flash-3", "cudnn", "cudnn-expanded", "flash", "efficient", "math")),
     ("causal", AMPERE, BF16, 64, ("flash", "efficient", "math")),
@@ -205,13 +198,6 @@ def test_a_kernel_whose_documents_see_each_other_fails_its_trial(monkeypatch):
     assert "its result is off by" in trial("flash-2", "documents", (4, 2, 8), CPU, FP32)
 
 
-def test_flash_3_is_activated_for_its_trial_and_given_up_where_it_fails(monkeypatch):
-    switched = []
-    monkeypatch.setattr(attention, "activate_flash_3", switched.append)
-    monkeypatch.setattr(attention, "attend", lambda *_: (_ for _ in ()).throw(RuntimeError("no kernel image")))
-    assert trial("flash-3", "causal", (4, 2, 8), CPU, BF16) == "no kernel image" and switched == [True, False]
-
-
 @pytest.mark.parametrize("works_for", ["documents", "causal"])
 def test_what_a_purpose_has_chosen_stays_switched_on_or_off(works_for, monkeypatch):
     """FlashAttention-3 is one switch for the whole process, and may fail for one purpose only."""
@@ -301,19 +287,6 @@ def test_a_model_that_takes_documents_as_borders_equals_one_with_a_mask(name, mo
     shared = torch.tensor([[0] * 20 + [1] * 10 + [2] * 10] * 2, dtype=torch.int32)
     model.logits(tokens, shared), model.logits(tokens)
     assert purposes == ["documents", "mask", "causal"], "a shared prefix cannot be told by borders"
-
-
-@pytest.mark.parametrize("settings", [{"attention_backend": "math"}, {"attention_backend": "sdpa"}, {}])
-@pytest.mark.parametrize("checkpointing", ["none", "block"])
-def test_recomputed_blocks_attend_by_the_same_kernel(settings, checkpointing):
-    """The backward computes them again outside of whatever the forward ran in."""
-    model = Transformer(tiny(activation_checkpointing=checkpointing, **settings), 128)
-    model.init_weights(torch.Generator().manual_seed(0))
-    tokens = torch.randint(0, 128, (2, 24), generator=torch.Generator().manual_seed(1))
-    documents = torch.tensor([[1] * 7 + [2] * 17, [5] * 24], dtype=torch.int32)
-    for numbers in (None, documents):
-        model(tokens, tokens, numbers, reduction="sum").backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.fixture
