@@ -40,11 +40,17 @@ from evaluation.during_run import due, evaluate
 from learn.optim import learning_rate
 from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
 from observe import check
-from observe.guards import FirstBad, append_ledger, check_replicas, handle_loss_spike, stop_non_finite
-from observe.profile import Measurements
+from observe.guards import (
+    FirstBad,
+    append_ledger,
+    check_replicas,
+    handle_loss_spike,
+    median_and_deviation,
+    stop_non_finite,
+)
+from observe.profile import Measurements, peak_memory_bytes
 from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
 from parallel.ranks import Interrupted, classify_exception, stop_watchdog
-from run import diagnostics
 from run.life import Run, StepResult, how_to_resume, record_settings, save_checkpoint, start_writing
 from run.log import console_line
 from run.start import open_run
@@ -180,7 +186,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     *totals, norms, stops = ranks.all_reduce(own)
     means = [total / units for total in totals]
 
-    middle, deviation = diagnostics.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
+    middle, deviation = median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":
@@ -253,7 +259,7 @@ def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, fl
     config, progress = run.config, run.progress
     metrics = {"train_loss": result.loss, **result.metrics, "counted": result.count, "learning_rate": lr,
                "grad_norm": result.grad_norm, "tokens_seen": progress.tokens_seen, **measured,
-               "peak_memory_bytes": diagnostics.peak_memory_bytes(run.ranks.device)}
+               "peak_memory_bytes": peak_memory_bytes(run.ranks.device)}
     seconds_left = (config.max_steps - progress.step) * measured["step_seconds"]
     run.log.info(console_line(progress.step, config.max_steps, metrics, seconds_left))
     return metrics

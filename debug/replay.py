@@ -33,9 +33,8 @@ from fused.head import IGNORE_INDEX
 from learn.objectives import LossSum
 from learn.optim import learning_rate
 from model_utils import gradient_norm, is_vocabulary, seed_step
-from observe.guards import FirstBad, describe_tensors, rows_crc32
+from observe.guards import FirstBad, describe_tensors, median_and_deviation, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
-from run.diagnostics import median_and_deviation
 from run.folder import RunFolder, segments
 from run.life import Run, StepResult
 from run.start import Found, build_run, find_base, find_start, named_checkpoint, prepare_device, read_inputs

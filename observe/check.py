@@ -55,8 +55,7 @@ from model_utils import (
 )
 from observe.phases import Phases
 from parallel.ranks import Ranks, collective
-from run.card import trained_count
-from run.diagnostics import device_name
+from run.card import device_name, trained_count
 from run.folder import has_run
 from run.life import Inputs, Run, trained_bytes
 from run.start import Start, adapted_on_meta, find_start, prepare_device, read_inputs

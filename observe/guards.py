@@ -1,8 +1,10 @@
 """The checks of a step: non-finite numbers, loss spikes, replicas that differ; ledger and debug files."""
 
 import json
+import math
+import statistics
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -47,6 +49,20 @@ def append_ledger(run: Run, result: StepResult) -> None:
                     f"below {run.config.learning_rate:g}")
             run.log.warn(f"step {step}: {text}")
             run.log.event(kind, step, text=text)
+
+
+def median_and_deviation(recent: Sequence[float], window: int = 0) -> tuple[float, float]:
+    """Return the median, and a standard deviation that outliers do not affect; 0 and infinity until half of
+    the window is full.
+
+    It is at least 1 % of the median, so that a flat curve raises no alarm at its first ripple.
+    Source: Rousseeuw and Croux 1993: 1.4826 times the median absolute deviation.
+    """
+    if 2 * len(recent) < window:
+        return 0.0, math.inf
+    middle = statistics.median(recent)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in recent)
+    return middle, max(deviation, 0.01 * abs(middle), 1e-12)
 
 
 # ---------------------------------------------------------------------------------- what is not finite

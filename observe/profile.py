@@ -4,8 +4,11 @@ torch.profiler (PROFILE_STEPS) and the CUDA allocator's history (MEMORY_SNAPSHOT
 `profile/` of the run's folder. What is computed stays the same, bit by bit.
 """
 
+import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Optional
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
@@ -20,12 +23,38 @@ from observe.power import SLOWDOWNS, Reading, power_metrics, start_sampler
 from parallel.fsdp import is_sharded
 from parallel.process import number_of
 from parallel.ranks import collective
-from run.diagnostics import peak_flops
 from run.life import Run
 
 ROWS = 25  # of each table
 SNAPSHOT_EVENTS = 200_000  # allocations that are kept of a step, the last ones; each takes a few KB
+# Dense bf16 TFLOP/s with float32 accumulation, from the vendors' data sheets. B300, GB300, H20 and RTX PRO
+# 6000 come from secondary sources (figures with sparsity are halved), its Max-Q edition is computed.
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "H800": 989, "H20": 148,
+               "B200": 2250, "GB200": 2250, "B300": 2250, "GB300": 2500, "A100": 312, "A800": 312,
+               "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "A10": 125, "RTX 4090": 165, "RTX 3090": 71,
+               "RTX 5090": 210, "RTX PRO 6000 Blackwell Max-Q": 439, "RTX PRO 6000": 504, "V100": 125}
 MATMULS = ("aten.mm", "aten.addmm")  # all but attention, some kernels of which are written out as others
+
+
+def peak_flops(device: torch.device, override_tflops: Optional[float] = None) -> Optional[float]:
+    """Return the device's dense bf16 FLOP/s, or None if unknown."""
+    if override_tflops is not None:
+        return override_tflops * 1e12
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tflops * 1e12 for known, tflops in PEAK_TFLOPS.items()
+                 if re.search(rf"\b{known}\b", name)), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process: allocated on the GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Measurements:

@@ -35,7 +35,6 @@ from model import Transformer
 from model_utils import is_vocabulary
 from parallel.process import STOP_SIGNALS
 from report.data import segments, setting_lines
-from run.diagnostics import device_name
 from run.log import REPORT
 
 FILES_LISTED = 5
@@ -50,6 +49,13 @@ STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)"
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
 
 # ------------------------------------------------------------------------------ Markdown, and read back
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or how many threads of the CPU are used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 def code(text: Any) -> str:

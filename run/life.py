@@ -34,9 +34,8 @@ from model import Transformer
 from model_utils import trim_padding
 from parallel.fsdp import RowServer, named_parameters, own
 from parallel.ranks import Ranks, RunContext, classify_exception, collective
-from run import diagnostics
 from run import folder as run_folder
-from run.card import BackgroundReport, commit, run_card, write_card
+from run.card import BackgroundReport, commit, device_name, run_card, write_card
 from run.folder import RunFolder
 from run.log import REPORT, RunLog, disk_errors
 
@@ -230,7 +229,7 @@ def start_writing(run: Run) -> None:
     measured = run.progress.pending_metrics or {} if resumes else {}
     run.ranks.raise_on_all(lambda: run.log.open(run.folder, *steps, run.progress.wandb_run_id, measured))
     run.log.event("start", run.progress.step, world_size=run.ranks.world_size,
-                  device=diagnostics.device_name(run.ranks.device), host=socket.gethostname(),
+                  device=device_name(run.ranks.device), host=socket.gethostname(),
                   torch=torch.__version__, paddock=__version__, seconds=time.time() - HEARTBEAT.started,
                   **run.log.previous)
 

@@ -126,8 +126,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     from config import Config
     from learn.optim import Optimizer
     from model_utils import bf16_is_fast, build_model, clip_scale, gradient_norm
+    from observe.profile import peak_memory_bytes
     from parallel.ranks import Ranks
-    from run import diagnostics
 
     # The model, and what is trained with its weights.
     if args.threads:
@@ -188,7 +188,7 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
                "first_loss": first_loss if causal_loss is None else causal_loss,
                "last_loss": last_loss, "tokens_per_second": tokens / wall,
                "cpu_seconds_per_million_tokens": cpu / tokens * 1e6, "first_step_seconds": first_step_seconds,
-               "peak_memory_gib": diagnostics.peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
+               "peak_memory_gib": peak_memory_bytes(device) / 2**30, "dtype": str(dtype)}
     figures |= more_figures(config, work, device, dtype, tokens / wall)
     if "paddock" not in words:
         del figures["memory_forecast_gib"]
@@ -210,12 +210,12 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
     import torch
 
     from learn.cost import estimate_memory, forward_flops
-    from run import diagnostics
+    from observe.profile import peak_flops
 
     estimate = estimate_memory(config, work.vocab, dtype.itemsize, device.type)
     figures = {"device": torch.cuda.get_device_name() if device.type == "cuda" else
                f"CPU, {torch.get_num_threads()} threads", "memory_forecast_gib": estimate.total / 2**30}
-    if peak := diagnostics.peak_flops(device):
+    if peak := peak_flops(device):
         flops = 3 * sum(forward_flops(config, work.vocab, work.seq_len))
         half_of_attention = 6 * config.n_layers * config.n_heads * config.head_dim * work.seq_len
         figures |= {"mfu": tokens_per_second * flops / peak,

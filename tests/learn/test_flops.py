@@ -14,7 +14,7 @@ import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from fused.head import IGNORE_INDEX
-from learn.cost import StepFlops, Work, forward_flops, teacher_flops
+from learn.cost import StepFlops, Work, forward_flops, parameter_count, teacher_flops
 from learn.objectives import DPO, ORPO, Distillation, NextToken, frozen_logprobs, stored_reference
 from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from model import Transformer
@@ -169,3 +169,11 @@ def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):
     assert every.targets == int((every.targets_BT != IGNORE_INDEX).sum())
     both = join([rows(np.array([0, 1])), rows(np.array([2]))], np.array([2, 0, 1])).to(torch.device("cpu"))
     assert (both.padding, both.targets) == (rows(np.arange(3)).padding, rows(np.arange(3)).targets)
+
+
+def test_flops_of_a_small_model_counted_by_hand():
+    config = Config(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20)
+    block = 8 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 3 * 8 * 20  # wq wk wv wo, w1 w2 w3
+    scores_and_values = 3 * 2 * (2 * 8 * 16)  # 3 layers, QK' and AV, 2 FLOPs x width 8 x 16 tokens
+    assert sum(forward_flops(config, 100, seq_len=16)) == 2 * (3 * block + 800) + scores_and_values
+    assert parameter_count(config, 256) == sum(parameter.numel() for parameter in Transformer(config, 256).parameters())

@@ -14,7 +14,7 @@ from common.errors import SettingsError
 from config import Config, rules, step_window
 from observe import power, profile
 from observe.power import Reading, Sample
-from observe.profile import Measurements, Profiling
+from observe.profile import Measurements, Profiling, peak_flops, peak_memory_bytes
 from run.start import prepare_device
 
 # What the run of `whole` measures besides; POWER_HZ is that of the window.
@@ -170,3 +170,25 @@ def test_windows_are_checked():
     with pytest.raises(SettingsError, match="MEMORY_SNAPSHOT=3 records CUDA allocations, and torch sees no GPU here; remove it"):
         prepare_device(Config(memory_snapshot=3, device="cpu"))
     assert power.SLOWDOWNS
+
+
+def test_the_peak_is_known_or_set_or_unknown(monkeypatch):
+    assert peak_flops(torch.device("cpu")) is None
+    assert peak_flops(torch.device("cpu"), override_tflops=2) == 2e12
+    for name, tflops in (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA A10G", 70),
+                         ("NVIDIA L40S", 362), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GeForce RTX 4090", 165),
+                         ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA GB300", 2500), ("NVIDIA H20", 148), ("NVIDIA H20-3e", 148),
+                         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
+                         ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 439)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_flops(torch.device("cuda")) == tflops * 1e12
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L400")
+    assert peak_flops(torch.device("cuda")) is None
+
+
+def test_peak_memory_on_a_cpu_is_resident_and_never_shrinks():
+    before = peak_memory_bytes(torch.device("cpu"))
+    held = torch.ones(before // 4 + 16 * 2**20)
+    assert peak_memory_bytes(torch.device("cpu")) >= max(before, held.nbytes)
+    del held
+    assert peak_memory_bytes(torch.device("cpu")) > before > 2**20
