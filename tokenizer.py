@@ -381,8 +381,7 @@ def load_tokenizer(path: str, backend: str = "auto") -> Tokenizer | HuggingFaceT
                               allow_patterns=HUGGINGFACE_FILES)
         except Exception as error:  # its class differs between versions of the hub's HTTP client
             raise DataError(f"TOKENIZER_PATH={path} is not a local file, and the request to the hub failed: "
-                            f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or "
-                            "give a local path") from error
+                            f"{why_not(error)} a local path") from error
     if backend == "huggingface" and os.path.isdir(file):
         file = file / "tokenizer.json"
     # Open it, or explain why that is impossible.

@@ -469,8 +469,7 @@ def hub_model(name: str) -> Path:
         return hub_folder(repository, "config.json", is_complete, revision or None, **HUB_FILES)
     except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
         raise CheckpointError(f"{name} is no local folder, and the hub gives no model of that name: "
-                              f"{why_not(error)}; check the name, the network, HF_TOKEN and "
-                              "HF_HUB_OFFLINE, or give a path") from error
+                              f"{why_not(error)} a path") from error
 
 
 def is_complete(folder: Path) -> bool:

@@ -95,10 +95,11 @@ def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -
 
 
 def why_not(error: Exception) -> str:
-    """Return why the hub refused a request, in a few words."""
+    """Return why the hub refused a request, and what to check."""
+    reason = first_line(error)
     if status_of(error) in (401, 403, 404):
-        return f"it has no such name, or not for this account (HTTP {status_of(error)})"
-    return first_line(error)
+        reason = f"it has no such name, or not for this account (HTTP {status_of(error)})"
+    return f"{reason}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give"
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -216,5 +217,4 @@ def hub_revision(name: str, revision: str, config: str = "") -> str:
             return copy.name
         without_copy = f" (no local copy has its config {config or 'default'!r})" * (status_of(error) is None)
         raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "
-                        f"{why_not(error)}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or "
-                        "give a path" + without_copy) from error
+                        f"{why_not(error)} a path{without_copy}") from error

@@ -323,7 +323,14 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
     refused = []
     for example in examples:
         try:
-            segments = _segments_of(example, chat_format, spec.system_prompt)
+            messages = with_system(example.messages, spec.system_prompt)
+            if example.answers:
+                chosen, rejected = (chat_format.encode_answer(messages, answer) for answer in example.answers)
+                if chosen == rejected:
+                    raise DataError("chosen and rejected have the same tokens")
+                segments = [(chat_format.encode_prompt(messages), False), (chosen, True), (rejected, True)]
+            else:
+                segments = chat_format.encode_chat(messages)
         except DataError as error:
             refused.append((example.where, str(error)))
             continue
@@ -334,24 +341,13 @@ def tokenize_examples(format_sha256: str, spec: WorkerSpec, examples: Sequence[E
 
     # As they are written: ids, and a number for each segment.
     splits = {}
-    for split, chosen in kept.items():
-        ids = list(chain.from_iterable(part for segments in chosen for part, _ in segments))
+    for split, encoded in kept.items():
+        ids = list(chain.from_iterable(part for segments in encoded for part, _ in segments))
         flags = [len(part) << 2 | (number == len(segments)) << 1 | is_target
-                 for segments in chosen for number, (part, is_target) in enumerate(segments, 1)]
-        targets = sum(len(part) for segments in chosen for part, is_target in segments if is_target)
-        splits[split] = Tokens(np.array(ids, spec.dtype), len(chosen), np.array(flags, "uint32"), targets)
+                 for segments in encoded for number, (part, is_target) in enumerate(segments, 1)]
+        targets = sum(len(part) for segments in encoded for part, is_target in segments if is_target)
+        splits[split] = Tokens(np.array(ids, spec.dtype), len(encoded), np.array(flags, "uint32"), targets)
     return ChunkTokens(splits, refused)
-
-
-def _segments_of(example: Example, chat_format: ChatFormat | TemplateFormat,
-                 system_prompt: str) -> Segments:
-    messages = with_system(example.messages, system_prompt)
-    if not example.answers:
-        return chat_format.encode_chat(messages)
-    chosen, rejected = (chat_format.encode_answer(messages, answer) for answer in example.answers)
-    if chosen == rejected:
-        raise DataError("chosen and rejected have the same tokens")
-    return [(chat_format.encode_prompt(messages), False), (chosen, True), (rejected, True)]
 
 
 def _label_fault(example: Example, segments: Segments,

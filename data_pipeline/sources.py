@@ -278,19 +278,6 @@ def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[
     return arrow
 
 
-@contextmanager
-def _opened(file: StoredFile) -> Iterator[tuple[Any, Any]]:
-    """Open a file for the `with` block: its bytes as they are stored, and unpacked, both buffered."""
-    with reading_errors(file.url), file.open() as raw:
-        if not file.compression:
-            yield raw, raw
-            return
-        if file.compression not in fsspec.compression.compr:
-            raise DataError(f"{file.url}: {file.compression} needs a package: {pip_install('zstandard')}")
-        unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
-        yield raw, io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
-
-
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark."""
     before = reading.bytes_done
@@ -325,18 +312,24 @@ def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> It
         yield where, text
 
 
-def _read_text(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    """Yield the lines of a text file; a line end becomes a newline."""
-    column = columns[0] if columns else ""
-    with _opened(file) as (raw, stream):
-        for where, line in _read_lines(file, raw, stream, reading):
-            yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
+def _read_file(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
+    """Yield the lines of a text file, the objects of JSON lines, or those of one array in a .json file.
 
-
-def _read_json(file: StoredFile, columns: Sequence[str], reading: Reading) -> Records:
-    """Yield the objects of JSON lines, or of one array in a .json file, with all their columns."""
-    stem = os.path.splitext(file.name)[0] if file.compression else file.name
-    with _opened(file) as (raw, stream):
+    A line end becomes a newline; objects have all their columns.
+    """
+    with reading_errors(file.url), file.open() as raw:
+        stream, stem = raw, file.name
+        if file.compression:
+            if file.compression not in fsspec.compression.compr:
+                raise DataError(f"{file.url}: {file.compression} needs a package: {pip_install('zstandard')}")
+            unpacked = fsspec.compression.compr[file.compression](raw, mode="rb")
+            stream = io.BufferedReader(unpacked, 1 << 20)  # zstandard's reader has no lines
+            stem = os.path.splitext(file.name)[0]
+        if file.kind == "text":
+            column = columns[0] if columns else ""
+            for where, line in _read_lines(file, raw, stream, reading):
+                yield where, {column: line[:-2] + "\n" if line.endswith("\r\n") else line}
+            return
         start = stream.peek(SNIFF_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
         is_array = stem.lower().endswith(".json") and start.startswith(b"[")
         values = _read_array if is_array else _read_json_lines
@@ -459,7 +452,7 @@ def _read_table(file: StoredFile, columns: Sequence[str], reading: Reading) -> R
                                            raw.tell())
 
 
-READERS = {"jsonl": _read_json, "parquet": _read_table, "arrow": _read_table, "text": _read_text}
+READERS = {"jsonl": _read_file, "text": _read_file, "parquet": _read_table, "arrow": _read_table}
 
 
 def columns_of(record: Mapping[str, Any]) -> str:
