@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 import lora
+import model_utils
 from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes
@@ -29,30 +30,11 @@ from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, parts_of
 from fused.attention import choose_kernel
 from hellaswag_utils import read_choice_set, read_items
+from learn import objectives
 from learn.cost import FLOAT32, MemoryEstimate, StepFlops, Work, estimate_memory, parameter_count
-from learn.objectives import (
-    PREFERENCE_OBJECTIVES,
-    NextToken,
-    Objective,
-    answer_lengths,
-    frozen_logprobs,
-    reference_is_stored,
-)
 from learn.optim import Optimizer
 from learn.teacher import find_teacher, teacher_on_meta
 from model import Transformer
-from model_utils import (
-    DTYPES,
-    build_model,
-    check_model,
-    choose_dtype,
-    clip_scale,
-    compile_where_possible,
-    gradient_norm,
-    model_on_meta,
-    read_model_config,
-    why_not_compile,
-)
 from observe.phases import Phases
 from parallel.ranks import Ranks, collective
 from run.card import device_name, trained_count
@@ -113,8 +95,7 @@ def describe_batch(config: Config) -> str:
 
 
 def describe_data(config: Config, inputs: Inputs) -> list[str]:
-    """Return the training data and how often the run reads it: of a mixture as a table, a line for a source.
-    """
+    """Return the training data and how often the run reads it; a mixture has a line for each source."""
     if isinstance(inputs.rows, MixedRows):
         table = describe_sources(inputs.rows.mixture, inputs.sources(config))
         return [inputs.description, *(f"  {line}" for line in table)]
@@ -135,7 +116,7 @@ def describe_hardware(config: Config, device: torch.device, dtype: torch.dtype) 
     kernel, other = (choose_kernel(purpose, config, device, dtype)
                      for purpose in ("documents" if config.document_mask else "causal", "mask"))
     kernel += f" ({other} in evaluation)" if other != kernel else ""
-    why_eager = why_not_compile(config, device.type) if config.compile else "COMPILE=false"
+    why_eager = model_utils.why_not_compile(config, device.type) if config.compile else "COMPILE=false"
     if why_eager and config.activation_checkpointing == "selective":
         raise SettingsError("ACTIVATION_CHECKPOINTING=selective is done by the compiler, but "
                             f"{why_eager}; use block, or none")
@@ -157,7 +138,7 @@ def print_overview(run: Run) -> None:
     if config.validate_every and run.inputs.tokenizer.byte_lengths is None:
         info("Validation: no bits per byte, because the tokenizer is not byte-level")
     info(f"Batch: {describe_batch(config)}")
-    info(f"Hardware: {describe_hardware(config, device, choose_dtype(config, device.type))}")
+    info(f"Hardware: {describe_hardware(config, device, model_utils.choose_dtype(config, device.type))}")
     info(f"Run: {run.folder}" + (f", resuming after step {run.progress.step}" if run.progress.step else ""))
 
 
@@ -211,9 +192,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
 
 
 def provide_sample(config: Config, may_write: bool) -> None:
-    """Make the sample if the settings name its files and it does not exist. Only local rank 0 does so; the
-    others wait at the next collective.
-    """
+    """Make the sample if the settings name its files and it does not exist. Local rank 0 does so for all."""
     named = (config.tokenizer_path, config.hellaswag_path,
              getattr(config, f"{config.training_stage}_data_path"))
     if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
@@ -262,12 +241,12 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
     A teacher, and what ranks exchange, are not part of it.
     """
     ranks, config = Ranks(device=device), config.model_copy(update={"sharding": "none", "cpu_offload": False})
-    model = build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
+    model = model_utils.build_model(config, inputs.tokenizer.vocab_size, ranks, dtype)
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator().manual_seed(config.seed))
         lora.cast_base(model, dtype)
     optimizer, objective = Optimizer(model, config), probe_objective(config, model)
-    is_eager = not config.compile or compile_where_possible(model, config, device.type) is not None
+    is_compiled = config.compile and model_utils.compile_where_possible(model, config, device.type) is None
     model.train()
     rows = inputs.order(config, ranks).micro_batches(0)[:8]
     batches = cycle([inputs.rows(micro_batch).to(device) for micro_batch in rows])
@@ -276,12 +255,12 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         objective.loss_sum(model, next(batches)).total.backward()
 
     def update() -> None:
-        scale = clip_scale(gradient_norm(model), config.max_grad_norm)
+        scale = model_utils.clip_scale(model_utils.gradient_norm(model), config.max_grad_norm)
         optimizer.step(config.learning_rate, scale, torch.zeros((), device=device))
 
     with tqdm(desc="Measuring the speed", unit="micro-batch", delay=1, leave=False, disable=None) as bar:
         seconds, done = timed(device, micro_batch), 1
-        if not (is_eager and seconds > PROBE_SECONDS):  # the first one compiles, and allocates memory
+        if is_compiled or seconds <= PROBE_SECONDS:  # the first one compiles, and allocates memory
             timed(device, update)
             seconds, done = 0.0, 0
         while seconds < PROBE_SECONDS and done < 8:
@@ -290,14 +269,14 @@ def seconds_per_step(config: Config, inputs: Inputs, device: torch.device, dtype
         return config.accumulation_steps * seconds / done + timed(device, update)
 
 
-def probe_objective(config: Config, model: Transformer) -> Objective:
+def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
     """Return an objective that costs what the run's does, apart from a teacher."""
     if config.training_stage != "dpo":
-        return NextToken()
-    reference = partial(frozen_logprobs, model)
-    if reference_is_stored(config):
-        reference = lambda batch: torch.zeros_like(answer_lengths(batch))
-    return PREFERENCE_OBJECTIVES[config.preference_objective](config, reference)
+        return objectives.NextToken()
+    reference = partial(objectives.frozen_logprobs, model)
+    if objectives.reference_is_stored(config):
+        reference = lambda batch: torch.zeros_like(objectives.answer_lengths(batch))
+    return objectives.PREFERENCE_OBJECTIVES[config.preference_objective](config, reference)
 
 
 # ----------------------------------------------------------------------------------------------- --check
@@ -316,8 +295,7 @@ def check(loaded: Loaded) -> int:
     found.check_inputs()
     found.check_start()
     found.check_plan()
-    failures = len(found.exit_codes)
-    if failures:
+    if failures := len(found.exit_codes):
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
         return found.exit_codes[0]
     show("Ready to train." if found.inputs else "The plan is complete; data or a tokenizer is missing here.")
@@ -374,7 +352,7 @@ class Check:
                 self.line("settings", message, mark)
         with self.entry("hardware"):
             if config.device_memory:  # of a GPU that need not be here
-                device, dtype = torch.device("cuda"), DTYPES.get(config.precision, torch.bfloat16)
+                device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
                 eager = not config.compile or config.debug
                 text = (f"planned for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
                         f"{config.device_memory:g} GB (DEVICE_MEMORY), whatever is here: "
@@ -382,7 +360,7 @@ class Check:
                         f"{'eager' if eager else 'compiled'}")
             else:
                 device = prepare_device(config)
-                dtype = choose_dtype(config, device.type)
+                dtype = model_utils.choose_dtype(config, device.type)
                 text = describe_hardware(config, device, dtype)
             self.device, self.dtype = device, dtype
             self.line("hardware", text)
@@ -415,7 +393,7 @@ class Check:
             self.check_evaluation(named)
 
         # What is computed once before the first step, and the teacher.
-        if self.inputs and (reference_is_stored(config)
+        if self.inputs and (objectives.reference_is_stored(config)
                             or config.distillation_enabled and config.distillation_top_k):
             with self.entry("cache"):
                 for rows in parts_of(self.inputs.rows):
@@ -452,7 +430,7 @@ class Check:
             start = find_start(self.loaded, self.inputs, run_dir, Ranks())
             if start.state:
                 folder = start.base if config.lora_enabled else start.folder
-                start.warnings.extend(check_model(folder, start.config))
+                start.warnings.extend(model_utils.check_model(folder, start.config))
             if config.resume == "never" and has_run(run_dir):
                 start.warnings.append(f"RESUME=never moves the run in {run_dir} aside")
             for mark, messages in (("ok", start.notes), ("warn", start.warnings)):
@@ -485,17 +463,16 @@ class Check:
             self.line("model", text)
         if self.plan:
             self.report_length(self.plan)
-        computed = config
-        planned = config.device_memory and not config.debug
-        if self.device and config.compile and not planned and why_not_compile(config, self.device.type):
-            computed = config.model_copy(update={"compile": False})
         if self.device:
-            self.report_memory(computed, vocab_size)
+            is_planned = config.device_memory and not config.debug
+            if config.compile and not is_planned and model_utils.why_not_compile(config, self.device.type):
+                config = config.model_copy(update={"compile": False})
+            self.report_memory(config, vocab_size)
         if self.plan and not config.device_memory:  # of another machine, whose disk is not here either
             with self.entry("disk"):
                 self.line("disk", describe_disk(config, self.plan.checkpoint_bytes))
         if self.plan and self.inputs and self.device:
-            self.report_speed(computed, self.plan)
+            self.report_speed(config, self.plan)
 
     def report_length(self, plan: StepPlan) -> None:
         """Print the tokens and FLOPs of the run, and warn if the tokens are few or repeated too often.
@@ -584,11 +561,10 @@ class Check:
 
 def plan_steps(config: Config, start: Optional[Start], inputs: Optional[Inputs], vocab_size: int,
                teacher: Optional[Path]) -> tuple[StepPlan, str]:
-    """Return the plan of a step, from a model without memory and the rows of the first step; and the model.
-    """
+    """Return the plan of a step, from a model without memory and the first rows; and the model in words."""
     described, generator = describe_model(config, vocab_size), torch.Generator()
     config = config.model_copy(update={"lora_base_quantization": "none"})  # which changes neither
-    model = model_on_meta(config, vocab_size, torch.float32)
+    model = model_utils.model_on_meta(config, vocab_size, torch.float32)
     if config.lora_enabled and inputs:
         model, _ = adapted_on_meta(config, start, inputs, torch.float32, generator, Ranks())
         described += f"\nLoRA: {describe_adapters(model, inputs.tokenizer)}"
@@ -623,8 +599,8 @@ def teacher_bytes(config: Config, folder: Optional[Path]) -> int:
     stored = "fp32" if "32" in str(described.get("dtype", described.get("torch_dtype"))) else "bf16"
     precision = stored if config.teacher_precision == "auto" else config.teacher_precision
     with suppress(CheckpointError):  # it is not a Llama
-        count = parameter_count(read_model_config(folder), described["vocab_size"])
-        return count * DTYPES[precision].itemsize
+        count = parameter_count(model_utils.read_model_config(folder), described["vocab_size"])
+        return count * model_utils.DTYPES[precision].itemsize
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

@@ -244,8 +244,7 @@ def hub_name_of(path: str) -> str:
 
 
 def run_and_step(path: str) -> str:
-    """Return a path without what it tells of the machine: of an absolute one run and step, or the last name.
-    """
+    """Return a path; if it is absolute, only the run and step, or the last name."""
     parts = Path(path).parts
     if not Path(path).is_absolute():
         return path
@@ -424,8 +423,7 @@ class BackgroundReport:
         self.process = None
 
     def _read_result(self, folder: Path, warn: Callable[[str], None]) -> bool:
-        """Return whether the process wrote the report; warn if not, unless a stop signal to the job ended it.
-        """
+        """Return whether the process wrote the report; warn if not, unless a stop signal ended it."""
         if self.process is None:
             return False
         process, self.process = self.process, None
