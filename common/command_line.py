@@ -21,7 +21,7 @@ def filled(text: str, width: int = HELP_COLUMNS, **indents: str) -> list[str]:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs to HELP_COLUMNS, and leaves indented lines, as those of examples, as they are."""
+    """Wraps paragraphs to HELP_COLUMNS, and keeps indented lines (examples) unchanged."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28, width=HELP_COLUMNS)
@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return the `type` of a flag whose value is a number within limits, which are also told in words."""
+    """Return the `type` of a flag whose value is a number within limits; `limits` describes them."""
     def parse(text: str) -> float:
         with suppress(ValueError):
             if fits(value := kind(text)):

@@ -27,7 +27,7 @@ class NotAFileError(OSError):
     """The path is a pipe, a socket, a device, a folder, or a link where links are not followed."""
 
     def __init__(self, path: str | Path):
-        super().__init__(errno.EINVAL, "is no plain file but a pipe, a device, a folder or a link", str(path))
+        super().__init__(errno.EINVAL, "is not a plain file but a pipe, device, folder or link", str(path))
 
 
 def plain(path: str, flags: int) -> int:

@@ -60,7 +60,7 @@ class Heartbeat:
 
     @contextmanager
     def beat_in_background(self) -> Iterator[None]:
-        """A `with` block around one long call that cannot beat itself but has time-outs of its own."""
+        """A `with` block around one long call that cannot beat but has its own time-outs."""
         done = threading.Event()
 
         def keep_beating() -> None:

@@ -29,7 +29,7 @@ from parallel.process import listen_at, restrict_interface
 T = TypeVar("T")
 PROGRESS_SECONDS = 30  # between two lines about a long computation
 JOIN_SECONDS = 25  # how far apart ranks may start without a launcher
-# Added to DISTRIBUTED_TIMEOUT for the group itself, whose time-out also ends waits for a slow but live rank.
+# Added to torch's own timeout, which must not fire first: the watchdog decides.
 GROUP_TIMEOUT_MARGIN_SECONDS = 86_400
 watchdog: Optional[HangWatchdog] = None  # of this process's group
 

@@ -138,7 +138,7 @@ def read_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
     """Return the settings of the process environment, and warnings of variables like a misspelt setting."""
     values = {name: (environ[name.upper()], "environment")
               for name in Config.model_fields if environ.get(name.upper(), "") != ""}
-    warnings = [f"environment: {key} is no setting; did you mean {guess.upper()}?"
+    warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
                 for key in environ if (guess := misspelt(key)) is not None]
     return Layer(values, []), warnings
 

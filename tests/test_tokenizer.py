@@ -286,7 +286,7 @@ def test_folder_saved_again_gives_the_same_ids(theirs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"])
-@pytest.mark.parametrize("put, words", [(os.mkfifo, "is no plain file"), (lambda path: path.symlink_to("gone"), "No such file")])
+@pytest.mark.parametrize("put, words", [(os.mkfifo, "is not a plain file"), (lambda path: path.symlink_to("gone"), "No such file")])
 def test_what_lies_beside_a_tokenizer_and_is_no_file_is_refused(name, put, words, theirs, tmp_path):
     theirs.save_huggingface(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)

@@ -144,7 +144,7 @@ def test_what_is_no_file_in_the_place_of_a_log_is_refused_and_not_waited_for(nam
         put(run.folder / name)
         assert run.train(MAX_STEPS=3) == 5
         error = capsys.readouterr().err
-        assert f"{run.folder / name}" in error and "is no plain file but a pipe, a device, a folder or a link" in error
+        assert f"{run.folder / name}" in error and "is not a plain file but a pipe, device, folder or link" in error
         (run.folder / name).rmdir() if put is os.mkdir else (run.folder / name).unlink()
 
 

@@ -197,7 +197,7 @@ def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_ha
     (folder / "folder").mkdir()
     for name in ("pipe", "folder"):
         reseal(folder, files | {name: {"size": 0, "sha256": "0" * 64}})
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no plain file"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is not a plain file"):
             store.verify(folder)
     (folder / "zero").symlink_to("/dev/zero")
     reseal(folder, files | {"zero": {"size": 0, "sha256": "0" * 64}})
@@ -207,7 +207,7 @@ def test_what_is_no_file_is_not_waited_for_and_not_read_for_ever(tmp_path, no_ha
                        (store.OPTIMIZER, store.read_optimizer)):
         (folder / name).unlink()
         os.mkfifo(folder / name)
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is no plain file"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*is not a plain file"):
             read(folder)
 
 

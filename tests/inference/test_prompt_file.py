@@ -61,7 +61,7 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"one\ncaf\xe9\n")
     with pytest.raises(DataError, match=r"latin\.txt:2: is not UTF-8"):
         read_prompts(str(tmp_path / "latin.txt"))
-    for name, reason in ((tmp_path, "is no plain file"), (tmp_path / "gone", "No such file"),
+    for name, reason in ((tmp_path, "is not a plain file"), (tmp_path / "gone", "No such file"),
                          (write(tmp_path / "empty.txt", "", " "), "has no prompts")):
         with pytest.raises(DataError, match=reason):
             read_prompts(str(name))

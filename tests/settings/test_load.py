@@ -273,7 +273,7 @@ def test_settings_are_not_awaited_from_a_pipe_or_a_device():
     os.mkfifo("pipe")
     for flag in ("--env-file", "--config"):
         for path in ("pipe", "/dev/zero"):
-            assert problems(flag, path)[0] == f"{path}: cannot be read: is no plain file but a pipe, a device, a folder or a link"
+            assert problems(flag, path)[0] == f"{path}: cannot be read: is not a plain file but a pipe, device, folder or link"
 
 
 @pytest.mark.parametrize("content, words", [
@@ -448,7 +448,7 @@ def test_an_unknown_preset_gets_its_nearest_neighbour():
     ("max_steps", "max_steps"), ("OUTPUT_DIRS", "output_dir")])
 def test_an_environment_key_that_looks_misspelt_is_warned_of(key, meant):
     loaded = load(environ={key: "1"})
-    assert loaded.warnings == [f"environment: {key} is no setting; did you mean {meant.upper()}?"]
+    assert loaded.warnings == [f"environment: {key} is not a setting; did you mean {meant.upper()}?"]
 
 
 ORDINARY_KEYS = """

@@ -411,15 +411,15 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
     ("empty", {**ITEM, "endings": ["", "b", "c", "d"]}, "ending 0 is empty"))] + group(
     "items", TRAIN, 3, empty=(put("items.jsonl"), "HELLASWAG_PATH=items.jsonl holds no items"),
     blank=(put("items.jsonl", "\n\n"), "holds no items"),
-    missing=(gone("items.jsonl"), "cannot be read"), folder=(instead("items.jsonl", os.mkdir), "is no plain file"),
-    pipe=(instead("items.jsonl", os.mkfifo), "is no plain file"),
-    loop=(instead("items.jsonl", loop), "is no plain file"),
+    missing=(gone("items.jsonl"), "cannot be read"), folder=(instead("items.jsonl", os.mkdir), "is not a plain file"),
+    pipe=(instead("items.jsonl", os.mkfifo), "is not a plain file"),
+    loop=(instead("items.jsonl", loop), "is not a plain file"),
     utf16=(edit("items.jsonl", lambda c: c.decode().encode("utf-16")), "items.jsonl:1: not a line"),
     cut=(cut("items.jsonl", -20), "items.jsonl:10: not a line"),
     gzip_cut=(all_of(put("i.gz", gzip.compress(b"x" * 999)[:-5]), env(HELLASWAG_PATH="i.gz")), "ended before"),
     gzip_junk=(all_of(put("i.gz", b"junk"), env(HELLASWAG_PATH="i.gz")), "Not a gzipped"),
     long_ending=(put("items.jsonl", lines({**ITEM, "endings": ["x" * 500, "b", "c", "d"]})), "ending of 501 tokens"),
-    device=(env(HELLASWAG_PATH="/dev/zero"), "is no plain file")) + commands(
+    device=(env(HELLASWAG_PATH="/dev/zero"), "is not a plain file")) + commands(
     "items", 3, nowhere=("scripts/load_hellaswag_dataset.py --source none.jsonl --output h.jsonl", "none.jsonl: no such"),
     into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set: cannot be written"),
     under_file=("scripts/load_hellaswag_dataset.py --source items.jsonl --output x.jsonl/h", "x.jsonl/h: cannot be written"),
@@ -544,7 +544,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     ("weights_junk", put(WEIGHTS, b"\xfe\xed" * 999), "cannot be read"),
     ("weights_huge_header", put(WEIGHTS, (2**62).to_bytes(8, "little") + b"{}"), "cannot be read"),
     ("weights_pickle", lambda: torch.save({"a": Bomb()}, WEIGHTS), "cannot be read"),
-    ("weights_pipe", instead(WEIGHTS, os.mkfifo), "is no plain file"),
+    ("weights_pipe", instead(WEIGHTS, os.mkfifo), "is not a plain file"),
     ("no_norm", tensors_of(WEIGHTS, lambda t: t.pop("model.norm.weight")), "lack model.norm.weight"),
     ("no_embedding", tensors_of(WEIGHTS, lambda t: t.pop("model.embed_tokens.weight")), "lack|no separate head"),
     ("extra", tensors_of(WEIGHTS, lambda t: t.update({"x.y": torch.ones(2)})), "hold x.y"),
