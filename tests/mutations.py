@@ -112,7 +112,7 @@ FAULTS = [
           "SeedSequence([0, epoch])", LOADERS),
     fault("documents: not numbered", "dataloaders.py", "tokens_BT == self.document_start_id", "tokens_BT < 0", LOADERS),
     fault("packing: examples overlap", "dataloaders.py", "slots += each", "slots += each - 1",
-          "tests/data_pipeline/test_packing.py"),
+          PROPERTIES),
     fault("shard header: wrong count", "data_pipeline/shards.py", "*MAGIC_AND_VERSION[dtype], tokens",
           "*MAGIC_AND_VERSION[dtype], tokens + 1", "tests/data_pipeline/test_shard_reader.py"),
     fault("preparation: shards are not synced", "data_pipeline/shards.py", "os.fsync(self.file.fileno())", "pass", PREPARED),

@@ -96,14 +96,6 @@ def test_odd_texts_come_back_from_the_shards_and_hold_no_control_token(tmp_path,
     assert json.loads((folder / MANIFEST).read_text())["skipped"]["empty"] == 2
 
 
-def test_the_result_is_the_same_whatever_the_number_of_processes(tmp_path, tokenizer_path, monkeypatch):
-    monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 2000)
-    source = write_jsonl(tmp_path / "x.jsonl", stories(300))
-    alone, together = (prepare(source, tokenizer_path, tmp_path / str(workers), workers=workers) for workers in (1, 3))
-    assert alone.name == together.name and shards_of(alone) == shards_of(together)
-    assert json.loads((alone / MANIFEST).read_text()) == json.loads((together / MANIFEST).read_text())
-
-
 def test_a_second_call_returns_at_once(tmp_path, tokenizer_path, monkeypatch):
     source = write_jsonl(tmp_path / "x.jsonl", stories(50))
     folder = prepare(source, tokenizer_path, tmp_path / "out")
