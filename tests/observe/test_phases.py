@@ -144,6 +144,8 @@ def test_a_single_rank_waits_for_nobody(clock):
         take_step(clock, 1)
         assert measured.read_steps() == {"step_seconds": 51, "data_seconds": 1, "forward_seconds": 15, "backward_seconds": 9,
                                          "optimizer_seconds": 26}
+    alone = {phase: np.ones(1) for group in COMPARED.values() for phase in group}
+    assert SlowRanks().compare(alone, {}, dict.fromkeys(COMPARED, 1.0)) == [], "and is slower than nobody"
 
 
 def test_evaluations_and_saves_are_summed_and_each_evaluation_is_an_event(clock):
@@ -176,8 +178,6 @@ def test_marks_are_told_in_order_with_their_unix_times(clock):
     assert told == [(1000, "other", 0), (1000, "data", 7), (1001, "forward", 7), (1001, "communication", 7),
                     (1011, "forward", 7), (1013, "backward", 7), (1017, "forward", 7), (1020, "backward", 7),
                     (1025, "optimizer", 7), (1025, "communication", 7), (1045, "optimizer", 7), (1051, "other", 7)]
-
-
 
 
 # -------------------------------------------------------------------------------- the slow rank
@@ -228,11 +228,6 @@ def test_a_slow_save_is_named_at_once_and_is_over_with_the_next():
     assert compare(slow, save=(9, 0.1, 0.1, 2)) == [(3, "save", 20)]
     assert compare(slow) == [], "no save, so nothing is known"
     assert compare(slow, save=(9, 0.1, 0.1, 0.1)) == [(3, "save", 0)]
-
-
-def test_a_single_rank_is_slower_than_nobody():
-    own = {phase: np.ones(1) for group in COMPARED.values() for phase in group}
-    assert SlowRanks().compare(own, {}, dict.fromkeys(COMPARED, 1.0)) == []
 
 
 FORWARD, SLOW_FORWARD, SLOW_READ, SLOW_SAVE = 0.05, 0.12, 0.25, 0.6  # seconds that a rank sleeps

@@ -30,7 +30,7 @@ from observe.power import (
     summarize,
 )
 
-# ------------------------------------------------------------------------------------------------------------------- NVML
+# NVML
 
 
 def test_the_stub_has_the_signatures_and_types_of_nvidia_ml_py():
@@ -87,7 +87,7 @@ def test_without_driver_gpu_or_package_there_is_one_reason(fails, uuid, reason, 
         GpuMeter(uuid)
 
 
-# ------------------------------------------------------------------------------------------------------------------- RAPL
+# RAPL
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_without_a_counter_that_can_be_read_there_is_no_meter(rapl, tmp_path):
     assert [*packages()] == []
 
 
-# --------------------------------------------------------------------------------------------------------------- the file
+# the file
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -194,7 +194,7 @@ def test_what_a_full_disk_refuses_is_dropped_with_one_warning_and_no_half_line(t
     assert len(warnings) == 1 and "power.csv cannot be written" in warnings[0] and "the run continues" in warnings[0]
 
 
-# -------------------------------------------------------------------------------------------------------------- the thread
+# the thread
 
 
 class Meter:
@@ -261,15 +261,6 @@ def test_samples_and_marks_of_the_window_share_a_clock(has_counter, tmp_path):
     assert {name: first[name] for name in expected} == expected and first["phase"] == "data" and first["step"] in "1234"
     times = [float(row["time"]) for row in samples]
     assert times == sorted(times) and before - 60 < times[0] <= float(marks[0]["time"]) < float(marks[-1]["time"]) <= times[-1] + 60
-
-
-def test_without_a_window_there_is_a_sample_a_second_and_no_mark(tmp_path):
-    sampler = sampler_of(Meter(), tmp_path)
-    sampler.begin(1)
-    sampler.mark(time.time(), "data", 1)
-    wait_until(lambda: sampler.lines)
-    sampler.stop()
-    assert {row["gpu"] for row in rows_of(tmp_path / "power.csv")} == {"3"}
 
 
 def test_energy_is_the_counters_and_pauses_are_left_out(tmp_path):

@@ -42,29 +42,22 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_run_writes_its_report_at_its_end_and_at_each_save(tiny_run, monkeypatch):
-    starts = []
-    start = BackgroundReport.start
-    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, *rest, **named: (
-        starts.append(folder), start(self, folder, *rest, **named)))
-    run = tiny_run(REPORT="true", **UNMEASURED)
-    assert run.train() == 0
-    assert starts == [run.folder] * (len(run.steps_saved()) + 1)
-    page = (run.folder / "report.html").read_text()
-    assert "train_loss" in page and not [*run.folder.glob("*.tmp*")]
-
-
-def test_the_path_is_printed_when_the_page_is_there(tiny_run, monkeypatch):
-    run, info, there = tiny_run(REPORT="true", MAX_STEPS=2, SAVE_EVERY=0, **UNMEASURED), RunLog.info, []
+def test_a_run_writes_its_report_at_its_end_and_at_each_save_and_then_prints_its_path(tiny_run, monkeypatch):
+    starts, there, start, info = [], [], BackgroundReport.start, RunLog.info
 
     def record(self, text: str) -> None:
         if text.startswith("Look at the run: "):
             page = Path(text.removeprefix("Look at the run: ").removesuffix(", in a browser"))
-            there.append(page.is_file() and "2 of 2 steps" in page.read_text())
+            there.append(page.is_file() and "6 of 6 steps" in page.read_text())
         info(self, text)
 
+    monkeypatch.setattr(BackgroundReport, "start", lambda self, folder, *rest, **named: (
+        starts.append(folder), start(self, folder, *rest, **named)))
     monkeypatch.setattr(RunLog, "info", record)
+    run = tiny_run(REPORT="true", **UNMEASURED)
     assert run.train() == 0 and there == [True]
+    assert starts == [run.folder] * (len(run.steps_saved()) + 1)
+    assert "train_loss" in (run.folder / "report.html").read_text() and not [*run.folder.glob("*.tmp*")]
 
 
 def test_without_the_page_the_command_that_writes_it_is_printed(tiny_run, monkeypatch, capsys):
@@ -120,7 +113,7 @@ def test_there_are_never_two_and_the_last_state_is_written(script, tmp_path, war
     assert (tmp_path / "report.html").read_text() == f"final {os.getpriority(os.PRIO_PROCESS, 0)}" and warnings == []
 
 
-def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
+def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, monkeypatch, warnings):
     report = BackgroundReport()
     script("import sys; sys.exit('the disk is full')")
     for _ in range(3):
@@ -139,12 +132,9 @@ def test_what_fails_or_does_not_end_is_one_warning(script, tmp_path, warnings):
     script(SLOW)
     report.finish(tmp_path, 0.2, warnings.append)
     assert len(warnings) == 1 and "it takes longer than 0 s" in warnings[0] and report.process is None
-
-
-def test_a_machine_that_starts_no_process_is_one_warning(monkeypatch, tmp_path, warnings):
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    BackgroundReport().finish(tmp_path, 1, warnings.append)
-    assert len(warnings) == 1 and "No such file" in warnings[0]
+    assert not BackgroundReport().finish(tmp_path, 1, warnings.append)
+    assert len(warnings) == 2 and "No such file" in warnings[1]
 
 
 def test_a_stop_signal_to_it_is_ignored(whole, tmp_path):
