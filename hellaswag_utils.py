@@ -1,6 +1,6 @@
 """HellaSwag: which of four endings is most likely? Scored like lm-evaluation-harness's `hellaswag`, 0-shot.
 
-Other multiple-choice sets (EVAL_TASKS) have the same schema, with any number of endings, and go the same way.
+Other multiple-choice sets (EVAL_TASKS) have the same schema, with any number of endings.
 
 Percent on the 10,042 items of the validation set:
 
@@ -43,7 +43,7 @@ from model import SHARED_PREFIX, Transformer
 
 MOST_ENDINGS = 16
 LINE_BYTES, FILE_BYTES = 1 << 20, 1 << 30  # limits, unpacked; HellaSwag's have 3 kB and 13 MB
-HELLASWAG = "HELLASWAG_PATH="  # the setting of its file; those of other sets are less strict
+HELLASWAG = "HELLASWAG_PATH="  # names its file; other sets are checked less strictly
 
 
 class Item(NamedTuple):
@@ -67,16 +67,16 @@ class Task(NamedTuple):
 
 
 class ChoiceSet(NamedTuple):
-    """A multiple-choice set that is ready to be scored."""
+    """A multiple-choice set, ready for scoring."""
 
-    name: str  # of its metrics
+    name: str  # prefix of its metrics
     title: str  # on the console
     tasks: list[Task]
     chance: float  # the expected share of correct guesses
     sha256: str  # of the items' wording and order
 
     def metrics(self, correct_N2: np.ndarray) -> dict[str, float]:
-        """Return what is logged of all its answers; the standard error is that of acc."""
+        """Return the metrics of all answers; the standard error is that of acc."""
         n = len(correct_N2)
         acc, acc_norm = (int(right) / n for right in correct_N2.sum(axis=0))
         error = error_of_share(acc, n)
@@ -187,7 +187,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
 
 
 def batches_of(tasks: Sequence[Task], batch_tokens: int) -> list[list[int]]:
-    """Return all indices, longest task first, in batches of one or of so many padded tokens at most."""
+    """Return all indices, longest task first, in batches of one task or of at most `batch_tokens` padded."""
     lengths = [len(task.tokens_T) for task in tasks]
     batches: list[list[int]] = []
     for index in sorted(range(len(tasks)), key=lengths.__getitem__, reverse=True):
@@ -214,7 +214,7 @@ def ending_logprobs(model: Transformer, batch: Sequence[Task], device: torch.dev
 
 
 def by_item(values: np.ndarray | list, batch: Sequence[Task], fill: float) -> np.ndarray:
-    """Return values of all endings, item after item, as (B, E), filled up where an item has fewer endings."""
+    """Return values of all endings, item after item, as (B, E), padded where an item has fewer endings."""
     counts_B = np.array([len(task.ending_tokens) for task in batch])
     values_BE = np.full((len(batch), counts_B.max()), fill)
     values_BE[np.arange(counts_B.max()) < counts_B[:, None]] = values

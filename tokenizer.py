@@ -73,24 +73,24 @@ CHAT_TEMPLATE = """\
 
 
 class BaseTokenizer:
-    """What both tokenizers do alike."""
+    """What both tokenizers share."""
 
-    byte_fallback_ids: frozenset[int] = frozenset()  # single bytes that decode together with their neighbours
+    byte_fallback_ids: frozenset[int] = frozenset()  # bytes that decode together with their neighbors
     sha256: str
-    other_sha256: frozenset[str]  # the hashes of this tokenizer in other forms
+    other_sha256: frozenset[str]  # hashes of the same tokenizer in other file formats
     tokenizer_json: str  # the content of a tokenizer.json
 
     def is_same(self, sha256: str) -> bool:
-        """Return whether a tokenizer of this hash has the same vocabulary and merges, in whatever file."""
+        """Return whether the tokenizer with this hash has the same vocabulary and merges, in any format."""
         return sha256 == self.sha256 or sha256 in self.other_sha256
 
     def encode_document(self, text: str) -> list[int]:
-        """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` where there is no bos."""
+        """Return the ids of a document: `[bos] + ids + [eos]`, or `[eos] + ids` without a bos."""
         ids = self.encode(text)
         return [self.eos_id, *ids] if self.bos_id is None else [self.bos_id, *ids, self.eos_id]
 
     def _document_sha256(self, document: Mapping[str, Any]) -> str:
-        """Return the hash of all that decides an id in a tokenizer.json, and of a document's bos and eos."""
+        """Return a hash of what affects ids in a tokenizer.json, and of a document's bos and eos."""
         parts = [document.get(part) for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         content = json.dumps([parts, self.bos_id, self.eos_id], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
@@ -130,7 +130,7 @@ class Tokenizer(BaseTokenizer):
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of all that decides an id: pattern, special tokens, ranks."""
+        """Hex digest of everything that affects ids: pattern, special tokens, ranks."""
         digest = hashlib.sha256(json.dumps([PATTERN, SPECIALS]).encode())
         for token in self._ordered:
             digest.update(len(token).to_bytes(4, "little") + token)
@@ -179,7 +179,7 @@ class Tokenizer(BaseTokenizer):
         }, ensure_ascii=False)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of text of any length, as Meta's code does. A lone surrogate counts as U+FFFD."""
+        """Return the ids of text of any length, as Meta's code does. A lone surrogate becomes U+FFFD."""
         ids = [self._encoding.encode_ordinary(piece) for piece in split_long(text)]
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
@@ -216,11 +216,11 @@ class HuggingFaceTokenizer(BaseTokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # so that a literal <|eot_id|> in text stays text
-        # Whether pieces encoded apart decode to the whole text: byte-level without a space in front.
+        # True if separately encoded pieces decode to the whole text: byte-level, without a leading space.
         self._can_split = (self._document.get("decoder") or {}).get("type") == "ByteLevel" and (
             '"add_prefix_space": true' not in json.dumps(self._document.get("pre_tokenizer")))
 
-        # The control token of each role that has one, from the configuration or else by a known name.
+        # The control token of each role that has one, from the configuration or by a known name.
         config, self.control_tokens = {}, {}
         for other in CONFIG_FILES:
             if os.path.lexists(file.parent / other):
@@ -289,14 +289,14 @@ class HuggingFaceTokenizer(BaseTokenizer):
 
     @cached_property
     def sha256(self) -> str:
-        """Hex digest of all that decides an id: parts of tokenizer.json, and a document's bos and eos."""
+        """Hex digest of what affects ids: parts of tokenizer.json, and a document's bos and eos."""
         return self._document_sha256(self._document)
 
     @cached_property
     def other_sha256(self) -> frozenset[str]:
-        """The hashes of an equal tiktoken file and of its tokenizer.json; none if it has another form."""
+        """Hashes of the equal tiktoken file and of its tokenizer.json; empty if there is none."""
         def behaviour(tokenizer_json: str) -> list[Any]:
-            """Return what decides an id in byte-level BPE, in one form for equal ones."""
+            """Return what affects the ids of byte-level BPE, in a form that is equal for equal tokenizers."""
             document = json.loads(tokenizers.Tokenizer.from_str(tokenizer_json).to_str())
             model = document["model"]
             merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.pop("merges")]
@@ -317,15 +317,15 @@ class HuggingFaceTokenizer(BaseTokenizer):
         return frozenset([same.sha256, *same.other_sha256] if is_same else [])
 
     def encode(self, text: str, is_first: bool = True) -> list[int]:
-        """Return the ids of text of any length, without bos or eos. A lone surrogate counts as U+FFFD.
+        """Return the ids of text of any length, without bos or eos. A lone surrogate becomes U+FFFD.
 
-        Some tokenizers put a space before a text, but not (`is_first=False`) where a control token precedes.
+        Some tokenizers put a space before a text unless a control token precedes it (`is_first=False`).
         """
         tokenizer = self._tokenizer if is_first else self._later_tokenizer
         pieces = split_long(text) if self._can_split else [without_surrogates(text)]
         try:
             ids = [tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
-        except BaseException as error:  # a panic of the Rust library is no Exception
+        except BaseException as error:  # a panic of the Rust library is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json fails on the text that begins "
@@ -431,7 +431,7 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
 
 
 def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
-    """Write ranks in tiktoken's format; after a crash the file is complete or not there."""
+    """Write ranks in tiktoken's format, atomically."""
     path = Path(path)
     lines = [base64.b64encode(token) + b" %d\n" % rank
              for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
@@ -464,8 +464,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:
     char_to_byte = {char: byte for byte, char in BYTE_TO_CHAR.items()}
     vocabulary = sorted(bpe.get_vocab().items(), key=lambda item: item[1])
     if len(vocabulary) < vocab_size:
-        raise DataError(f"the text gives only {len(vocabulary)} ranks, --vocab-size {vocab_size} was asked "
-                        "for; ask for fewer or give more text")
+        raise DataError(f"the text yields only {len(vocabulary):,} tokens, fewer than --vocab-size "
+                        f"{vocab_size}; ask for fewer or give more text")
     return {bytes(map(char_to_byte.__getitem__, token)): rank for token, rank in vocabulary}
 
 

@@ -132,13 +132,13 @@ def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
             raise DataError(f"{name}: the disk of {folder} is full; set TMPDIR to a folder with room for the "
                             "largest file of the source") from error
         file = open(local, "rb")
-    with file:  # which has no name any more, so that nothing stays behind if the process is killed
+    with file:  # it is already unlinked, so a killed process leaves nothing behind
         yield file
 
 
 def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool],
                revision: str | None = None, **patterns: list[str]) -> Path:
-    """Return the local copy of a model of the hub: the cached one if it is complete, else it is downloaded.
+    """Return the local copy of a model on the hub: the cached one if complete, else a new download.
 
     Errors of the hub's client are raised unchanged.
 
@@ -158,7 +158,7 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
         pass
     url = hub.hf_hub_url(name, required_file, revision=revision)
     retry(name, lambda: hub.get_hf_file_metadata(url, timeout=HUB_SECONDS), only_if_answered=True)
-    with HEARTBEAT.beat_in_background():  # the hub's client has time-outs of its own
+    with HEARTBEAT.beat_in_background():  # the hub's client has its own time-outs
         return Path(retry(name, snapshot))
 
 
@@ -199,9 +199,9 @@ def _say_once(line: str) -> None:
 
 
 def hub_revision(name: str, revision: str, config: str = "") -> str:
-    """Return the commit that a revision (empty = the newest) of a dataset on the hub is now.
+    """Return the current commit of a revision (empty = the newest) of a dataset on the hub.
 
-    If the hub does not answer, it is that of the local copy, and a line says so.
+    If the hub does not answer, return that of the local copy, and print a line.
     """
     if not HUB_NAME.fullmatch(name):
         raise DataError(f"{name} is not a valid name of a dataset on the hub (owner/name); correct it, or "

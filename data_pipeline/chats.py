@@ -41,7 +41,7 @@ TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "t
 UNPAIRED = ("has a label of its own (prompt, completion, label), and training on unpaired labels is not "
             "supported; give ")
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
-# Where a prompt may end within the beginning that two texts share, the best place first.
+# Where a prompt may end within the prefix that two texts share, best place first.
 PROMPT_ENDS = (re.compile(r"\n"), re.compile(r"(?<=[.?!:])\s"), re.compile(r"\s"))
 # Part of the key: raise it when the same record would give other tokens or segments, or another split.
 EXAMPLES_VERSION = 2
@@ -56,9 +56,6 @@ class Example(NamedTuple):
     answers: tuple[str, ...] = ()  # the preferred one, and the other
 
 
-# ----------------------------------------------------------------------------------------- records
-
-
 def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Example]:
     """Yield the chats or preference pairs of a source; refuse records that are not."""
     # Without a column's name a Parquet file gives all its columns.
@@ -68,7 +65,7 @@ def read_examples(kind: str, source: Source, reading: Reading) -> Iterator[Examp
         except DataError as error:
             reading.refuse(where, str(error))
             continue
-        # What is in the record but is not trained on.
+        # Count what the record contains but training ignores.
         reading.dropped.update(name for name in TOOLS if record.get(name))
         for messages in record.values():
             for message in messages if isinstance(messages, list) else ():
@@ -121,7 +118,7 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("one of chosen and rejected is text, the other a dialog; expected the same of both")
 
-    # What both begin with is the prompt, or a part of it.
+    # The shared beginning is the prompt, or part of it.
     if not isinstance(chosen, str):
         ours, theirs = messages_in("chosen", chosen), messages_in("rejected", rejected)
         if not ours or not theirs:
@@ -175,7 +172,7 @@ def _spoken_turns(value: Any) -> Any:
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Return the beginning that two texts share, up to the end of a line, sentence or word, and the rests."""
+    """Split two texts into the prefix they share, up to a line, sentence or word end, and the two rests."""
     shared = os.path.commonprefix([chosen, rejected])
     for end in PROMPT_ENDS:
         for place in reversed([found.start() for found in end.finditer(shared)]):
@@ -233,7 +230,7 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
 
 
 def text_in(name: str, value: Any) -> str:
-    """Return a value that is valid text and not blank."""
+    """Return a value after checking that it is valid text and not blank."""
     flaw = flaw_of(value) or ("" if value.strip() else "is empty")
     if flaw:
         raise DataError(f"{name} {flaw}")
@@ -260,7 +257,7 @@ def with_system(messages: Messages, system_prompt: Any) -> Messages:
 
 
 def check_turns(messages: Messages, last: str) -> Messages:
-    """Return the messages after checking their roles, of which `last` must be that of the last one."""
+    """Return the messages after checking their roles; the last message must have the role `last`."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
         raise DataError("has no messages" if not messages else "has nothing but a system message")
@@ -278,9 +275,6 @@ def check_turns(messages: Messages, last: str) -> Messages:
     return messages
 
 
-# ------------------------------------------------------------------------------------------ tokens
-
-
 def kind_of_examples(kind: str, tokenizer, system_prompt: str) -> DataKind:
     """Return what `prepare` needs to know of chats or pairs."""
     sha256 = load_chat_format(tokenizer).sha256
@@ -296,7 +290,7 @@ def text_of(example: Example, separator: str = "\n") -> str:
 
 
 def split_key(example: Example) -> str:
-    """Return the text that decides the split of an example: the user's first message, normalized.
+    """Return the text that determines the split of an example: the user's first message, normalized.
 
     So all chats and pairs that begin with the same request are in one split, and no stage trains on an answer
     to a held-out request. A system message does not count, because SYSTEM_PROMPT may have added it. White

@@ -1,4 +1,4 @@
-"""Sources of records: files of any kind and place, and datasets of the Hugging Face hub.
+"""Sources of records: files, local or behind a URL, and datasets on the Hugging Face hub.
 
 Records are streamed as (where, record); `where` is the file and line (or row) that error messages name. A
 reader gets a `Reading`, which decides what happens to unusable records and counts what has been read.
@@ -38,13 +38,13 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 READABLE = f"{' '.join(KINDS)}, each also as {' '.join(COMPRESSIONS)}"
 LISTED_BAD_RECORDS, LISTED_COLUMNS = 1000, 20
 MAX_LINE_BYTES = 1 << 30  # a line is held in memory, and compressed files can unpack to far more
-SNIFF_BYTES = 8192  # of a file's beginning, to see whether it is text, or a JSON array
-BLOCK_CHARACTERS = 1 << 16  # of an array that are read at once
+SNIFF_BYTES = 8192  # read first, to tell text from binary and JSON lines from an array
+BLOCK_CHARACTERS = 1 << 16  # of a JSON array, read at once
 BLANK = re.compile(r"[ \t\r\n]*")
 # What `datasets` writes beside the .arrow files of a saved or cached dataset.
 DATASET_FILES = ("dataset_dict.json", "dataset_info.json", "state.json")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-SPLITTERS = ("whole", "line", "blank", "wikitext")  # of text into documents; else a separator line
+SPLITTERS = ("whole", "line", "blank", "wikitext")  # how text is split into documents
 WIKITEXT_TITLE = re.compile(r" = [^=].* = \s*")
 
 
@@ -82,7 +82,7 @@ SHORTCUTS = {
 
 
 class Document(NamedTuple):
-    """A text, and where it begins."""
+    """A text, and where it starts."""
 
     where: str
     text: str
@@ -99,13 +99,13 @@ class Reading:
     empty: int = 0
     separators: int = 0  # lines that separated documents
     bytes_done: int = 0
-    bytes_total: int = 0  # 0 if it is not known
-    dropped: Counter[str] = field(default_factory=Counter)  # of chats: how often each field was not used
-    advance: Callable[[], Any] = lambda: None  # called now and then while it is read
+    bytes_total: int = 0  # 0 = unknown
+    dropped: Counter[str] = field(default_factory=Counter)  # how often each unused field of chats occurred
+    advance: Callable[[], Any] = lambda: None  # called from time to time while reading
 
     @property
     def fraction(self) -> float | None:
-        """The fraction of the source that has been read, or None if its size is not known."""
+        """Fraction of the source that has been read, or None if its size is unknown."""
         return self.bytes_done / self.bytes_total if self.bytes_total else None
 
     def refuse(self, where: str, reason: str) -> None:
@@ -162,12 +162,12 @@ def reading_errors(name: str) -> Iterator[None]:
         yield
     except PaddockError:
         raise
-    except Exception as error:  # those of fsspec, arrow, zlib and the hub's client have no common base class
+    except Exception as error:  # the errors of fsspec, arrow, zlib and the hub have no common base class
         raise DataError(f"{name}: {first_line(error)}; check that it exists, whole and readable") from error
 
 
 def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: str) -> Source:
-    """Return the source that a shortcut, a path, a URL, a glob, or the name of a dataset on the hub means."""
+    """Return the source for a shortcut, a path, a URL, a glob, or the name of a dataset on the hub."""
     if not text:
         raise SettingsError("a source is empty; give a file, folder or glob, or the name of a hub dataset")
     if text in shortcuts:
@@ -178,9 +178,9 @@ def source_of(text: str, shortcuts: Mapping[str, Source] = SHORTCUTS, **fields: 
 
 def identify(source: Source, known: dict[str, list],
              advance: Callable[[int], Any] = lambda count: None) -> dict:
-    """Return all that decides a source's records as JSON values, for the key of a prepared set.
+    """Return everything that affects a source's records as JSON values, for the key of a prepared set.
 
-    For local files it is their content, wherever they are; for a dataset on the hub its commit.
+    Local files count by content, wherever they are; a dataset on the hub by its commit.
 
     Args:
         known: hashes of local files that are known already, {name: [stamp, hash]}; new ones are added.
@@ -212,7 +212,7 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
     """Return the readable files of a path, folder, glob or URL, sorted by name.
 
     Args:
-        split: of a folder that `datasets` saved or cached: the split whose files are meant.
+        split: the split to read from a folder that `datasets` saved or cached.
     """
     with reading_errors(path):
         files = retry(path, lambda: _find_files(path, split))
@@ -231,7 +231,7 @@ def _find_files(path: str, split: str) -> list[StoredFile]:
     fs, root = file_system(path)
     try:
         found = fs.info(root)["type"]
-    except FileNotFoundError as error:  # fsspec raises it also for a server that does not answer
+    except FileNotFoundError as error:  # fsspec also raises it if a server does not answer
         if is_transient(error):
             raise
         found = None
@@ -281,9 +281,9 @@ def _files_of_dataset(fs: Any, root: str, split: str, names: list[str]) -> list[
 def _read_lines(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Iterator[tuple[str, str]]:
     """Yield the lines of a UTF-8 file as (file:line, text), with line ends, without a byte-order mark."""
     before = reading.bytes_done
-    # The lines as bytes, of which none can fill the memory, whatever the file unpacks to.
+    # Lines as bytes; the limit protects memory from whatever a file unpacks to.
     lines = iter(partial(stream.readline, MAX_LINE_BYTES + 1), b"")
-    if file.kind == "text":  # bad records are skipped only in a file whose first lines are mostly text
+    if file.kind == "text":  # --on-bad-record skip must not accept a binary file
         first, size = [], 0
         while size < SNIFF_BYTES and (line := next(lines, b"")):
             first.append(line)
@@ -472,7 +472,7 @@ def contents_of(record: Mapping[str, Any]) -> str:
 
 
 def flaw_of(text: Any) -> str | None:
-    """Return why a value is not text that can be encoded, or None if it is."""
+    """Return why a value is not encodable text, or None if it is."""
     if not isinstance(text, str):
         return f"is {'null' if text is None else type(text).__name__}, expected text"
     if "\0" in text:

@@ -23,7 +23,7 @@ Messages = list[dict[str, str]]
 Segments = list[tuple[list[int], bool]]
 
 PRIVATE_USE = range(0xE000, 0xF900)
-# The first chat for a template: two turns show whether an earlier rendering is the beginning of a later one.
+# Tried first with every template: two turns show whether an earlier rendering is a prefix of a later one.
 TRIAL = [{"role": role, "content": f"{role} says {number}"}
          for number in (1, 2) for role in ("user", "assistant")]
 
@@ -34,7 +34,7 @@ class ChatFormat:
     Source: ChatFormat in github.com/meta-llama/llama3 (llama/tokenizer.py).
     """
 
-    sha256 = hashlib.sha256(b"Llama 3").hexdigest()  # of all that decides an id, besides the tokenizer
+    sha256 = hashlib.sha256(b"Llama 3").hexdigest()  # of everything besides the tokenizer that affects ids
 
     def __init__(self, tokenizer: Tokenizer | HuggingFaceTokenizer):
         needed = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -89,7 +89,7 @@ class TemplateFormat:
 
     def __init__(self, tokenizer: HuggingFaceTokenizer):
         self.tokenizer = tokenizer
-        # All that decides an id, besides the tokenizer.
+        # Everything besides the tokenizer that affects ids.
         content = json.dumps([tokenizer.chat_template, tokenizer.control_tokens])
         self.sha256 = hashlib.sha256(content.encode()).hexdigest()
 
@@ -100,7 +100,7 @@ class TemplateFormat:
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.from_string(tokenizer.chat_template)
-        except Exception as error:  # jinja2 evaluates constants here, so it can be any
+        except Exception as error:  # any, since jinja2 evaluates constants here
             reason = str(error) or type(error).__name__
             raise DataError(f"the tokenizer's chat template cannot be read: {reason}; correct its "
                             "chat_template.jinja") from error
@@ -144,7 +144,7 @@ class TemplateFormat:
             if not rendered.startswith(before):
                 raise DataError("its rendering up to an answer is not how the whole begins, so training "
                                 "and generation would differ")
-            # Where the control token ends that follows it.
+            # Where the control token that follows it ends.
             end = self._control.search(rendered, len(before))
             if end is None:
                 raise DataError("the chat template ends an answer in no control token, so a model could not "
@@ -169,7 +169,7 @@ class TemplateFormat:
         return self.encode_chat([*messages, {"role": "assistant", "content": answer}])[-1][0]
 
     def _hide_literals(self, messages: Messages) -> tuple[Messages, str]:
-        """Return the messages with a mark in every control token's name, and that unique mark."""
+        """Return the messages with a mark inside every control token's name, and that unique mark."""
         used = {character for message in messages for text in message.values() for character in text}
         mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
         if mark is None:

@@ -1,4 +1,4 @@
-"""What a prepared set or mixture is: counts, lengths and repeats, and the first rows that a run reads."""
+"""Describes prepared data: counts, lengths, repeats, and the first rows that a run reads."""
 
 import hashlib
 import os
@@ -26,8 +26,8 @@ from dataloaders import Batch, ExampleRows, MixedRows, Rows, open_mixture, open_
 from fused.head import IGNORE_INDEX
 from tokenizer import load_tokenizer
 
-LONGEST = 1 << 20  # tokens: longer documents are counted together
-MOST_HASHES = 1 << 24  # that are kept to find repeated documents: 128 MiB
+LONGEST = 1 << 20  # tokens; longer documents are counted together
+MOST_HASHES = 1 << 24  # kept to find repeated documents: 128 MiB
 COLUMNS, BAR_COLUMNS = 80, 34
 SHOWN_DOCUMENTS, SHOWN_IDS = 4, 10
 STAGES = {"documents": "pretrain", "chats": "sft", "pairs": "dpo"}
@@ -69,9 +69,9 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
         The facts, and how often each token id occurs.
     """
     id_counts = np.zeros(token_set.vocab_size, np.int64)
-    lengths = np.zeros(LONGEST + 1, np.int64)  # how many documents have each length; the last: or are longer
+    lengths = np.zeros(LONGEST + 1, np.int64)  # documents of each length; the last: or longer
     repeats, longest = RepeatCounter(), 0
-    position, length, hasher = 0, 0, hashlib.blake2b(digest_size=8)  # of the document that goes on
+    position, length, hasher = 0, 0, hashlib.blake2b(digest_size=8)  # of the current document
 
     def end_document() -> None:
         nonlocal longest
@@ -91,7 +91,7 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
                 first, last = np.searchsorted(starts, (position, position + len(ids)))
                 cuts = starts[first:last] - position
             for number, piece in enumerate(np.split(ids, cuts)):
-                if number and length:  # a document begins here
+                if number and length:  # a document starts here
                     end_document()
                     length, hasher = 0, hashlib.blake2b(digest_size=8)
                 length += len(piece)
@@ -104,7 +104,7 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
     edges = [0, *(1 << bit for bit in range(1, LONGEST.bit_length()))]
     in_ranges = np.add.reduceat(lengths, edges).tolist()
     used = [number for number, count in enumerate(in_ranges) if count]
-    # Lengths that these shares of the documents do not exceed; the share that is longer than a row.
+    # Quantiles of the lengths; the share of documents and tokens that does not exceed a row.
     documents, tokens = int(lengths.sum()), int(id_counts.sum())
     median, p90, p99 = np.searchsorted(np.cumsum(lengths), np.array([0.5, 0.9, 0.99]) * documents).tolist()
     upto = lengths[:min(max_seq_len, LONGEST - 1) + 1]
@@ -118,7 +118,7 @@ def measure(token_set: TokenSet, starts: np.ndarray | None, max_seq_len: int) ->
 
 @dataclass
 class DataReport:
-    """A folder of prepared data, opened as a run would.
+    """A folder of prepared data, opened as a run opens it.
 
     Args:
         manifest: of the set, or of a mixture's first set; empty for token files of others.
@@ -139,7 +139,7 @@ class DataReport:
         return open_rows(self.config, self.folder, "train", tokenizer, "never")
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of the data, as JSON; reads the whole training split, except of a mixture."""
+        """Return what is known about the data, as JSON; unless it is a mixture, reads the training split."""
         facts = {"folder": str(self.folder)}
         if is_mixture(self.folder):
             return facts | {"sources": source_facts(self.folder, read_mixture(self.folder))}
@@ -240,7 +240,7 @@ class DataReport:
             shown = " ".join(map(str, tokens[:SHOWN_IDS])) + (" ..." if len(tokens) > SHOWN_IDS else "")
             following = [(token if target == IGNORE_INDEX else target, target != IGNORE_INDEX)
                          for token, target in zip([*tokens[1:], 0], targets)]
-            if not following[-1][1]:  # nothing follows the last token that the model should predict
+            if not following[-1][1]:  # the model predicts nothing after the last token
                 following.pop()
             runs = groupby([(tokens[0], False), *following], key=lambda pair: pair[1])
             text = "".join(show_segment([token for token, _ in run], is_label, self.tokenizer)

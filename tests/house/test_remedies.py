@@ -84,7 +84,7 @@ REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
      "delete it and start again", gone("out/.known-files.json"),
      f"{PREPARING} y.jsonl --column prompt"),
     ("vocabulary", nothing, "scripts/train_tokenizer.py --output t.model --vocab-size 9999 --column prompt y.jsonl",
-     "gives only ([0-9]+) ranks.*ask for fewer", nothing,
+     "yields only ([0-9]+) tokens.*ask for fewer", nothing,
      "scripts/train_tokenizer.py --output t.model --vocab-size {0} --column prompt y.jsonl"),
     ("no-tokenizer", env(TOKENIZER_PATH="t.model"), CHECK, f"train one with {ADVISED}$", nothing,
      "{0} --output t.model --vocab-size 256 --column prompt y.jsonl",
