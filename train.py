@@ -50,7 +50,7 @@ from observe.guards import (
 )
 from observe.profile import Measurements, peak_memory_bytes
 from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
-from parallel.ranks import Interrupted, classify_exception, stop_watchdog
+from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
 from run.life import Run, StepResult, how_to_resume, record_settings, save_checkpoint, start_writing
 from run.log import console_line
 from run.start import open_run
@@ -82,11 +82,9 @@ def main(argv: Optional[list[str]] = None) -> int:
     return code
 
 
+@collective
 def train(loaded: Loaded) -> int:
-    """Set the run up and take the steps that are left; returns the exit code.
-
-    Collective: every rank must call it.
-    """
+    """Start the run and take the steps that are left; returns the exit code."""
     try:
         with open_run(loaded) as run:
             check.print_overview(run)
@@ -100,11 +98,9 @@ def train(loaded: Loaded) -> int:
         return EXIT_PREEMPTED
 
 
+@collective
 def train_loop(run: Run, measured: Measurements) -> int:
-    """Take steps, and do what is due after each; returns the exit code.
-
-    Collective: every rank must call it.
-    """
+    """Take steps, and do what is due after each; returns the exit code."""
     config, progress, log = run.config, run.progress, run.log
     if run.finished and progress.pending_metrics is None:
         early = f" {run.why_early()}" if progress.step < config.max_steps else ""
@@ -125,13 +121,13 @@ def train_loop(run: Run, measured: Measurements) -> int:
                 lr = learning_rate(progress.updates, config)
                 result = train_step(run, ddp_model, batches, count, lr)
 
-                # Before the step counts: the ledger, and whether it may count.
+                # Log the step first: a bad step raises here and is not counted.
                 if progress.step == first:
                     record_settings(run)
                 append_ledger(run, result)
                 if not result.finite:
-                    recheck_locally = partial(own_part_is_finite, run, batches, result.count)
-                    stop_non_finite(run, batches, result, first_bad, recheck_locally)
+                    recheck = partial(recheck_locally, run, batches, result.count)
+                    stop_non_finite(run, batches, result, first_bad, recheck)
                 if result.spike:
                     handle_loss_spike(run, batches, result)
                 run.advance(result)
@@ -156,13 +152,14 @@ def train_loop(run: Run, measured: Measurements) -> int:
     return 0
 
 
+@collective
 def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count: int,
                lr: float) -> StepResult:
     """Take one optimizer step on the exact mean over all units of the global batch.
 
     The host waits for the GPU once, after everything is enqueued. Therefore the device itself leaves out an
     update that is not finite, or that of a loss spike if the policy is to skip it, and the host reads
-    afterwards what was done. Collective: every rank must call it.
+    afterwards what was done.
 
     Args:
         batches: this rank's micro-batches.
@@ -207,11 +204,11 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
 
 
 def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Batch],
-                         factor: Tensor | float) -> dict[str, Tensor]:
+                         scale: Tensor | float) -> dict[str, Tensor]:
     """Forward and backward of this rank's micro-batches; ranks exchange gradients with the last.
 
     Args:
-        factor: of each loss, which is a sum over units: 1 / units, times the ranks that DDP averages over.
+        scale: world_size / units. Losses are sums, and DDP averages over ranks.
     Returns:
         The sums over the micro-batches, on the device: "loss" first, then the objective's metrics.
     """
@@ -223,7 +220,7 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
         HEARTBEAT.begin("forward")
         with gradient_sync(ddp_model, is_last=number == len(batches)):
             total, metrics = run.objective.loss_sum(ddp_model, batch)
-            mean = total * factor
+            mean = total * scale
             HEARTBEAT.begin("backward")
             (run.scaler.scale(mean) if run.scaler else mean).backward()
         for name, value in {"loss": total.detach(), **metrics}.items():
@@ -232,7 +229,7 @@ def accumulate_gradients(run: Run, ddp_model: torch.nn.Module, batches: list[Bat
     return sums
 
 
-def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
+def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     """Whether this rank's loss and gradients are finite when computed again, without those of other ranks.
 
     Collective if the model is sharded.
@@ -241,12 +238,12 @@ def own_part_is_finite(run: Run, batches: list[Batch], count: int) -> bool:
         count: the units of all ranks.
     """
     seed_step(run.config.seed, run.progress.step, run.ranks.rank)
-    factor = run.ranks.world_size / count
+    scale = run.ranks.world_size / count
     if not is_sharded(run.model):
-        sums = accumulate_gradients(run, run.model, batches, factor)
+        sums = accumulate_gradients(run, run.model, batches, scale)
         return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
     with torch.compiler.set_stance("force_eager"), FiniteGradients(run.model) as are_finite:
-        sums = accumulate_gradients(run, run.model, batches, factor)
+        sums = accumulate_gradients(run, run.model, batches, scale)
         return math.isfinite(sums["loss"]) and are_finite()
 
 
@@ -265,13 +262,11 @@ def step_metrics(run: Run, result: StepResult, lr: float, measured: dict[str, fl
     return metrics
 
 
+@collective
 def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
     """Evaluate, log and save what is due after the last step; returns its metrics.
 
-    Collective: every rank must call it.
-
-    Raises:
-        Interrupted: a rank received a stop signal; what is due remains to be done.
+    Interrupted: a rank received a stop signal; what is due remains to be done.
     """
     config, progress = run.config, run.progress
     evaluate(run)

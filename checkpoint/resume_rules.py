@@ -27,18 +27,13 @@ class Changes(NamedTuple):
     warnings: list[str]
 
 
-def identity(config: Config, data_fingerprint: str, tokenizer_sha256: str) -> dict[str, Any]:
-    """Return the hashes of what a run reads and its derived shape, under the names of the settings."""
-    return {"HIDDEN_DIM": config.hidden_dim, f"{config.training_stage}_DATA_PATH".upper(): data_fingerprint,
-            "TOKENIZER_PATH": tokenizer_sha256}
-
-
 def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mapping[str, Any], folder: Path,
                   own: bool = True, sources: Mapping[str, str] = {}) -> Changes:
     """Compare a run's settings and inputs with those of the checkpoint.
 
     Args:
         state: the trainer's state in the checkpoint, with its `settings`, `identity` and `world_size`.
+        now_identity: `life.Inputs.identity`.
         own: the checkpoint belongs to this very run.
         sources: where settings were found.
     """
@@ -69,15 +64,12 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
     if refused:
         remedies = ways_out({name: before[name] for name in changed["fixed"]}, state, config, folder, own)
         raise CheckpointError(f"{folder} belongs to a different run: {differences(refused)}. {remedies}")
-    notes, warnings = [], []
-    if changed["safe"]:
-        notes.append(f"Changed since the checkpoint, safe: {differences(changed['safe'])}")
-    if changed["curve"]:
-        warnings.append("changed since the checkpoint, and changes the curve: "
-                        f"{differences(changed['curve'])}")
-    if changed["fixed"]:
-        warnings.append("different run than before, as ALLOW_RESUME_MISMATCH permits: "
-                        f"{differences(changed['fixed'])}")
+    titles = {"safe": "Changed since the checkpoint, safe",
+              "curve": "changed since the checkpoint, and changes the curve",
+              "fixed": "different run than before, as ALLOW_RESUME_MISMATCH permits"}
+    texts = {kind: f"{titles[kind]}: {differences(names)}" for kind, names in changed.items() if names}
+    notes = [texts.pop("safe")] if "safe" in texts else []
+    warnings = [*texts.values()]
     if state["world_size"] != config.world_size:
         has_dropout = config.lora_enabled and config.lora_dropout
         dropout = ", and LoRA dropout draws other numbers" if has_dropout else ""
@@ -94,7 +86,7 @@ def cannot_be_allowed(name: str) -> bool:
 
 
 def assignments(values: Mapping[str, Any]) -> str:
-    """Return advice such as "set SEED=1 COMPILE=true"; empty without values."""
+    """Advice such as "set SEED=1 COMPILE=true"; empty without values."""
     def written(value: Any) -> Any:
         return "none" if value is None else str(value).lower() if isinstance(value, bool) else value
 
@@ -104,19 +96,17 @@ def assignments(values: Mapping[str, Any]) -> str:
 
 def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config, folder: Path,
              own: bool) -> str:
-    """Return what the user can do about changed fixed settings: only what works here.
+    """What the user can do about changed fixed settings: only what works here.
 
     Args:
         before: the values of these settings in the checkpoint.
         own: the checkpoint belongs to this very run.
     """
-    # Restore them.
+    # Restore them, or start another run, from the start or with the checkpoint's weights.
     files = [name for name in before if name.endswith("_PATH")]
     restore = (assignments({name: value for name, value in before.items() if name not in files}),
                f"restore what {' and '.join(files)} named" if files else "")
     ways = [" and ".join(filter(None, restore))]
-
-    # Begin another run, from the start or with the checkpoint's weights.
     named = [name for name in START_FROM if getattr(config, name)]
     by_path = config.resume not in ("auto", "never")
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)

@@ -1,11 +1,8 @@
 """Checkpoints on disk: a crash at any instant leaves a good one, and nothing is parsed before it is verified.
 
 A checkpoint is a folder `step-00000200`. It is written as `tmp-...`, gets a MANIFEST.json with the size and
-SHA-256 of every file except README.md, which the user may edit, and only then its name. Deleting begins with
-renaming to `trash-...`. No pickles.
-
-Layout, writer and publishing are separate: run/life.py says which files hold which tensors,
-checkpoint/tensors.py writes their bytes, and `publish` gives them a manifest and a name.
+SHA-256 of every file except README.md, which the user may edit, and only then its name. Deleting starts with
+renaming to `trash-...`. run/life.py chooses what a checkpoint holds, and tensors.py writes the bytes.
 """
 
 import errno
@@ -301,11 +298,10 @@ def read_optimizer(folder: Path) -> dict[str, LazyTensor]:
 def _has(path: Path) -> bool:
     """Whether this file of a checkpoint exists. Raises CheckpointError if it did when it was chosen."""
     folder = path.parent
-    if path.exists():
-        return True
-    if not folder.is_dir() or ((folder / MANIFEST).exists() and path.name in read_manifest(folder)["files"]):
+    if not folder.is_dir() or (not path.exists() and (folder / MANIFEST).exists()
+                               and path.name in read_manifest(folder)["files"]):
         raise CheckpointError(f"{path} {GONE}")
-    return False
+    return path.exists()
 
 
 # ------------------------------------------------------------------------------------------- deleting
@@ -337,12 +333,10 @@ def prune(checkpoints_dir: Path, keep_last: int, keep_best: int, protected: Iter
 
 
 def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Optional[Path] = None) -> None:
-    """Delete what a crash has left half-written or half-deleted. Called on rank 0, under the run's lock.
+    """Delete what a crash has left half-written or half-deleted, but not what the run started from.
 
-    Args:
-        started_from: what the run resumes from, which stays.
+    Rank 0 calls it under the run's lock.
     """
-    checkpoints_dir = Path(checkpoints_dir)
     for replaced in sorted(checkpoints_dir.glob("replaced-step-*")):
         original = replaced.with_name(replaced.name.removeprefix("replaced-"))
         if original.exists():
@@ -358,15 +352,11 @@ def sweep(checkpoints_dir: Path, warn: Warn = warn_on_console, started_from: Opt
 
 
 def _remove(folder: Path, warn: Warn) -> None:
-    """Rename to trash, then delete.
-
-    What cannot be deleted (NFS keeps open files) is only warned of, and swept later.
-    """
-    trash = folder.with_name(f"trash-{uuid.uuid4().hex[:8]}-{folder.name}")
+    """Rename to trash, then delete. What cannot be deleted (NFS keeps open files) is swept later."""
+    trash = folder
     try:
-        if folder.name.startswith("trash-"):
-            trash = folder
-        else:
+        if not folder.name.startswith("trash-"):
+            trash = folder.with_name(f"trash-{uuid.uuid4().hex[:8]}-{folder.name}")
             os.rename(folder, trash)
         if trash.is_dir() and not trash.is_symlink():
             shutil.rmtree(trash)

@@ -9,13 +9,14 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Optional
 
-from checkpoint.store import warn_on_console
+from checkpoint.store import Warn, warn_on_console
 from common.errors import CheckpointError
 from common.files import FileLock
 from config import Config
@@ -29,18 +30,14 @@ DATA = "data.json"  # what a run on a mixture reads of each source
 OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
        DATA, SEGMENTS, "log", "debug", "tensorboard", REPORT, "power*.csv", "profile")
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
-Warn = Callable[[str], None]
 
 
+@dataclass
 class RunFolder:
-    """A run's folder, which is found again after it was renamed.
+    """A run's folder, which is found again after it was renamed."""
 
-    Args:
-        descriptor: an open file descriptor of the folder; rank 0 has it.
-    """
-
-    def __init__(self, path: Path, descriptor: Optional[int] = None):
-        self.path, self.descriptor = Path(path), descriptor
+    path: Path
+    descriptor: Optional[int] = None  # of the open folder; rank 0 has it
 
     def find(self) -> Optional[Path]:
         """Where the folder is now; None if it was deleted, or moved to where this process cannot see it."""
@@ -68,9 +65,9 @@ def open_run_folder(config: Config, ranks: Ranks, warn: Warn) -> Iterator[RunFol
     A new folder is removed again at the end if nothing was written into it.
     """
     with ExitStack() as stack:
-        made = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
-        path = ranks.broadcast(made and str(made.path))
-        yield made or RunFolder(path)
+        locked = ranks.on_rank0(lambda: stack.enter_context(make_and_lock(config, warn)))
+        path = ranks.broadcast(locked and str(locked.path))
+        yield locked or RunFolder(Path(path))
 
 
 @contextmanager
@@ -140,7 +137,7 @@ def lock_run(run_dir: Path, warn: Warn = warn_on_console) -> Iterator[None]:
 
     The system releases the lock of a process that dies.
     """
-    path = Path(run_dir) / LOCK
+    path = run_dir / LOCK
     for _ in range(LOCK_ATTEMPTS):
         with disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,14 +217,10 @@ def earlier_runs(run_dir: Path) -> list[Path]:
 
 
 def move_aside(run_dir: Path, asked: bool) -> Optional[Path]:
-    """Move the run in this folder into a subfolder if that is asked for, and complete an interrupted move.
+    """Move the run in this folder into a subfolder if that is asked for; returns the subfolder, if any.
 
-    An interrupted move is completed if the checkpoints have moved, and undone if they have not.
-
-    Returns:
-        The subfolder, if anything was moved.
-    Raises:
-        OSError: something cannot be moved; then nothing is.
+    An interrupted move is completed if the checkpoints have moved, and undone if they have not. If something
+    cannot be moved, nothing is, and OSError is raised.
     """
     unfinished = max(run_dir.glob("tmp-before-*"), default=None)
     if unfinished is None and not (asked and has_run(run_dir)):

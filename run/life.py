@@ -19,7 +19,6 @@ import torch
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.resume_rules import identity
 from checkpoint.schema import SavedProgress
 from checkpoint.tensors import LazyTensor, write_tensors
 from common import __version__
@@ -65,13 +64,14 @@ class Inputs:
         return self.rows.facts(rows) if isinstance(self.rows, MixedRows) else []
 
     def identity(self, config: Config, saved: Mapping[str, Any] = {}) -> dict[str, Any]:
-        """The hashes of what is read, which a resumed run compares with its checkpoint's, `saved`.
+        """The derived shape and the hashes of what is read, which a resumed run compares with those `saved`.
 
         An equal tokenizer in another file has the hash that is saved.
         """
         before = saved.get("TOKENIZER_PATH", self.tokenizer.sha256)
         sha256 = before if self.tokenizer.is_same(before) else self.tokenizer.sha256
-        return identity(config, self.fingerprint, sha256)
+        return {"HIDDEN_DIM": config.hidden_dim,
+                f"{config.training_stage.upper()}_DATA_PATH": self.fingerprint, "TOKENIZER_PATH": sha256}
 
     def used_ids(self) -> list[int]:
         """The token ids that occur in the training split, ascending; reads all of it."""

@@ -373,8 +373,8 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
     return find_by_hash([*filter(None, names)], progress, run_dir, warn, advice)
 
 
-def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Path,
-                 warn: Callable[[str], None], advice: str) -> Path:
+def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
+                 advice: str) -> Path:
     """`find_base` among these names first.
 
     Args:

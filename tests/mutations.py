@@ -83,7 +83,7 @@ FAULTS = [
           "step / config.warmup_steps", OPTIM),
     fault("clipping: small gradients are stretched", "model_utils.py", "/ max_norm).clamp(min=1)",
           "/ max_norm)", "tests/test_model_utils.py::test_gradients_that_are_not_finite_are_not_scaled"),
-    fault("accumulation: mean of means", "train.py", "mean = total * factor",
+    fault("accumulation: mean of means", "train.py", "mean = total * scale",
           "mean = total / run.objective.count(batch).clamp(min=1) / len(batches)",
           "tests/test_train.py::test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch"),
     fault("random numbers: the same in every step", "model_utils.py", "SeedSequence((seed, step, rank))",

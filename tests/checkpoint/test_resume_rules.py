@@ -1,13 +1,15 @@
 """Which settings may differ between a checkpoint and the run that resumes: each is safe, curve or fixed."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
 
 import pytest
 
-from checkpoint.resume_rules import check_changes, identity
+from checkpoint.resume_rules import check_changes
 from common.errors import CheckpointError
 from config import Config, on_resume
+from run.life import Inputs
 
 CHECKPOINT = Path("runs/run/checkpoints/step-00000004")
 # What README and docs/settings.md promise for each setting; a change of this table is a change of behaviour.
@@ -38,6 +40,11 @@ PROMISED = {
 }
 KINDS = {name: kind for kind, names in PROMISED.items() for name in names.split()}
 EVERYTHING = {"training_stage": "dpo", "lora_enabled": True, "distillation_enabled": True}  # every section plays a part
+
+
+def identity(config: Config, data: str, tokenizer: str) -> dict:
+    tokenizer = SimpleNamespace(sha256=tokenizer, is_same=lambda other: other == tokenizer)
+    return Inputs.identity(SimpleNamespace(fingerprint=data, tokenizer=tokenizer), config)
 
 
 def changes(before: Config, now: Config, data: tuple[str, str] = ("data", "data")):
