@@ -110,7 +110,6 @@ def styled(text: str) -> str:
 
 
 def note(text: str) -> None:
-    """Print what is no answer."""
     print(styled(text), file=sys.stderr, flush=True)
 
 
@@ -261,13 +260,11 @@ class Chat:
         self.answer()
 
     def undo(self, _: str) -> None:
-        """Forget the last message and its answer."""
         if not self.conversation.turns:
             raise SettingsError("there is no message to take back")
         note(f"Taken back: {textwrap.shorten(self.conversation.turns.pop().words, 60)}")
 
     def reset(self, _: str) -> None:
-        """Forget all messages."""
         self.conversation.turns.clear()
         self.said_full = False
         note("A new conversation.")
@@ -280,13 +277,11 @@ class Chat:
         note(f"System prompt: {value or 'none'}")
 
     def temperature(self, value: str) -> None:
-        """Set the temperature, or show it."""
         if value:
             self.sampling = replace(self.sampling, temperature=TEMPERATURE(value))
         note(f"Temperature {self.sampling.temperature:g}.")
 
     def seed(self, value: str) -> None:
-        """Set the seed of the next answer, or show it."""
         if value:
             self.sampling = replace(self.sampling, seed=SEED(value))
         note(f"The next answer has seed {self.sampling.seed}.")
@@ -309,7 +304,6 @@ class Chat:
         note(f"Saved to {path}")
 
     def quit(self, _: str) -> None:
-        """Leave."""
         raise EOFError
 
 

@@ -57,7 +57,6 @@ def prompts_of(tokenizer: Any, contents: Sequence[FilePrompt]) -> list[Prompt]:
 
 
 def continuations(writer: Writer, texts: Sequence[str]) -> Iterator[Part]:
-    """Yield what the model writes after each text."""
     return writer.write(prompts_of(writer.tokenizer, [FilePrompt("", 0, text) for text in texts]))
 
 

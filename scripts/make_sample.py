@@ -40,7 +40,6 @@ def made_from(stories: int) -> dict[str, str | int]:
 
 
 def is_up_to_date(folder: Path, stories: int) -> bool:
-    """Return whether the sample exists and was made by this code."""
     stamp = folder / STAMP
     return stamp.is_file() and json.loads(stamp.read_text()) == made_from(stories)
 

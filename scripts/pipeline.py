@@ -90,13 +90,11 @@ class Pipeline:
         return last_checkpoint(name)
 
     def add_time(self, name: str, started: float) -> None:
-        """Add the time since `started` to a name's seconds."""
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
         SECONDS.write_text(json.dumps(self.seconds, indent=1))
 
 
 def last_checkpoint(name: str) -> Path:
-    """The newest checkpoint of a run."""
     return max((RUNS / name / "checkpoints").glob("step-*"))
 
 

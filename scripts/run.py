@@ -53,7 +53,6 @@ def with_sample(argv: list[str], names_source: bool) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """Return a setting's flag."""
     return f"--{name.lower().replace('_', '-')}"
 
 

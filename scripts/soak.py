@@ -107,7 +107,6 @@ class Reference(NamedTuple):
     save_seconds: float  # of its longest save
 
     def compare(self, run: TinyRun) -> None:
-        """Raises AssertionError with the name of what differs."""
         for name, found in results_of(run).items():
             expected = self.results[name]
             assert found == expected, f"{name} differ at the end:\n{found}\nexpected: {expected}"
@@ -146,7 +145,6 @@ class Setup:
             return self.whole_runs[feature]
 
     def copied(self, folder: Path) -> TinyRun:
-        """A copy of the killed run."""
         shutil.copytree(self.template.output_dir, folder, dirs_exist_ok=True)
         return TinyRun(self.prepared, folder, **SHORT)
 
@@ -160,7 +158,6 @@ class Setup:
         return Reference(results_of(run), seconds, longest)
 
     def free_port(self) -> str:
-        """A port that nothing listens on."""
         for port in self.ports:
             with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.bind(("127.0.0.1", port))
@@ -297,7 +294,6 @@ def damage_trial(setup: Setup, kind: str, name: str, damage: Callable[[Path, Ran
 
 
 def elastic_run(setup: Setup, feature: str, folder: Path, **changes: Any) -> TinyRun:
-    """A run with a feature, which computes everything itself."""
     run = run_with(setup.stages, feature, folder)
     run.settings |= {**ELASTIC, "CACHE_DIR": folder / "cache", **changes}
     return run

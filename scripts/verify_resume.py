@@ -108,7 +108,6 @@ class TrialRun(NamedTuple):
 
     @property
     def saved(self) -> list[int]:
-        """The steps of its checkpoints, in ascending order."""
         folders = (self.folder / "checkpoints").glob("step-*")
         return sorted(int(path.name.removeprefix("step-")) for path in folders)
 
@@ -128,7 +127,6 @@ class Verification(NamedTuple):
     first: int  # the step that they start after
 
     def run(self, name: str, steps: int, ranks: int, **changes: Any) -> TrialRun:
-        """A run that is still to be started."""
         settings = {**self.start, **few_steps(self.config, self.first, steps), **changes,
                     "OUTPUT_DIR": self.folder, "RUN_NAME": name}
         own = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]

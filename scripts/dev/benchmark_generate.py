@@ -53,7 +53,6 @@ def clocks() -> tuple[float, float]:
 
 
 def timing(times: list[tuple[float, float]], written: list[list[int]]) -> Timing:
-    """The Timing of the start, the first token and the end."""
     spans = [(later[0] - sooner[0], later[1] - sooner[1]) for sooner, later in zip(times, times[1:])]
     return Timing(*spans, written)
 

@@ -77,7 +77,6 @@ def with_reading_order(page: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -148,13 +147,11 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
 
 
 def table_of(values: dict[str, Any], heading: tuple[str, str]) -> list[str]:
-    """Return a table of names and values."""
     rows = (f"| {cell(name)} | {written(value)} |" for name, value in values.items())
     return [f"| {' | '.join(heading)} |", "|---|---|", *rows]
 
 
 def written(value: Any) -> str:
-    """Return a figure as text."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else cell(str(value))

@@ -46,21 +46,17 @@ class Task:
 
     @property
     def cuda(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device == "cuda"
 
     @property
     def runs(self) -> Path:
-        """The folder of all runs of the suite."""
         return self.folder / "runs"
 
     def note(self, **entry: Any) -> None:
-        """Append an entry to the notes at once."""
         with open(self.notes, "a", encoding="utf-8") as file:
             file.write(json.dumps(entry, default=str) + "\n")
 
     def figure(self, name: str, value: Any) -> None:
-        """Record a result."""
         print(f"{name}: {value}", flush=True)
         self.note(figure={name: value})
 

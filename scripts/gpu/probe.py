@@ -22,7 +22,6 @@ ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 6e-3}  # re
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a dtype without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -32,7 +31,6 @@ def dtypes(task) -> tuple[torch.dtype, ...]:
 
 
 def wait_for_device(task) -> None:
-    """Wait until the GPU has done what was started."""
     if task.cuda:
         torch.cuda.synchronize()
 

@@ -173,7 +173,6 @@ class Suite:
         return result_of(part, None if skipped else True, seconds, figures, skipped and f"skipped: {skipped}")
 
     def info(self, text: str) -> None:
-        """Print a line of progress."""
         with self.lock:
             print(f"[{time.monotonic() - self.started:4.0f} s, {f'{self.done}/{len(self.parts)}':>5}] {text}",
                   flush=True)
@@ -210,7 +209,6 @@ def read_notes(path: Path) -> tuple[dict[str, Any], list[str], Optional[str]]:
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """How a part ended, in one word."""
     return {True: "ok", False: "FAILED", None: "skipped"}[result["ok"]]
 
 

@@ -75,7 +75,6 @@ class Story:
 
     @property
     def ending(self) -> str:
-        """The last sentence."""
         return tell(self.ending_template, self.facts)
 
     @property
@@ -106,7 +105,6 @@ class Dice:
         self.random = random.Random(seed).random
 
     def choose(self, values: Sequence):
-        """Return one of the values, with equal probability."""
         return values[int(self.random() * len(values))]
 
     def several(self, values: Sequence, count: int) -> list:
@@ -116,12 +114,10 @@ class Dice:
 
 
 def slots_of(template: str) -> list[str]:
-    """Return the names of the facts in a template, each once, in order."""
     return list(dict.fromkeys(slot for slot in re.findall(r"{(\w+)}", template) if slot in POOLS))
 
 
 def tell(template: str, facts: Facts) -> str:
-    """Return a template filled with these facts."""
     return template.format_map(vars(facts) | PRONOUNS[facts.hero in WORDS["girls"]])
 
 
@@ -191,7 +187,6 @@ def items(count: int, seed: int) -> Iterator[dict]:
 
 
 def chat(prompt: str, answer: str) -> dict:
-    """Return a chat of one user message and one answer."""
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
 
@@ -249,7 +244,6 @@ def parts(stories: int) -> dict[str, Iterable[dict]]:
 
 
 def write_jsonl(path: Path, records: Iterable[dict]) -> int:
-    """Write one JSON object per line; return their number."""
     lines = [json.dumps(record) + "\n" for record in records]
     path.write_bytes("".join(lines).encode("ascii"))
     return len(lines)
