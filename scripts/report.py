@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from checkpoint.schema import number, read_entries  # noqa: E402
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, requires_package, run_script  # noqa: E402
 from common.files import atomic_write  # noqa: E402
@@ -69,6 +68,8 @@ def plot(run: Path, output: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+
+    from checkpoint.schema import number, read_entries
 
     metrics = list(read_entries(run / "metrics.jsonl"))
 

@@ -1,7 +1,6 @@
 """Parts of scripts/gpu/suite.py that measure a device without training."""
 
 import hashlib
-import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -367,38 +366,3 @@ def checkpoint(task) -> None:
     clock("verify", partial(store.verify, saved))
     clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)
-
-
-def hellaswag(task) -> None:
-    """HellaSwag's scoring of random items with the lengths of real ones, the first and the second time."""
-    from fused.head import IGNORE_INDEX
-    from hellaswag_utils import Task as Item
-    from hellaswag_utils import evaluate_batches
-    from model import SHARED_PREFIX
-
-    model, config, vocab, ranks = random_model(task)
-    rng = random.Random(0)
-
-    def random_item() -> Item:
-        endings = [rng.randint(8, 45) for _ in range(4)]
-        context = rng.randint(20, 90)
-        targets, documents = [IGNORE_INDEX] * context, [SHARED_PREFIX] * context
-        tokens = [rng.randrange(vocab) for _ in range(context + sum(endings))]
-        for number, length in enumerate(endings, 1):
-            targets += [rng.randrange(vocab) for _ in range(length)]
-            documents += [number] * length
-        tensors = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
-        return Item(*tensors, endings, [4 * length for length in endings], rng.randrange(4))
-
-    items = [random_item() for _ in range(20 if task.tiny else 500)]
-    task.figure("items", len(items))
-
-    def score() -> int:
-        return sum(len(indices) for indices, _ in evaluate_batches(
-            model, items, device=ranks.device, batch_tokens=config.hellaswag_batch_tokens))
-
-    for name in ("cold", "warm"):
-        scored = timed(task, name, score)
-    task.check("items scored", scored == len(items), scored)
-    if task.cuda:
-        task.figure("peak memory GiB", round(torch.cuda.max_memory_allocated() / 2**30, 2))

@@ -83,7 +83,6 @@ PARTS = (
     Part("power", "correctness", 120, "power, a profile, a memory snapshot, counted FLOPs", alone=True,
          needs=SAMPLE),
     Part("checkpoint", "speed", 120, "a checkpoint: copy, hash, write, verify, load", alone=True),
-    Part("hellaswag", "speed", 90, "500 items, cold and warm", alone=True),
     Part("speed-1b", "speed", 230, "Llama 3.2 1B beside its peers", alone=True),
     Part("speed-174m", "speed", 230, "174M parameters beside their peers", alone=True),
     Part("generate", "speed", 120, "generation beside transformers', and many requests at once", alone=True),

@@ -69,17 +69,6 @@ def test_what_the_debugger_starts_exists_and_its_settings_are_settings():
     assert {each.get("subProcess") for each in configurations if "--nproc-per-node" in each["args"]} == {True}
 
 
-def test_the_image_copies_what_exists_and_pins_nothing_itself():
-    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    copied = [name for line in re.findall(r"^COPY (.*)$", dockerfile, re.MULTILINE) for name in line.split()[:-1]]
-    assert copied and all((ROOT / name).exists() for name in copied)
-    assert "set_up requirements.txt requirements-dev.txt" in dockerfile and "==" not in dockerfile
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".env", "data", "runs", ".venv*"} <= {*ignored}
-    build = without_comments(ROOT / ".devcontainer" / "devcontainer.json")["build"]
-    assert (ROOT / ".devcontainer" / build["dockerfile"]).is_file() and f"AS {build['target']}\n" in dockerfile
-
-
 def test_the_citation_has_the_version():
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 

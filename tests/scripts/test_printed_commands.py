@@ -99,18 +99,3 @@ def test_if_there_is_an_environment_the_same_command_is_named_with_it(empty, tmp
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     line = done.stderr.strip().partition("; run ")[2]
     assert run_bare(line, tmp_path).stdout.endswith("/train.py --preset sample --run-name a b\n"), done.stderr
-
-
-def test_setting_up_alone_is_a_command(tmp_path):
-    """With a fake Python, whose pip notes what is installed."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / "scripts/setup.sh").write_text((ROOT / "scripts/setup.sh").read_text())
-    (tmp_path / "requirements.txt").write_text("torch==2.13.0\nnumpy\n")
-    (tmp_path / ".venv/bin/python").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\ncase "$*" in *prefix*) echo .venv ;; *) echo 9.9 ;; esac\n')
-    (tmp_path / ".venv/bin/python").chmod(0o755)
-    (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}/.venv/bin:$PATH\n")
-    for _ in range(2):
-        done = run_bare(f"bash {tmp_path}/scripts/setup.sh", Path("/"))
-        assert done.returncode == 0 and "The environment is ready: 9.9" in done.stdout, done.stderr
-    assert (tmp_path / "asked").read_text().count("pip install") == 2, "again if it is asked for: a package may be gone"

@@ -1,0 +1,62 @@
+"""Each room has a budget of lines, so that growth is a decision: a change that needs more raises it here.
+
+    python tests/house/test_budgets.py     print the table with today's lines, rounded up
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 32_000, 6_050, 31_000
+BUDGETS = {
+    "config.py": 950,
+    "data_preparation_utils.py": 600,
+    "dataloaders.py": 1050,
+    "hellaswag_utils.py": 550,
+    "lora.py": 600,
+    "model.py": 650,
+    "model_utils.py": 700,
+    "tokenizer.py": 800,
+    "train.py": 600,
+    "checkpoint/": 2150,
+    "common/": 1250,
+    "data_pipeline/": 3300,
+    "debug/": 1050,
+    "evaluation/": 800,
+    "fused/": 900,
+    "inference/": 1100,
+    "learn/": 2100,
+    "observe/": 2200,
+    "parallel/": 1700,
+    "report/": 1750,
+    "run/": 2700,
+    "scripts/": 6050,
+    "serving/": 1350,
+    "settings/": 1000,
+    "tests/": 30400,
+}
+
+
+def lines_by_room() -> dict[str, int]:
+    """The lines of each chapter and package, comments and docstrings included; and of scripts and tests."""
+    rooms = {path.name: [path] for path in sorted(ROOT.glob("*.py"))}
+    rooms |= {f"{path.parent.name}/": [*path.parent.rglob("*.py")] for path in sorted(ROOT.glob("*/__init__.py"))}
+    rooms["scripts/"] = [path for path in (ROOT / "scripts").rglob("*") if path.suffix in (".py", ".sh")]
+    rooms["tests/"] = [*(ROOT / "tests").rglob("*.py")]
+    return {room: sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) for room, files in rooms.items()}
+
+
+def test_every_room_keeps_to_its_budget():
+    lines = lines_by_room()
+    assert {room: found for room, found in lines.items() if found > BUDGETS.get(room, 0)} == {}, "more lines than budgeted"
+    assert set(BUDGETS) == set(lines), "a room is gone"
+
+
+def test_the_budgets_keep_to_the_whole():
+    code = sum(budget for room, budget in BUDGETS.items() if room not in ("scripts/", "tests/"))
+    assert code <= ALL_CODE and BUDGETS["scripts/"] <= ALL_SCRIPTS and BUDGETS["tests/"] <= ALL_TESTS
+
+
+if __name__ == "__main__":
+    for room, found in lines_by_room().items():
+        print(f'    "{room}": {-(-found // 10) * 10},')
