@@ -107,10 +107,8 @@ class TrainedWhole(VocabularyMatrix):
 class TrainableTokens(VocabularyMatrix):
     """A frozen embedding or head in which the rows of some tokens are trained, in float32.
 
-    Like PEFT's `trainable_token_indices`. The matrix keeps its name and values; the head uses a copy.
-
-    Args:
-        ids: of the tokens, ascending.
+    Like PEFT's `trainable_token_indices`; `ids` ascend. The matrix keeps its name and values; the head uses a
+    copy.
     """
 
     def __init__(self, base: VocabularyMatrix, ids: Sequence[int]):

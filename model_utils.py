@@ -233,11 +233,7 @@ def exchange_in_bf16(process_group, bucket):
 
 @contextmanager
 def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
-    """A `with` block around the forward and backward of a micro-batch; ranks exchange gradients in the last.
-
-    Args:
-        model: returned by `wrap_model`.
-    """
+    """A `with` block around a micro-batch's forward and backward; ranks exchange gradients in the last."""
     if fsdp.is_sharded(model):
         fsdp.exchange_over_copies(model, is_last)
     # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
@@ -266,11 +262,7 @@ def clip_scale(norm: Tensor, max_norm: float) -> Optional[Tensor]:
 
 def read_parameters(folder: Path, config: ModelConfig, vocab_size: int,
                     finite: bool = True) -> dict[str, LazyTensor]:
-    """Return the parameters of the model in a folder, with the rows and layers that this model has.
-
-    Args:
-        finite: refuse weights that are not finite.
-    """
+    """Return the parameters of the model in a folder, with the rows and layers that this model has."""
     refuse_adapters(folder)
     tensors = huggingface.first_part(huggingface.load_model_weights(folder), vocab_size, config.keep_layers)
     return huggingface.from_huggingface(tensors, config, padded(vocab_size), finite)
@@ -314,11 +306,7 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def check_model(folder: Path, config: ModelConfig, sources: Mapping[str, str] = {}) -> list[str]:
-    """Compare the settings with the model in a folder, and return warnings.
-
-    Args:
-        sources: where settings were found.
-    """
+    """Compare the settings, found in `sources`, with the model in a folder; return warnings."""
     refuse_adapters(folder)
     saved = read_model_config(folder)
     if config.keep_layers:

@@ -157,8 +157,7 @@ def from_huggingface(tensors: Mapping[str, LazyTensor], model_config: ModelConfi
                      finite: bool = True) -> dict[str, LazyTensor]:
     """Return a Hugging Face Llama's tensors under our names, the vocabulary padded with zero rows.
 
-    Args:
-        finite: refuse NaN and infinity, in each row that is read.
+    With `finite`, reading a row that holds NaN or infinity is an error.
     """
     embedding, head = tensors.get("model.embed_tokens.weight"), tensors.get("lm_head.weight")
     if model_config.tie_embeddings:

@@ -80,11 +80,7 @@ def to_peft(state_dict: Mapping[str, Tensor | LazyTensor], model_config: ModelCo
 
 def from_peft(tensors: Mapping[str, LazyTensor], model_config: ModelConfig, padded_vocab: int, rank: int,
               token_ids: TokenIds) -> dict[str, Tensor]:
-    """Return PEFT's tensors under our names; the inverse of `to_peft`.
-
-    Args:
-        token_ids: whose rows are trained.
-    """
+    """Return PEFT's tensors under our names; the inverse of `to_peft`."""
     remaining, state, shapes = dict(tensors), {}, {}
     for name, shape in huggingface.parameter_shapes(model_config, padded_vocab).items():
         stem = name.removesuffix(".weight")

@@ -27,15 +27,11 @@ DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is needed, by rows. A scalar has one row, which is itself.
-
-    Args:
-        read: returns the rows start..stop, which may share memory with others.
-    """
+    """A tensor that is read when it is needed, by rows. A scalar has one row, which is itself."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[int, int], Tensor]
+    read: Callable[[int, int], Tensor]  # the rows start..stop, which may share memory with others
 
     @property
     def rows(self) -> int:

@@ -86,11 +86,8 @@ def kernel_order(purpose: str, capability: Optional[tuple[int, int]], dtype: tor
 
 def attend(kernel: str, q_BTNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, mask_B1TS: Optional[Tensor] = None,
            cu_seqlens: Optional[Tensor] = None) -> Tensor:
-    """Return (B, T, N, H) attention by one of KERNELS, causal unless there is a mask.
-
-    Args:
-        mask_B1TS: True = may attend.
-        cu_seqlens: of compute_cu_seqlens, for the kernels of VARLEN; causal within each document.
+    """Return (B, T, N, H) attention by one of KERNELS: where the mask is True, or causal within the row, or
+    within each document if there are `cu_seqlens`, which kernels of VARLEN take.
     """
     if cu_seqlens is not None:
         flat = (heads.flatten(0, 1) for heads in (q_BTNH, k_BSKH, v_BSKH))
@@ -145,11 +142,7 @@ def activate_flash_3(on: bool) -> None:
 @torch.inference_mode(False)  # generation chooses within inference mode, where nothing has gradients
 def trial(kernel: str, purpose: str, heads: tuple[int, int, int], device: torch.device,
           dtype: torch.dtype) -> Optional[str]:
-    """Run a kernel forward and backward on two documents; return why it cannot be used, or None.
-
-    Args:
-        heads: query heads, key/value heads, head dimension.
-    """
+    """Run a kernel forward and backward on two documents; return why it cannot be used, or None."""
     length, border = 250 if purpose == "mask" else 256, 100  # in evaluation, lengths are no multiples of 8
     generator = torch.Generator().manual_seed(0)
     n_heads, n_kv_heads, head_dim = heads

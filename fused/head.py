@@ -133,9 +133,7 @@ class HeadWeight(NamedTuple):
 class ChunkedHead:
     """Log-probabilities, or a loss over logits, from hidden states: eager, until `compile` is called.
 
-    Args:
-        vocab_size: without padding.
-        positions: in a chunk; 0 = as many as CHUNK_BYTES allows.
+    A chunk has so many positions; 0 = as many as CHUNK_BYTES allows.
     """
 
     def __init__(self, vocab_size: int, positions: int = 0):
@@ -185,11 +183,7 @@ class ChunkedHead:
 
 
 class HeadGradients:
-    """The gradients of the head's matmul, accumulated chunk by chunk; the weight's in float32.
-
-    Args:
-        learned, ids_K: of HeadWeight; `learned` is None if nothing of it is trained.
-    """
+    """The gradients of the head's matmul, summed chunk by chunk; that of `learned`, if any, in float32."""
 
     def __init__(self, hidden_MD: Tensor, learned: Optional[Tensor], ids_K: Optional[Tensor]):
         self.hidden_MD, self.ids_K = torch.empty_like(hidden_MD), ids_K

@@ -310,8 +310,7 @@ def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_typ
                  gradients: float) -> tuple[float, float, float]:
     """Return the bytes of gradients, activations and work at the peak of a step, which is not the first.
 
-    Args:
-        gradients: bytes of the rank's own, when all are there.
+    A rank's gradients have so many bytes when all are there.
     """
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"
