@@ -6,7 +6,6 @@ file kills the process that reads it (SIGBUS).
 
 import glob
 import hashlib
-import json
 import os
 import re
 import resource
@@ -16,6 +15,7 @@ from bisect import bisect_right
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +27,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from tqdm import tqdm
 
 from common.errors import DataError, SettingsError
-from common.files import NotAFileError, atomic_write, plain, read_plain, sha256, why_not_writable
+from common.files import NotAFileError, plain, read_json, sha256, why_not_writable, write_json
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.text import command
@@ -96,23 +96,20 @@ def file_stamp(status: os.stat_result) -> dict[str, int]:
 
 def load_verified(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the facts of a folder's verified files by name; {} if none are stored or readable."""
-    try:
-        known = json.loads(read_plain(folder / VERIFIED))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    well_formed = isinstance(known, dict) and all(isinstance(facts, dict) for facts in known.values())
-    return known if well_formed else {}
+    with suppress(OSError, ValueError):
+        known = read_json(folder / VERIFIED)
+        if all(isinstance(facts, dict) for facts in known.values()):
+            return known
+    return {}
 
 
 def save_verified(folder: Path, known: dict[str, dict[str, Any]]) -> bool:
     """Store the facts of a folder's verified files; return whether that was possible."""
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(folder / VERIFIED) as temporary:
-            temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
-    except OSError:
-        return False
-    return True
+        write_json(folder / VERIFIED, known)
+        return True
+    return False
 
 
 class WatchedFile:
