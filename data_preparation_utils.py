@@ -198,8 +198,8 @@ A preparation that was stopped continues where it was.""")
         '...]}; '
         'or with weights that change during the run: {"sources": [...], "phases": [{"until": 0.8, "weights": '
         '{LABEL: 0.9, ...}}, {"weights": ...}]}, where 0.8 is a share of MAX_STEPS and a label is by default '
-        "the path or name. Weights are shares of the training's tokens; each source is prepared as a set of "
-        "its own")
+        "the path or name. Weights are shares of the training's tokens. Each source is prepared as a "
+        "separate set")
     add("--config-name", "NAME", "the hub dataset's config")
     add("--split", "NAME", "the split of the hub dataset or of a folder that `datasets` saved [train]")
     add("--revision", "REV", "the hub dataset's branch, tag or commit [newest]")
@@ -215,10 +215,10 @@ A preparation that was stopped continues where it was.""")
 
     group = parser.add_argument_group("what is done with them")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
-    add("--near-duplicates", "SIMILARITY", f"leave out {items} at least this similar to an earlier one, from "
+    add("--near-duplicates", "SIMILARITY", f"drop {items} at least this similar to an earlier one, from "
         "0.5 to 1, such as 0.8: the share of their runs of 5 words that both have (Jaccard, by MinHash)",
         type=number(float, "from 0.5 to 1", lambda value: 0.5 <= value <= 1 or not value), default=0.0)
-    add("--decontaminate", "FILE", f"leave out {items} with 13 words in a row of an evaluation item; FILE is "
+    add("--decontaminate", "FILE", f"drop {items} that share a 13-word span with an evaluation item; FILE is "
         "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
     add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
         choices=("fail", "skip"), default="fail")

@@ -66,8 +66,8 @@ class Mixture(BaseModel, strict=True):
                              "last at 1 (or without until)")
         for number, phase in enumerate(self.phases, 1):
             if unknown := next((label for label in phase.weights if label not in labels), None):
-                raise ValueError(f"phase {number} weighs {unknown!r}, which is no source's label; they are "
-                                 f"{', '.join(map(repr, labels))}")
+                raise ValueError(f"phase {number} weighs {unknown!r}, which is not a source's label; the "
+                                 f"labels are {', '.join(map(repr, labels))}")
             if not any(phase.weights.values()):
                 raise ValueError(f"phase {number} has no weight above 0")
         for label, weights in zip(labels, zip(*self.weights)):

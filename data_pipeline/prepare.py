@@ -63,8 +63,8 @@ class PreparationOptions:
     max_documents: int = 0  # only the first so many documents or examples; 0 = all
     on_bad_record: str = "fail"  # or "skip": count and list records that cannot be used
     system_prompt: str = ""  # for chats and pairs without a system message; "" = none
-    near_duplicates: float = 0.0  # remove those at least so similar to an earlier one (Jaccard); 0 = none
-    decontaminate: str = ""  # a path of evaluation items: remove what has 13 words in a row of one
+    near_duplicates: float = 0.0  # drop those at least so similar to an earlier one (Jaccard); 0 = none
+    decontaminate: str = ""  # a path of evaluation items: drop documents that share a 13-word span with one
     journal_seconds: float = 10.0  # between two entries of the journal
 
 

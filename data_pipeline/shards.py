@@ -213,7 +213,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a prepared folder. Raises OSError if it cannot be read."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise DataError(f"{path}: is no file; prepare the data again")
+        raise DataError(f"{path}: is not a file; prepare the data again")
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -512,7 +512,7 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
 
 
 def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
-    """Return the error for what is no prepared set, with the command that makes one of it."""
+    """Return the error for a path that is not a prepared set, with the command that makes one of it."""
     script = KINDS[kind][1]
     prepare = f"prepare it with {command(script, '--source', str(path))}"
     if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
@@ -534,7 +534,7 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing, though {MANIFEST} lists it; copy it again") from error
     except NotAFileError as error:
-        raise DataError(f"{path}: is no file; copy or prepare it again") from error
+        raise DataError(f"{path}: is not a file; copy or prepare it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; copy it again, or check its "
                         "permissions") from error
@@ -560,8 +560,8 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     elif b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
         raise _unprepared(path, "holds text or records, not tokens")
     else:
-        raise DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is no header of llm.c "
-                        f"({' or '.join(map(str, known))}) or .npy; files without a header are called "
+        raise DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is not a header of "
+                        f"llm.c ({' or '.join(map(str, known))}) or .npy; files without a header are called "
                         "train.bin or val.bin")
     shard = Shard(path, dtype, offset, tokens, digest, status)
     size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize

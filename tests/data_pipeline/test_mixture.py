@@ -112,7 +112,7 @@ A, B = {"path": "a"}, {"path": "b"}
     ({"sources": [A, A]}, "two sources are called 'a'; give each its own label"),
     ({"sources": [{**A, "weight": 1}], "phases": [{"weights": {"a": 1}}]}, "leave out its weight"),
     ({"sources": [A], "phases": []}, "phases: list should have at least 1"),
-    ({"sources": [A], "phases": [{"weights": {"b": 1}}]}, "phase 1 weighs 'b', which is no source's label; they are 'a'"),
+    ({"sources": [A], "phases": [{"weights": {"b": 1}}]}, "phase 1 weighs 'b', which is not a source's label; the labels are 'a'"),
     ({"sources": [A], "phases": [{"weights": {"a": -1}}]}, "phases.0.weights.a: input should be greater"),
     ({"sources": [A], "phases": [{"weights": {"a": 0}}]}, "phase 1 has no weight above 0"),
     ({"sources": [A, B], "phases": [{"weights": {"a": 1}}]}, "'b' has no weight above 0 in a phase"),
