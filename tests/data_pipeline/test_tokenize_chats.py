@@ -156,14 +156,6 @@ def test_the_system_prompt_goes_before_chats_that_have_none_and_moves_no_chat_to
     assert all(message.format("Be brief.") in tokenizer.decode(prompt) for (prompt, _), _, _ in examples_of(pair, "train"))
 
 
-@pytest.mark.parametrize("kind", RECORDS)
-def test_an_example_falls_on_the_same_side_wherever_it_comes_from(tmp_path, tokenizer_path, kind):
-    records = RECORDS[kind](60)
-    sources = [write_jsonl(tmp_path / "x.jsonl", records), write_jsonl(tmp_path / "y.jsonl", records[::-1])]
-    held_out = [examples_of(prepare(kind, source, tokenizer_path, tmp_path / "out"), "validation") for source in sources]
-    assert held_out[0] == held_out[1][::-1] and 1 < len(held_out[0]) < 20
-
-
 def test_a_prompt_is_on_one_side_whatever_is_answered_and_however_it_is_written(tmp_path, tokenizer_path):
     """In chats and pairs alike."""
     def ways(number):
