@@ -342,14 +342,10 @@ class HuggingFaceTokenizer(BaseTokenizer):
         return later
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids: control tokens by their names, bytes that are not UTF-8 as U+FFFD."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=False)
 
     def save_huggingface(self, folder: str | Path) -> None:
-        """Write a folder with which `transformers.AutoTokenizer.from_pretrained` gives the same ids.
-
-        The tokenizer.json decides whether a plain call adds a bos; `add_special_tokens=False` never does.
-        """
+        """Write such a folder too; its tokenizer.json decides whether a plain call adds a bos."""
         names = {role: token for role, token in self.control_tokens.items()
                  if role != "eot_token" or token not in KNOWN_NAMES[role]}
         template = self.chat_template

@@ -120,7 +120,7 @@ def file_system(url: str) -> tuple[Any, str]:
 def downloaded(fs: Any, name: str) -> Iterator[BinaryIO]:
     """Download a file of a remote fsspec file system into a temporary file for the `with` block.
 
-    Not by `simplecache::`, which makes the same call: after a lost connection it reads the part as if whole.
+    `simplecache::` makes the same call, but after a lost connection reads the part as if it were whole.
     """
     with tempfile.TemporaryDirectory(prefix="download-") as folder:
         local = os.path.join(folder, "content")

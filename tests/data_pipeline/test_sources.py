@@ -8,6 +8,11 @@ import os
 import re
 from dataclasses import fields, replace
 
+import datasets
+import huggingface_hub
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -95,9 +100,6 @@ def test_text_is_cut_into_documents_as_asked(tmp_path, documents, expected, newl
 
 
 def test_every_kind_of_file_in_a_folder_or_glob_is_read_in_the_order_of_names(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl("one", "two").encode()))
     pq.write_table(pa.table({"text": ["three", "four"], "other": [1, 2]}), tmp_path / "b.parquet")
@@ -190,8 +192,6 @@ def test_an_object_around_the_array_is_refused_and_the_advice_works(tmp_path, ho
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Two splits, saved as one data set, as a dictionary, and with a cache of `datasets` beside them."""
-    import datasets
-
     folder = tmp_path_factory.mktemp("saved")
     train = datasets.Dataset.from_dict({"text": [f"train {number}" for number in range(2300)], "n": range(2300)})
     test = datasets.Dataset.from_dict({"text": ["test"]})
@@ -218,9 +218,6 @@ def test_a_folder_that_datasets_saved_is_read_by_split(saved):
 
 
 def test_an_arrow_file_with_an_index_is_read_and_a_damaged_one_is_named(saved, tmp_path):
-    import pyarrow as pa
-    import pyarrow.feather
-
     pyarrow.feather.write_feather(pa.table({"text": ["one", "two"]}), tmp_path / "x.arrow")
     assert texts_of(tmp_path / "x.arrow")[0] == ["one", "two"]
     whole = next((saved / "one").glob("data-*.arrow")).read_bytes()
@@ -241,9 +238,6 @@ def test_an_arrow_file_with_an_index_is_read_and_a_damaged_one_is_named(saved, t
 ], ids=["samsum", "OpenMath", "own"])
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
 def test_columns_of_other_names_are_chats(tmp_path, record, names, expected, suffix):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = tmp_path / f"x.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist([record]), path)
@@ -315,9 +309,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def offline(tmp_path, monkeypatch):
     """An empty cache of the hub and of `datasets`, and no network."""
-    import datasets
-    import huggingface_hub
-
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -349,8 +340,6 @@ def test_a_snapshot_in_the_hub_s_cache_is_read_offline_if_it_is_whole(offline):
 
 
 def test_the_arrow_files_in_the_cache_of_datasets_are_read_offline(offline):
-    import datasets
-
     folder = offline / "datasets" / "my___my_texts" / "default" / "0.0.0" / COMMIT
     for split in ("train", "test"):
         data = datasets.Dataset.from_dict({"text": [f"{split} {number}" for number in range(9)]})
@@ -379,10 +368,6 @@ def texts_in(source):
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_two_columns_of_one_name_are_refused(suffix, tmp_path):
-    import pyarrow as pa
-    import pyarrow.feather
-    import pyarrow.parquet as pq
-
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "id"])
     if suffix == "parquet":
         pq.write_table(table, tmp_path / "x.parquet")
