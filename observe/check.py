@@ -290,15 +290,16 @@ def check(loaded: Loaded) -> int:
     """
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
-    found = Check(loaded)
-    found.check_settings()
-    found.check_inputs()
-    found.check_start()
-    found.check_plan()
-    if failures := len(found.exit_codes):
+    checked = Check(loaded)
+    checked.check_settings()
+    checked.check_inputs()
+    checked.check_start()
+    checked.check_plan()
+    if failures := len(checked.exit_codes):
         print_safely(f"{failures} problem{'s' if failures > 1 else ''} found.", sys.stderr)
-        return found.exit_codes[0]
-    show("Ready to train." if found.inputs else "The plan is complete; data or a tokenizer is missing here.")
+        return checked.exit_codes[0]
+    missing = "The plan is complete; data or a tokenizer is missing here."
+    show("Ready to train." if checked.inputs else missing)
     return 0
 
 

@@ -9,11 +9,12 @@ import os
 import re
 import subprocess
 import sys
+from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 import yaml
@@ -26,7 +27,7 @@ from common.files import read_json, read_plain
 from common.heartbeat import HEARTBEAT
 from common.remote import HUB_NAME
 from common.text import ROOT, command, last_line, printable
-from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, LogConfig
+from config import LOCAL_PATHS, NAMES_OR_PATHS, CheckpointConfig, Config, LogConfig
 from data_pipeline.shards import MANIFEST as DATA_MANIFEST
 from dataloaders import MixedRows, parts_of
 from learn.cost import parameter_count
@@ -40,10 +41,11 @@ from run.log import REPORT
 FILES_LISTED = 5
 COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxiv.org/abs/2203.15556
 # Settings that do not change what is trained, or that another machine has otherwise.
-NOT_TOLD = {name.upper() for section in (LogConfig, CheckpointConfig) for name in section.model_fields} | {
-    "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
-    "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT", "PREPARATION_WORKERS", "VERIFY_DATA"} - {
-    "MODEL_LICENSE", "MODEL_LANGUAGE"}
+NOT_IN_RECIPE = {*map(str.upper, (*LogConfig.model_fields, *CheckpointConfig.model_fields)),
+                 *(name.upper() for name in Config.model_fields if name.startswith("sample_")),
+                 "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
+                 "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT", "PREPARATION_WORKERS",
+                 "VERIFY_DATA"} - {"MODEL_LICENSE", "MODEL_LANGUAGE"}
 STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)",
           "dpo": "training on preference pairs"}
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
@@ -169,10 +171,11 @@ def run_card(run: Any) -> str:
 
     # The parts of the run with the settings that changed there, and the settings that make the model again.
     parts = [(part["step"], [f"{change['name']}={code(without_paths(change['name'], change['after']))}"
-                             for change in part["changes"] if is_told(change["name"])])
+                             for change in part["changes"] if change["name"] not in NOT_IN_RECIPE])
              for part in [*segments(run.folder)][1:] if part["step"] <= progress.step]
     settings = [f"{line['name']}={env_value(without_paths(line['name'], line['value']))}"
-                for line in setting_lines(config.public()) if line["changed"] and is_told(line["name"])]
+                for line in setting_lines(config.public())
+                if line["changed"] and line["name"] not in NOT_IN_RECIPE]
     return card_text(
         metadata, run.folder.name, run=run, config=config, progress=progress, history=run.log.history,
         vocab_size=vocab_size, parameters=parameter_count(config, vocab_size),
@@ -313,16 +316,8 @@ def made_from(folder: Path) -> tuple[str, str, str]:
     return documents, f"{code(run_and_step(source.get('path', '')))} ({', '.join(hashes)}{more})", ""
 
 
-class Score(NamedTuple):
-    """The newest result of an evaluation."""
-
-    data: str
-    metric: str
-    value: float
-    step: int
-    stderr: Optional[float] = None
-    n: Optional[float] = None
-    chance: Optional[float] = None
+# The newest result of an evaluation; what is not known of it is None.
+Score = namedtuple("Score", "data metric value step stderr n chance", defaults=(None, None, None))
 
 
 def newest_scores(run: Any) -> Iterator[Score]:
@@ -344,11 +339,6 @@ def newest_scores(run: Any) -> Iterator[Score]:
             stderr, n, chance = beside(*(f"{task}_{key}" for key in ("stderr", "n", "chance")))
             error = stderr if name.endswith("_acc") else None
             yield Score(titles.get(task, task), name[len(task) + 1:], value, step, error, n, chance)
-
-
-def is_told(name: str) -> bool:
-    """Whether a setting belongs to what makes the model again."""
-    return name not in NOT_TOLD and not name.startswith("SAMPLE_")
 
 
 def without_paths(name: str, value: str) -> str:
