@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Optional
@@ -28,7 +29,7 @@ if __name__ == "__main__":
     exit_with_launcher()
     exit_at_signals()
     write_line_by_line()
-    load_or_exit(sys.argv[1:], USAGE)  # before torch, whose import takes seconds: a typo is reported at once
+    LOADED = load_or_exit(sys.argv[1:], USAGE)  # before torch's import takes seconds: a typo is reported now
 
 # ruff: noqa: E402
 import torch
@@ -57,9 +58,9 @@ from run.start import open_run
 from run.trackers import abandoning_trackers
 
 
-def main(argv: Optional[list[str]] = None) -> int:
-    """Run from the command line; returns the exit code."""
-    loaded = load_or_exit(sys.argv[1:] if argv is None else argv, USAGE)
+def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
+    """Run with these flags, or with what was loaded already; returns the exit code."""
+    loaded = loaded or load_or_exit(argv, USAGE)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
             check.provide_sample(loaded.config, may_write=not loaded.check)
@@ -281,4 +282,4 @@ def finish_step(run: Run, measured: Measurements) -> dict[str, Any]:
 
 if __name__ == "__main__":
     with abandoning_trackers():
-        sys.exit(main())
+        sys.exit(main(loaded=LOADED))

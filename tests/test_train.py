@@ -224,13 +224,6 @@ def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
     assert [line["step"] for line in run.metrics()] == list(range(8)) and run.steps_saved() == [2, 4, 6, 7]
 
 
-def test_learning_goes_on_where_the_schedule_says(tiny_run):
-    run = tiny_run(MAX_STEPS=4)
-    assert run.train(START_STEP=2) == 0
-    assert list(run.column("train_loss")) == [3, 4]
-    assert run.column("learning_rate")[3] == pytest.approx(0.01)
-
-
 # ---------------------------------------------------------------------------- where to start from
 
 
@@ -267,12 +260,6 @@ def test_a_change_that_makes_it_another_run_is_refused_by_name(names, changes, w
     for number, way in enumerate(offered):
         copy = finished.copy(finished.output_dir.with_name(f"way-{number}"), **UNMEASURED)
         assert copy.train(**({} if "restore what" in way.lower() else changes) | settings_of(way)) == 0, way
-
-
-def test_a_mismatch_can_be_allowed_by_name(finished, capsys):
-    assert finished.train(SEED=7, ALLOW_RESUME_MISMATCH="SEED") == 0
-    assert "different run than before, as ALLOW_RESUME_MISMATCH permits: SEED was 1337, is 7" in capsys.readouterr().err
-    assert finished.steps_saved() == [2, 4, 6, 8]
 
 
 def test_resume_never_moves_the_old_run_aside(finished, whole):
@@ -334,25 +321,12 @@ def test_another_stage_keeps_the_weights_and_drops_the_rest(whole, prepared, tmp
     assert list(run.column("train_loss")) == [1] and run.column("val_loss")[0] == chats.column("val_loss")[2]
 
 
-def test_start_step_counts_from_there(finished, prepared, tmp_path):
-    run = TinyRun(prepared, tmp_path / "elsewhere")
-    assert run.train(PRETRAIN_CHECKPOINT=finished.checkpoint(6), START_STEP=3, MAX_STEPS=5) == 0
-    assert list(run.column("train_loss")) == [4, 5]
-
-
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, whole, capsys):
     flip_bit(finished.checkpoint(6) / "optimizer.safetensors")
     assert finished.train(MAX_STEPS=6) == 0
     error = capsys.readouterr().err
     assert "warning" in error and str(finished.checkpoint(6) / "optimizer.safetensors") in error
     assert_same_run(finished, whole, 6)
-
-
-def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(finished, capsys):
-    for step in (2, 4, 6):
-        flip_bit(finished.checkpoint(step) / "model.safetensors")
-    assert finished.train() == 5
-    assert "none of the 3 checkpoints" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- what is measured and kept
@@ -450,12 +424,6 @@ def test_no_step_to_take_is_a_measurement(tiny_run, whole):
     run = tiny_run(MAX_STEPS=0)
     assert run.train() == 0
     assert without_clocks(run.metrics()) == without_clocks(whole.metrics())[:1] and run.steps_saved() == [0]
-
-
-def test_hellaswag_waits_for_the_end_where_it_is_not_due_before(tiny_run):
-    run = tiny_run(MAX_STEPS=2, HELLASWAG_EVERY=2)
-    assert run.train() == 0
-    assert list(run.column("hellaswag_acc")) == [2]
 
 
 def test_losses_are_those_of_the_committed_curve(tiny_run):
