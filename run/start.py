@@ -170,7 +170,7 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
     start = ranks.raise_on_all(lambda: adopt(found._replace(folder=folder), loaded, inputs, run_dir))
 
     # What a later start needs to find the same base again.
-    config, named = start.config, named_checkpoint(start.config)
+    config, named, warnings = start.config, named_checkpoint(start.config), [*start.warnings]
     if not start.own:
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
         base, remembered = folder, {"wandb_run_id": None, "begun_from": named}
@@ -186,12 +186,11 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
             remembered["begun_from"] = own_steps[0].name if own_steps else named
         if config.lora_enabled:
             base_sha256 = progress.get("base_sha256")
-            warn = start.warnings.append
-            base = found_by_rank0(lambda: find_base(config, progress, home, warn), ranks)
+            base = found_by_rank0(lambda: find_base(config, progress, home, warnings.append), ranks)
     if base is not None:
         remembered |= {"base": str(base.resolve()), "base_sha256": base_sha256,
                        "base_beside": os.path.relpath(base.resolve(), run_dir.resolve())}
-    return start._replace(base=base, remembered=remembered)
+    return start._replace(base=base, remembered=remembered, warnings=warnings)
 
 
 def locate(config: Config, run_dir: Path) -> Found:
