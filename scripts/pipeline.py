@@ -59,11 +59,7 @@ SECONDS = RUNS / "seconds.json"
 
 
 def run_python(*arguments: object, ranks: int = 1) -> None:
-    """Run one of our programs.
-
-    Args:
-        ranks: of train.py; the launcher starts more than one.
-    """
+    """Run one of our programs; the launcher starts more than one rank of train.py."""
     if ranks > 1:
         arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])
     code = subprocess.run([sys.executable, *map(str, arguments)]).returncode

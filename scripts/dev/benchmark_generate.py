@@ -127,11 +127,7 @@ def open_models(args: argparse.Namespace) -> tuple[Any, Any]:
 
 def compare(names: tuple[str, str], runs: tuple[Callable[[], Timing], Callable[[], Timing]], pairs: int,
             tokens: dict[str, int]) -> tuple[dict[str, Any], list[str]]:
-    """Run both in turns; the figures, and lines of a table.
-
-    Args:
-        tokens: of prefill and decode.
-    """
+    """Run both in turns; the figures, and lines of a table; `tokens` are those of prefill and decode."""
     timings: list[list[Timing]] = [[run()] for run in runs]  # the warm-up
     alike = timings[0][0].written == timings[1][0].written
     for _, which in in_turns((0, 1), pairs):

@@ -88,11 +88,7 @@ class Task:
 
     def run(self, *arguments: Any, env: Mapping[str, str] = {}, stdin: str = "",
             on_line: Callable[[str], None] = lambda line: None) -> tuple[int, str]:
-        """Run one of our programs; returns its exit code and its output, which is also printed line by line.
-
-        Args:
-            on_line: called with each line when it comes.
-        """
+        """Run one of our programs; returns its exit code and its output, also printed as it comes."""
         command = [sys.executable, *map(str, arguments)]
         print(f"$ {' '.join(command)}", flush=True)
         process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdin=subprocess.PIPE,
@@ -212,11 +208,7 @@ def flags_of(task: Task, name: str, preset: str = "sample", **changes: Any) -> l
 
 
 def train_stage(task: Task, name: str, preset: str = "sample", base: str = "", **changes: Any) -> None:
-    """Train one stage; its exit code must be 0, and its validation loss must fall.
-
-    Args:
-        base: the setting that names the checkpoint to start from, which is that of stage-pretrain.
-    """
+    """Train one stage, from the setting `base`; its exit code must be 0 and its validation loss must fall."""
     from checkpoint.schema import read_entries
 
     if base:
@@ -352,12 +344,7 @@ def power(task: Task) -> None:
 
 def check_power(task: Task, lines: list[dict[str, Any]], samples: list[dict[str, str]],
                 marks: list[dict[str, str]]) -> None:
-    """Check what `power` measured.
-
-    Args:
-        lines: of metrics.jsonl.
-        samples, marks: of power.csv.
-    """
+    """Check what `power` measured: the lines of metrics.jsonl, and the samples and marks of power.csv."""
     limit, line = math.inf, lines[-1]
     if task.cuda:
         import pynvml

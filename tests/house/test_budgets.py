@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 32_000, 6_050, 31_000
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 32_000, 6_000, 31_000
 BUDGETS = {
     "config.py": 950,
     "data_preparation_utils.py": 600,
@@ -30,7 +30,7 @@ BUDGETS = {
     "parallel/": 1700,
     "report/": 1750,
     "run/": 2700,
-    "scripts/": 6050,
+    "scripts/": 6000,
     "serving/": 1350,
     "settings/": 1000,
     "tests/": 30400,
