@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -146,6 +146,9 @@ class RowOrder:
         return self.all_rows(step).reshape(self.world_size, -1, self.micro_batch_size)[self.rank]
 
 
+# ---------------------------------------------------------------------------------- batches, and rows of text
+
+
 @dataclass(frozen=True)
 class Batch:
     """Rows for one forward. Targets are already shifted: the target of a token is the token after it."""
@@ -247,6 +250,9 @@ class TokenRows:
                      torch.from_numpy(ids_BT[:, 1:].astype(np.int64)), document_ids_BT)
 
 
+# ----------------------------------------------------------------------- packing, and rows of chats and pairs
+
+
 @dataclass(frozen=True, eq=False)
 class Packing:
     """The items of each bin: bin b holds `items[offsets[b]:offsets[b + 1]]`, the longest first."""
@@ -334,9 +340,6 @@ def _best_fit(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int
             begun = full + (rest > 0)
             add_range(room, first + begun, bins - begun)
             items -= full * per_bin + rest
-
-
-# --------------------------------------------------------------------------------- rows of chats and pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -474,6 +477,9 @@ class ExampleRows:
             yield np.delete(ids, chosen_part), np.delete(is_target, chosen_part)
 
 
+# ------------------------------------------------------------------------------------------ rows of a mixture
+
+
 @dataclass(frozen=True)
 class MixedRows:
     """The rows of a mixture: those of its sources, numbered one source after the other.
@@ -561,7 +567,9 @@ def read_held_out(rows: ExampleRows | MixedRows, count: int) -> list[HeldOut]:
     return found
 
 
-Rows = Union[TokenRows, ExampleRows, MixedRows]
+# ---------------------------------------------------------------------------------------- opening and loading
+
+Rows = TokenRows | ExampleRows | MixedRows
 
 
 def cache_of(config: Config) -> Cache:

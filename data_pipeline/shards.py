@@ -167,6 +167,9 @@ class WatchedFile:
                          "permissions, and start again")
 
 
+# ---------------------------------------------------------------------------------- manifests and token files
+
+
 class Entry(BaseModel, strict=True):
     """One token file, in the manifest's own folder."""
 

@@ -175,19 +175,10 @@ def test_no_two_runs_of_real_length_share_a_hash():
 # A whole preparation
 
 
-def as_document(text):
-    return {"text": text}
-
-
-def as_chat(text):
-    return {"messages": [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]}
-
-
-def as_pair(text):
-    return {"prompt": text[:20], "chosen": text[20:], "rejected": text[20:40]}
-
-
-@pytest.mark.parametrize("kind, record", [("documents", as_document), ("chats", as_chat), ("pairs", as_pair)])
+@pytest.mark.parametrize("kind, record", [
+    ("documents", lambda text: {"text": text}),
+    ("chats", lambda text: {"messages": [{"role": "user", "content": text[:20]}, {"role": "assistant", "content": text[20:]}]}),
+    ("pairs", lambda text: {"prompt": text[:20], "chosen": text[20:], "rejected": text[20:40]})])
 def test_a_set_is_filtered_the_same_by_any_number_of_workers_and_after_a_stop(prepared, tmp_path, monkeypatch, kind, record):
     monkeypatch.setattr(preparation, "CHUNK_CHARACTERS", 4000)
     dice = Random(3)

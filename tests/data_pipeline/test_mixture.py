@@ -77,12 +77,6 @@ def test_a_mixture_of_one_source_is_the_plain_order():
         assert mixing.rows_at(np.arange(step * 8, step * 8 + 8), 5).tolist() == RowOrder(37, 8, 1, 5).all_rows(step).tolist()
 
 
-def test_two_sources_of_one_size_have_different_orders():
-    rows = Mixing((100, 100), (Phase(0, weight_units([1, 1])),)).rows_at(np.arange(200), 1)
-    first, second = rows[rows < 100], rows[rows >= 100] - 100
-    assert (first == second).sum() < 10
-
-
 def test_the_rows_of_a_mixture_stay_as_they_are():
     """Runs of older versions resume with the rows that they have not read yet: do not change the order."""
     mixing = Mixing((1000, 50, 10**10), (Phase(0, weight_units([7, 2, 1])), Phase(16, weight_units([0, 1, 1]))))
