@@ -74,20 +74,15 @@ def attention_mask(document_ids_BS: Tensor) -> Tensor:
 # Rotary position embedding
 
 
-def apply_scaling(freqs: Tensor, config: ModelConfig) -> Tensor:
-    """Return the frequencies as Llama 3.1 scales them: long wavelengths are stretched, short ones stay."""
-    rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
-    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
-    return smooth * freqs + (1 - smooth) * freqs / config.rope_scaling_factor
-
-
 def precompute_freqs(config: ModelConfig, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosines and signed sines of AttentionMeta, float32."""
     index = torch.arange(0, config.head_dim, 2, device=positions_BT.device, dtype=torch.float32)
     freqs = 1.0 / config.rope_theta**(index / config.head_dim)  # radians per position
-    if config.rope_scaling_factor is not None:
-        freqs = apply_scaling(freqs, config)
+    if config.rope_scaling_factor is not None:  # Llama 3.1: long wavelengths are stretched, short ones stay
+        rotations = config.rope_original_max_len * freqs / (2 * math.pi)  # within the original context length
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        smooth = ((rotations - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = unchanged
+        freqs = smooth * freqs + (1 - smooth) * freqs / config.rope_scaling_factor
     angles = positions_BT[:, :, None, None].float() * freqs
     sin = angles.sin()
     return angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)

@@ -123,16 +123,6 @@ def peft_config(config: LoraConfig, tied: bool, base_path: str, token_ids: Token
             "fan_in_fan_out": False, "init_lora_weights": True, "inference_mode": True}
 
 
-def check_plain_lora(content: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if an adapter_config.json describes more than plain LoRA."""
-    unlike = [f"{key}={value!r:.80}" for key, value in content.items()
-              if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
-    missing = [key for key in ("peft_type", "r", "lora_alpha") if key not in content]
-    if unlike or missing:
-        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike) or f'no {missing[0]}'}; only plain LoRA "
-                              f"can be read: {MERGE}")
-
-
 def check_targets(content: Mapping[str, Any], names: Collection[str], model_config: ModelConfig,
                   token_ids: TokenIds) -> None:
     """Raise CheckpointError unless tensors of these names are adapters that this model can have.
@@ -207,7 +197,11 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     if not os.path.exists(folder / CONFIG_FILE):
         raise CheckpointError(f"{folder} holds no adapters: it has no {CONFIG_FILE}; name another folder")
     content = read_json(folder / CONFIG_FILE)
-    check_plain_lora(content)
+    unlike = [f"{key}={value!r:.80}" for key, value in content.items()
+              if key not in READ_FIELDS and value not in PLAIN_VALUES.get(key, NOTHING)]
+    unlike += [f"no {key}" for key in ("peft_type", "r", "lora_alpha") if key not in content]
+    if unlike:
+        raise CheckpointError(f"{CONFIG_FILE} has {', '.join(unlike)}; only plain LoRA can be read: {MERGE}")
     own = read_json(folder / BASE_FILE) if os.path.exists(folder / BASE_FILE) else {}
     token_ids = token_ids_of(content, model_config.tie_embeddings, padded_vocab)
     tensors = open_tensors(folder / WEIGHTS_FILE)
