@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import DataError, SettingsError
-from common.text import EXIT_UNREAD
 from data_pipeline.mixture import write_mixture
 from data_preparation_utils import PreparationOptions, prepare_set
 from debug import inspect as statistics
@@ -171,11 +170,3 @@ def test_without_its_tokenizer_the_counts_are_shown_without_text(sets, inspect, 
 def test_a_mistake_is_said(flags, reason, inspect):
     with pytest.raises((DataError, SettingsError), match=reason):
         inspect(*flags)
-
-
-def test_the_script_ends_silently_without_a_reader(sets, tmp_path):
-    process = subprocess.Popen([sys.executable, ROOT / "scripts/inspect_data.py", "--list", sets["documents"].parent], cwd=tmp_path,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()
-    with process.stderr:
-        assert process.stderr.read() == "" and process.wait() == EXIT_UNREAD
