@@ -26,6 +26,7 @@ from run.start import choose_objective, read_measured
 from settings.load import Layer, validate
 from tokenizer import load_tokenizer
 
+
 def settings_for(folder: Path, flags: Layer, data: Optional[str]) -> Config:
     """Return the settings of the run that saved a checkpoint, or the defaults for a model from elsewhere,
     changed by flags, for this process.
