@@ -44,8 +44,7 @@ COMPUTE_OPTIMAL = 20  # tokens per parameter. Source: Hoffmann et al. 2022, arxi
 NOT_IN_RECIPE = {*map(str.upper, (*LogConfig.model_fields, *CheckpointConfig.model_fields)),
                  *(name.upper() for name in Config.model_fields if name.startswith("sample_")),
                  "PRESET", "OUTPUT_DIR", "RUN_NAME", "RESUME", "CACHE_DIR", "WORLD_SIZE", "DEVICE_MEMORY",
-                 "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT", "PREPARATION_WORKERS",
-                 "VERIFY_DATA"} - {"MODEL_LICENSE", "MODEL_LANGUAGE"}
+                 "ALLOW_RESUME_MISMATCH", "DISTRIBUTED_TIMEOUT", "PREPARATION_WORKERS", "VERIFY_DATA"}
 STAGES = {"pretrain": "pretraining on text", "sft": "fine-tuning on chats (SFT)",
           "dpo": "training on preference pairs"}
 INHERITED = ("Training data", "Training", "Scores", "Energy", "Limits", "Make it again")
