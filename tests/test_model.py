@@ -271,26 +271,6 @@ def test_a_cache_changes_nothing(steps):
     assert cache.used == [sum(steps)] * 3
 
 
-@pytest.mark.parametrize("rows", [[1, 2], [0, 3], [3, 1]])
-def test_rows_of_a_cache_have_lengths_of_their_own(rows):
-    """Two rows are read in unequal pieces, padded on the right as far as beyond the end, while the others keep what they hold."""
-    model, tokens = make(), random_ids(4, 10)
-    cache = RowCache(model.config, 4, 10, torch.device("cpu"), torch.float32)
-    with torch.no_grad():
-        expected = model.logits(tokens)
-        model.logits(tokens[:, :4], cache=cache)
-        padding = torch.full((2, 4), 7)
-        got = model.logits(torch.cat([tokens[rows, 4:9], padding], 1), cache=cache.at(rows, [4, 4]))
-        torch.testing.assert_close(got[:, :5], expected[rows, 4:9], atol=1e-4, rtol=0)
-        new = torch.stack([torch.cat([tokens[rows[0], 9:], padding[0, :3]]), tokens[rows[1], 6:]])
-        got = model.logits(new, cache=cache.at(rows, [9, 6]))
-        torch.testing.assert_close(got[0, 0], expected[rows[0], 9], atol=1e-4, rtol=0)
-        torch.testing.assert_close(got[1], expected[rows[1], 6:], atol=1e-4, rtol=0)
-        others = [row for row in range(4) if row not in rows]
-        got = model.logits(tokens[others, 4:], cache=cache.at(others, [4, 4]))
-        torch.testing.assert_close(got, expected[others, 4:], atol=1e-4, rtol=0)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("default")

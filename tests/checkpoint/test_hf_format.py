@@ -58,17 +58,6 @@ def config(request) -> ModelConfig:
     return config_of(request.param)
 
 
-def test_there_and_back_is_bit_equal(config):
-    state = model_of(config).state_dict()
-    tensors = huggingface.to_huggingface(state, config, VOCAB)
-    back = read_all(huggingface.from_huggingface(tensors, config, padded(VOCAB)))
-    assert list(back) == list(state)
-    for name in state:
-        assert torch.equal(back[name], state[name]), name
-    assert tensors["model.embed_tokens.weight"].rows == VOCAB
-    assert ("lm_head.weight" in tensors) == (not config.tie_embeddings)
-
-
 def test_folder_gives_our_logits_in_transformers(config, tokenizer, tmp_path, recwarn):
     """Unit-scale logits, within 1e-4; 200 positions, beyond the original length of the scaled ones."""
     model = model_of(config)
@@ -134,7 +123,7 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
         asked.clear()
         tensors = {name: counted(tensor) for name, tensor in huggingface.load_model_weights(tmp_path / folder).items()}
         mine = huggingface.from_huggingface(tensors, config, padded(VOCAB))
-        assert not asked and mine.keys() == state.keys()
+        assert not asked and list(mine) == list(state) and ("lm_head.weight" in tensors) == (not config.tie_embeddings)
         for name, whole in state.items():
             cuts = [cut for cut in (0, 1, 5, 16, 23, 32, 63, 64, VOCAB - 3, VOCAB, VOCAB + 9, padded(VOCAB)) if cut <= len(whole)]
             for start, stop in combinations_with_replacement(cuts, 2):
