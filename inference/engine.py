@@ -1,16 +1,7 @@
-"""The keys and values of many texts that grow independently, in one block of memory.
+"""Continuous batching: requests come and go while others are continued, each as if it were alone.
 
-Shape suffixes as in model.py: B rows, T new tokens, S tokens of a row, K key/value heads, H head.
-
-
-How the next token is chosen from logits.
-
-Shape suffixes: B rows, R rows that are sampled, V vocabulary, W the most likely tokens of it, ordered.
-
-
-Continuous batching: requests come and go while others are continued.
-
-Shape suffixes: B rows that are run together, T tokens, R rows of which a token is chosen, V vocabulary.
+Shape suffixes as in model.py: B rows, T new tokens, S tokens of a row, K key/value heads, H head, V
+vocabulary; R rows of which a token is chosen, W the most likely tokens, ordered.
 """
 
 from collections import deque
@@ -30,10 +21,13 @@ from parallel.fsdp import is_sharded, same_on_all
 
 # Attention reads a multiple of so many tokens: a GPU's memory and kernels serve few lengths best.
 GRAIN = {"cuda": 128}
+MOST_LIKELY = 512  # tokens that are looked at first, as to order the whole vocabulary takes ten times longer
+FIXED_POINT = 2.0**52  # scale of sums of probabilities
+READ_AT_ONCE = 256  # tokens of prompts in one step, by default: the pause of those that are being continued
 
 
 class RowCache(KVCache):
-    """Keys and values of the tokens so far of many rows, for generation; each row has a length of its own.
+    """Keys and values of the tokens so far of many rows, in one block of memory; each row has its own length.
 
     Args:
         length: the most tokens of a row, prompt included.
@@ -55,7 +49,7 @@ class RowCache(KVCache):
         return part
 
     def begin(self, tokens: int) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """As KVCache; the first tokens of all rows need no mask."""
+        """The first tokens of all rows need no mask."""
         device, length, longest = self.index_S.device, len(self.index_S), max(self.used)
         block = slice(self.rows[0], self.rows[0] + len(self.rows))
         adjacent = [*self.rows] == [*range(block.start, block.stop)]
@@ -77,14 +71,9 @@ class RowCache(KVCache):
         return cos, sin, (self.index_S[:self.end] <= places_BT[..., None])[:, None] if longest else None
 
     def store(self, layer: int, k_BTKH: Tensor, v_BTKH: Tensor) -> tuple[Tensor, Tensor]:
-        """As KVCache."""
         keys, values = self.keys[layer], self.values[layer]
         keys[self.to_write], values[self.to_write] = k_BTKH, v_BTKH
         return keys[self.to_read, :self.end], values[self.to_read, :self.end]
-
-
-MOST_LIKELY = 512  # tokens that are looked at first, as to order the whole vocabulary takes ten times longer
-FIXED_POINT = 2.0**52  # of sums of probabilities
 
 
 @dataclass(frozen=True)
@@ -119,10 +108,7 @@ class Samplings:
 
 
 def penalize(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
-    """Return logits in which the ids that were seen are less likely.
-
-    Source: Keskar et al. 2019 (arXiv:1909.05858).
-    """
+    """Return logits in which seen ids are less likely. Source: Keskar et al. 2019 (arXiv:1909.05858)."""
     penalized_BV = torch.where(logits_BV < 0, logits_BV * penalty_B1, logits_BV / penalty_B1)
     return torch.where(seen_BV, penalized_BV, logits_BV)
 
@@ -184,9 +170,6 @@ def sample(logits_RV: Tensor, draws_R: Tensor, samplings: Samplings) -> Tensor:
     return ids_RW.gather(1, index_R[:, None])[:, 0]
 
 
-READ_AT_ONCE = 256  # tokens of prompts in one step, by default: the pause of those that are being continued
-
-
 @dataclass(eq=False)
 class Request:
     """A prompt to continue, and what has been written so far."""
@@ -198,15 +181,6 @@ class Request:
     draws: Optional[Tensor] = None  # random numbers in [0, 1), one for each token; None = of the seed
     written: list[int] = field(default_factory=list)  # without the stop token
     finish_reason: Optional[str] = None  # "stop", "length" or "cancelled" once it is done
-
-    def take(self, token: int) -> None:
-        """Note the next token."""
-        if token in self.stop_ids:
-            self.finish_reason = "stop"
-            return
-        self.written.append(token)
-        if len(self.written) == self.max_new_tokens:
-            self.finish_reason = "length"
 
 
 @dataclass(eq=False)
@@ -235,14 +209,15 @@ class Batch:
         cache: of all rows.
     """
 
-    def __init__(self, rows: Sequence[Row], width: int, cache: RowCache, vocab_size: int):
+    def __init__(self, model: Transformer, rows: Sequence[Row], width: int, cache: RowCache):
+        self.model, self.rows, self.width = model, rows, width
         device, pieces = cache.index_S.device, [row.unread[:width] for row in rows]
-        self.rows, self.width = rows, width
         padded = [piece + [0] * (width - len(piece)) for piece in pieces]
         self.tokens_BT = torch.tensor(padded, device=device)
         self.last_B = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
         self.cache = cache.at([row.index for row in rows], [len(row.held) for row in rows])
-        # How the next token is chosen, of the rows that have nothing more to read
+
+        # How the next token is chosen, for the rows that have nothing more to read
         done = [index for index, row in enumerate(rows) if len(row.unread) <= width]
         self.requests = [rows[index].request for index in done]
         if not done:
@@ -253,22 +228,37 @@ class Batch:
         self.draws_RN, self.steps = pad_sequence(draws, batch_first=True).to(device), 0
         self.seen_RV = None
         if self.samplings.penalty_B1 is not None:
-            self.seen_RV = torch.zeros(len(done), vocab_size, dtype=torch.bool, device=device)
+            self.seen_RV = torch.zeros(len(done), model.vocab_size, dtype=torch.bool, device=device)
             for seen_V, request in zip(self.seen_RV, self.requests):
                 seen_V[torch.tensor([*request.prompt_ids, *request.written], device=device)] = True
 
-    def choose(self, logits_BV: Tensor) -> Tensor:
-        """Return the next token of each of `requests`."""
-        logits_RV = logits_BV if self.done_R is None else logits_BV[self.done_R]
+    def run(self) -> list[Request]:
+        """Read the next tokens of the rows; return the requests that got a token, having no more to read."""
+        logits_RV = self.model.logits(self.tokens_BT, cache=self.cache, only_B=self.last_B)
+        for row in self.rows:
+            row.held += row.unread[:self.width]
+            del row.unread[:self.width]
+        if not self.requests:
+            return []
+        if self.done_R is not None:
+            logits_RV = logits_RV[self.done_R]
         if self.seen_RV is not None:
             logits_RV = penalize(logits_RV, self.seen_RV, self.samplings.penalty_B1)
-        return choose(logits_RV, self.draws_RN[:, self.steps], self.samplings)
+        next_R = same_on_all(self.model, choose(logits_RV, self.draws_RN[:, self.steps], self.samplings))
 
-    def read_next(self, tokens_R: Tensor) -> None:
-        """Let the next step of rows that are written read the tokens that were chosen."""
-        self.tokens_BT, self.steps = tokens_R[:, None], self.steps + 1
+        # The next step of rows that are written reads the tokens that were chosen.
+        self.tokens_BT, self.steps = next_R[:, None], self.steps + 1
         if self.seen_RV is not None:
             self.seen_RV.scatter_(1, self.tokens_BT, True)
+        for row, token in zip([row for row in self.rows if not row.unread], next_R.tolist()):
+            request, row.unread = row.request, [token]
+            if token in request.stop_ids:
+                request.finish_reason = "stop"
+                continue
+            request.written.append(token)
+            if len(request.written) == request.max_new_tokens:
+                request.finish_reason = "length"
+        return self.requests
 
 
 class Engine:
@@ -337,13 +327,13 @@ class Engine:
             if reading:
                 longest = max(len(row.unread) for row in reading)
                 width = min(longest, self.read_at_once // len(reading))
-                changed += self._run(Batch(reading, width, self.cache, self.model.vocab_size))
+                changed += Batch(self.model, reading, width, self.cache).run()
             if writing:
                 # Taken out: after an error it would not be what the rows hold.
                 batch, self._writing = self._writing, None
                 if batch is None or batch.requests != [row.request for row in writing]:
-                    batch = Batch(writing, 1, self.cache, self.model.vocab_size)
-                changed += self._run(batch)
+                    batch = Batch(self.model, writing, 1, self.cache)
+                changed += batch.run()
                 self._writing = batch
             return changed
 
@@ -364,19 +354,3 @@ class Engine:
             for of_all in (self.cache.keys, self.cache.values):
                 of_all[:, row.index, :known] = of_all[:, source.index, :known]
         row.held, row.unread, row.request = prompt[:known], prompt[known:], request
-
-    def _run(self, batch: Batch) -> list[Request]:
-        """Read the next tokens of some rows; return the requests that got a token, having no more to read."""
-        logits_BV = self.model.logits(batch.tokens_BT, cache=batch.cache, only_B=batch.last_B)
-        for row in batch.rows:
-            row.held += row.unread[:batch.width]
-            del row.unread[:batch.width]
-        if not batch.requests:
-            return []
-        next_R = same_on_all(self.model, batch.choose(logits_BV))
-        batch.read_next(next_R)
-        written = [row for row in batch.rows if not row.unread]
-        for row, token in zip(written, next_R.tolist()):
-            row.unread = [token]
-            row.request.take(token)
-        return batch.requests

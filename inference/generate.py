@@ -24,10 +24,10 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
     """
     if not prompts or max_new_tokens == 0:
         return [[] for _ in prompts]
-    requests = requests_of([Prompt(ids, frozenset(stop_ids)) for ids in prompts], max_new_tokens, sampling)
-    was_training = model.training
+    with_stop = [Prompt(ids, frozenset(stop_ids)) for ids in prompts]
+    read_at_once, was_training = len(prompts) * max(map(len, prompts)), model.training
     try:
-        engine = engine_for(model, requests, len(requests), len(requests) * max(map(len, prompts)))
+        engine, requests = start(model, with_stop, max_new_tokens, sampling, len(prompts), read_at_once)
         while not engine.idle:
             HEARTBEAT.beat()
             engine.step()
@@ -36,21 +36,18 @@ def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new_token
     return [request.written for request in requests]
 
 
-def requests_of(prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling) -> list[Request]:
-    """Return the requests that continue prompts, whose random numbers go with their index."""
+def start(model: Transformer, prompts: Sequence[Prompt], max_new_tokens: int, sampling: Sampling, rows: int,
+          read_at_once: int) -> tuple[Engine, list[Request]]:
+    """Return an engine with so many rows, and the requests that wait in it to continue the prompts."""
     # Drawn on the CPU and in advance, so that they depend neither on the device nor on when prompts stop.
     generator = torch.Generator().manual_seed(sampling.seed)
-    return [Request(prompt.ids, max_new_tokens, sampling, prompt.stop_ids,
-                    torch.rand(max_new_tokens, generator=generator)) for prompt in prompts]
-
-
-def engine_for(model: Transformer, requests: Sequence[Request], rows: int, read_at_once: int) -> Engine:
-    """Return an engine with room for the longest of the requests, which wait in it."""
-    length = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+    requests = [Request(prompt.ids, max_new_tokens, sampling, prompt.stop_ids,
+                        torch.rand(max_new_tokens, generator=generator)) for prompt in prompts]
+    length = max(len(prompt.ids) for prompt in prompts) + max_new_tokens
     engine = Engine(model, rows, length, read_at_once)
     for request in requests:
         engine.add(request)
-    return engine
+    return engine, requests
 
 
 class Part(NamedTuple):
@@ -86,10 +83,10 @@ class Writer:
         if not prompts or self.max_new_tokens == 0:
             yield from (Part(index, "", 0, "length") for index in range(len(prompts)))
             return
-        requests = requests_of(prompts, self.max_new_tokens, self.sampling)
+        rows = min(self.batch_size, len(prompts))
+        engine, requests = start(self.model, prompts, self.max_new_tokens, self.sampling, rows, READ_AT_ONCE)
         streams = {request: (index, TextStream(self.tokenizer, self.stop, prompts[index].after))
                    for index, request in enumerate(requests)}
-        engine = engine_for(self.model, requests, min(self.batch_size, len(requests)), READ_AT_ONCE)
         while not engine.idle:
             for request in engine.step():
                 index, stream = streams[request]

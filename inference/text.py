@@ -1,16 +1,9 @@
-"""The text of tokens as they come.
-
-A model with its tokenizer, as what answers texts and chats.
-
-A conversation with a model: its turns, and the prompt that they make within the model's context.
-
-Prompts from a file: a text in each line, or a JSON object with a prompt or messages."""
+"""From text to a prompt and from tokens to text: streams, models with a tokenizer, conversations, files."""
 
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -23,7 +16,7 @@ from model import Transformer
 from tokenizer import CHAT_TEMPLATE
 
 # Tokens that are decoded at once. The last four bytes decide how a byte is read in UTF-8, and the first token
-# of a text may lose its space: a window of a few tokens decides as the whole text does.
+# of a text may lose its space: a window of a few tokens gives what the whole text gives.
 WINDOW = 16
 UNKNOWN = "\ufffd"  # what bytes that are not, or not yet, UTF-8 decode to
 
@@ -102,37 +95,29 @@ def text_prompt(tokenizer: Any, text: str) -> Prompt:
     return Prompt(ids, frozenset((tokenizer.eos_id, tokenizer.document_start_id)), ids)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LanguageModel:
     """A model with its tokenizer."""
 
-    name: str  # as it was named by the user
+    name: str  # as the user named it
     model: Transformer
     tokenizer: Any
     context_length: int  # in tokens, that it was trained on
     pretrained_only: bool = False  # it has seen no chats, whatever template its tokenizer has
+    chat_format: Optional[ChatFormat | TemplateFormat] = field(init=False, default=None)
+    why_no_chat: str = field(init=False, default="")  # why it only continues texts
 
-    @cached_property
-    def _chat(self) -> ChatFormat | TemplateFormat | DataError:
+    def __post_init__(self):
         if self.pretrained_only:
-            return DataError("it was pretrained only, and has seen no chats")
+            self.why_no_chat = "it was pretrained only, and has seen no chats"
         # Llama 3's format would fit the tokenizer of its base model too, which has no template.
-        if getattr(self.tokenizer, "chat_template", CHAT_TEMPLATE) is None:
-            return DataError("its tokenizer has no chat template")
-        try:
-            return load_chat_format(self.tokenizer)
-        except DataError as error:
-            return error
-
-    @property
-    def chat_format(self) -> Optional[ChatFormat | TemplateFormat]:
-        """How it writes chats; None if it only continues texts, for the reason `why_no_chat`."""
-        return None if isinstance(self._chat, DataError) else self._chat
-
-    @property
-    def why_no_chat(self) -> str:
-        """Why it only continues texts; empty if it answers chats."""
-        return str(self._chat) if isinstance(self._chat, DataError) else ""
+        elif getattr(self.tokenizer, "chat_template", CHAT_TEMPLATE) is None:
+            self.why_no_chat = "its tokenizer has no chat template"
+        else:
+            try:
+                self.chat_format = load_chat_format(self.tokenizer)
+            except DataError as error:
+                self.why_no_chat = str(error)
 
     def text_prompt(self, text: str) -> Prompt:
         """The prompt that continues a text."""
@@ -216,9 +201,6 @@ class Conversation:
         return texts
 
 
-STDIN = "-"
-
-
 class FilePrompt(NamedTuple):
     """One line of a file of prompts."""
 
@@ -234,11 +216,15 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     {"messages": [...]}. Any other file has a text in each line.
 
     Args:
-        chat: a text is the user's message in a chat of its own.
+        chat: a text is the user's message in a separate chat.
         system_prompt: of chats that have none.
     """
     try:
-        content = sys.stdin.buffer.read() if name == STDIN else _read(Path(name))
+        if name == "-":
+            content = sys.stdin.buffer.read()
+        else:
+            with open(name, "rb", opener=plain) as file:
+                content = file.read()
         lines = content.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise DataError(f"--prompts {name} cannot be read: {error.strerror}; check the path") from error
@@ -248,10 +234,10 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     filled = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
         raise DataError(f"--prompts {name} has no prompts; write one in each line")
-    is_json = Path(name).suffix == ".jsonl" if name != STDIN else filled[0][1].lstrip().startswith("{")
+    is_json = Path(name).suffix == ".jsonl" if name != "-" else filled[0][1].lstrip().startswith("{")
     prompts = []
     for number, line in filled:
-        where = f"{'stdin' if name == STDIN else name}:{number}"
+        where = f"{'stdin' if name == '-' else name}:{number}"
         try:
             found = _prompt_in(line) if is_json else line
             if chat and isinstance(found, str):
@@ -264,13 +250,8 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
     return prompts
 
 
-def _read(path: Path) -> bytes:
-    with open(path, "rb", opener=plain) as file:
-        return file.read()
-
-
 def _prompt_in(line: str) -> str | Messages:
-    """Return the prompt or the messages of a JSON object. Raises DataError: it is none, or has neither."""
+    """Return the prompt or the messages of a JSON object."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

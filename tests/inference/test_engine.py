@@ -204,11 +204,40 @@ def test_a_step_that_writes_copies_nothing_from_the_host_and_reads_only_the_toke
     assert engine.cache.keys.is_meta
 
 
-def test_seeds_and_indices_decide_what_is_drawn(model):
-    """generate() gives each prompt of a batch random numbers of its own; its first those of a request alone."""
+def test_seeds_and_indices_decide_what_generate_draws(model):
+    """It gives each prompt of a batch separate random numbers, and the first one those of a request alone."""
     together = generate(model, [PROMPTS[0]] * 2, 12, DRAWN)
     assert together[0] != together[1] and together[0] == alone(model, PROMPTS[0], 12, DRAWN)
+    assert together[0] == generate(model, [PROMPTS[0], [60] * 11], 12, DRAWN)[0]
     assert alone(model, PROMPTS[0], 12, dataclasses.replace(DRAWN, seed=6)) != together[0]
+
+
+def test_generate_continues_each_prompt_as_alone_up_to_a_stop_token(model):
+    free = [alone(model, prompt, 20) for prompt in PROMPTS]
+    assert generate(model, PROMPTS, 20) == free
+    stop = free[0][4]
+    assert generate(model, PROMPTS, 20, stop_ids={stop}) == [row[:row.index(stop)] if stop in row else row for row in free]
+    assert generate(model, [], 5) == [] and generate(model, PROMPTS, 0) == [[]] * len(PROMPTS)
+    assert [len(row) for row in generate(model, PROMPTS, 1)] == [1] * len(PROMPTS)
+
+
+def test_no_padded_id_is_ever_drawn(model):
+    assert VOCAB % 128, "there are padded ids"
+    written = generate(model, PROMPTS, 50, Sampling(temperature=50.0))
+    assert max(token for row in written for token in row) < VOCAB
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_leaves_mode_and_gradients_as_they_were(model, training):
+    model.train(training)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        logits = model.logits
+        patch.setattr(model, "logits", lambda *args, **options: seen.append((model.training, torch.is_grad_enabled()))
+                      or logits(*args, **options))
+        generate(model, [[1]], 2)
+    assert seen == [(False, False)] * 2
+    assert model.training is training and model.layers[0].training is training and torch.is_grad_enabled()
 
 
 def test_greedy_tokens_are_those_of_transformers(tmp_path_factory):

@@ -89,3 +89,20 @@ def test_greedy_rows_are_not_sorted(monkeypatch):
     assert seen == []
     choose(torch.randn(3, 9), torch.rand(3), Samplings([Sampling(), Sampling(1.0), Sampling()]))
     assert seen == [1]
+
+
+def test_extremes_take_the_most_likely_token():
+    logits_V = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
+    for extreme in ({"top_p": 1e-9}, {"top_k": 1}, {"min_p": 1.0}):
+        assert drawn_shares(logits_V, Sampling(1.0, **extreme))[1] == 1
+    assert drawn_shares(torch.tensor([0.0, 100.0, 99.0, 0.0]), Sampling(1e-37))[1] == 1, "100 / 1e-37 is no float32"
+
+
+def test_the_largest_draw_stays_in_the_nucleus():
+    """Where a device adds in another order, the draw's product with the sum can reach the sum: as a draw of 1 does."""
+    logits = torch.randn(200, 50, generator=torch.Generator().manual_seed(1))
+    ranked = logits.argsort(descending=True)
+    nucleus = (logits.softmax(-1).gather(1, ranked).cumsum(-1) < 0.5).sum(-1) + 1
+    ids = choose(logits, torch.ones(200), Samplings([Sampling(1.0, top_p=0.5)] * 200))
+    assert torch.equal(ids, ranked.gather(1, nucleus[:, None] - 1)[:, 0])
+    assert torch.equal(choose(logits, torch.zeros(200), Samplings([Sampling(1.0, top_p=0.5)] * 200)), ranked[:, 0])

@@ -1,5 +1,6 @@
 """The API as OpenAI's own client uses it: chats, completions, streams, usage, errors, and what is cancelled."""
 
+import dataclasses
 import json
 import threading
 
@@ -208,7 +209,7 @@ def test_no_parameter_that_is_accepted_makes_the_model_fail(client, changes):
 def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
     model = tiny_model(prepared.tokenizer)
     model.tokenizer.special_ids = {}
-    with serving([model]) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+    with serving([dataclasses.replace(model)]) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
         assert not client.models.list().data[0].chat
         with pytest.raises(openai.BadRequestError, match="tiny answers no chats: .*; use /v1/completions"):
             chat(client)

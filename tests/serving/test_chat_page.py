@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from stub_server import StubServer, model
 
-from serving.app import ASSETS, CONTENT_SECURITY_POLICY, PAGE
+from serving.app import CONTENT_SECURITY_POLICY, PAGE
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\n  two  spaces\n\n\u202egnp.exe {style} &amp;"
 ERRORS = "Failed to load resource"  # what Chromium writes to the console for a refused or broken request
@@ -31,12 +31,6 @@ def test_the_page_names_no_other_place():
     elements = re.sub(r"<script.*?</script>", "", PAGE, flags=re.DOTALL)
     assert {*re.findall(r"\b(?:src|href|action|poster)=(\S+?)>", elements)} == {'"data:,"', '"#text"'}
     assert not re.search(r"@import|url\(|//[\w.]+\.\w|innerHTML|localStorage|cookie", PAGE)
-
-
-@pytest.mark.parametrize("name", ["chat.html", "chat.css", "chat.js"])
-def test_lines_of_the_assets_fit_a_window(name):
-    lines = (ASSETS / name).read_text(encoding="utf-8").splitlines()
-    assert [number for number, line in enumerate(lines, 1) if len(line) > 110] == []
 
 
 # ------------------------------------------------------------------------------------------------- in a browser
