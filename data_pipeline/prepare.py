@@ -219,7 +219,8 @@ def write_shards(plan: PreparationPlan, folder: Path) -> dict:
         tokens_before = sum(writer.tokens for writer in writers.values())
         if journal["chunks"]:
             show(f"Continuing after the {tokens_before:,} tokens that are on disk")
-        in_order = stack.enter_context(open_workers(options.workers or len(os.sched_getaffinity(0))))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        in_order = stack.enter_context(open_workers(options.workers or cores))
         passed = filters.apply(chunks, in_order)
         results = stack.enter_context(closing(in_order(partial(kind.tokenize, spec), passed)))
         bar = stack.enter_context(progress_bar(desc="Preparing", unit="tok", initial=tokens_before))

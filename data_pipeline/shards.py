@@ -379,8 +379,19 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
     try:
         if folder := prepared_folder(path):
             manifest = read_manifest(folder)
-            _check_manifest(folder, manifest, tokenizer, kind)
-            shards, document_start_id = _prepared_shards(folder, manifest, split), manifest.document_start_id
+            document_start_id, begins = manifest.document_start_id, tokenizer.document_start_id
+            if manifest.kind != kind:
+                setting, script = KINDS[kind]
+                raise DataError(f"{folder}: holds {manifest.kind}, but {setting} needs {kind}; prepare them "
+                                f"with {command(script)}")
+            if tokenizer.sha256 is not None and not tokenizer.is_same(manifest.tokenizer_sha256):
+                raise DataError(f"{folder}: was made with another tokenizer "
+                                f"({manifest.tokenizer_sha256[:12]}, not {tokenizer.sha256[:12]}); set "
+                                "TOKENIZER_PATH to it, or prepare the data again")
+            if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
+                raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
+                                f"tokenizer begins a document with {begins}; prepare the data again")
+            shards = _prepared_shards(folder, manifest, split)
             fingerprint = _fingerprint(shards)
         elif kind == "documents":
             shards = [_open_shard(file) for file in _foreign_files(path, split)]
@@ -441,21 +452,6 @@ def prepared_folder(path: Path) -> Path | None:
         raise DataError(f"{path}: holds {len(found)} prepared sets, name one of them: "
                         f"{', '.join(map(str, found))}")
     return found[0] if found else None
-
-
-def _check_manifest(folder: Path, manifest: Manifest, tokenizer: TokenizerFacts, kind: str) -> None:
-    if manifest.kind != kind:
-        raise DataError(f"{folder}: holds {manifest.kind}, but {KINDS[kind][0]} needs {kind}; prepare them "
-                        f"with {command(KINDS[kind][1])}")
-    if tokenizer.sha256 is None:
-        return
-    if not tokenizer.is_same(manifest.tokenizer_sha256):
-        raise DataError(f"{folder}: was made with another tokenizer ({manifest.tokenizer_sha256[:12]}, not "
-                        f"{tokenizer.sha256[:12]}); set TOKENIZER_PATH to it, or prepare the data again")
-    begins = tokenizer.document_start_id
-    if kind == "documents" and begins not in (None, manifest.document_start_id):
-        raise DataError(f"{folder / MANIFEST}: document_start_id is {manifest.document_start_id}, but its "
-                        f"tokenizer begins a document with {begins}; prepare the data again")
 
 
 def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: bool = False) -> list[Shard]:
