@@ -87,7 +87,7 @@ def draw_documents(rows: int, seq_len: int):
 
 
 def make_contender(words: set[str], model, config, work: Workload, eager: bool) -> tuple[Any, Callable]:
-    """The model to train, and a function from ids (B, T + 1) and documents (B, T) or None to the mean loss."""
+    """The model to train, and a function from ids (B, T + 1) and documents (B, T) or None to its loss."""
     import torch
 
     from model_utils import compile_model

@@ -608,7 +608,10 @@ def opened_sides(args: argparse.Namespace) -> Iterator[tuple[Side, Side]]:
         subprocess.run(["tar", "-x", "-C", str(old.tree)], input=archive.stdout, check=True)
         new_folder(old, "old")
         (reference / "unpacked").touch()
-    yield old, new_folder(Side(args.tree.resolve(), work / "new", folders), "new")
+    # A copy, so that nobody changes the code while it is compared.
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "data")
+    tree = shutil.copytree(args.tree, work / "tree", ignore=left_out)
+    yield old, new_folder(Side(tree, work / "new", folders), "new")
     shutil.rmtree(work)
 
 
