@@ -269,7 +269,7 @@ def run_facts(side: Side, case: str, code: int, output: str) -> Facts:
     for name in ("samples.jsonl", "evaluations.jsonl", "config.json", "data.json"):
         facts[name] = side.read(run / name)
     facts["stored outputs"] = files_of(side.folder / "cache" / case, sha256)
-    # What a continued run writes differently, below.
+    # What a continued run writes differently (ONLY_FROM_THE_START).
     facts["keys of metrics"] = [list(line) for line in lines("metrics.jsonl")]
     facts["keys of events"] = [[line["event"], *line] for line in lines("events.jsonl") if "slow" not in line["event"]]
     facts["console"] = re.findall(r"(?:Step|Validation|HellaSwag) \[\d+/\d+\].*?(?= \| Tok/s|\n)", output)
@@ -286,7 +286,7 @@ def keys_of(value: Any) -> Any:
     return [keys_of(value[0])] if isinstance(value, list) and value else None
 
 
-BELOW_CONTINUED = ("keys of metrics", "keys of events", "console", "names of files", "keys of the report", "config.json")
+ONLY_FROM_THE_START = ("keys of metrics", "keys of events", "console", "names of files", "keys of the report", "config.json")
 
 
 def train_case(side: Side, case: str) -> Facts:
@@ -522,7 +522,7 @@ class Comparison:
             ways["killed"] = lambda: killed(self.new, case)
         for way, find in ways.items():
             begun = time.monotonic()
-            facts = [{name: value for name, value in side.items() if name not in BELOW_CONTINUED}
+            facts = [{name: value for name, value in side.items() if name not in ONLY_FROM_THE_START}
                      for side in (old, facts_or_failure(find))]
             self.compare(f"{case}, {way}", *facts, begun)
 
