@@ -425,7 +425,7 @@ def hashed_bytes(work, monkeypatch) -> int:
 def sizes(checkpoint: Path) -> tuple[int, int]:
     """The bytes of a checkpoint's optimizer, and of its other files that are verified."""
     files = {name: entry["size"] for name, entry in store.read_manifest(checkpoint)["files"].items()}
-    return (optimizer := files.pop(store.OPTIMIZER)), sum(files.values())
+    return files.pop(store.OPTIMIZER), sum(files.values())
 
 
 def test_each_byte_is_hashed_once_when_written_and_once_when_read(prepared, tmp_path, monkeypatch):
