@@ -40,15 +40,7 @@ from dataloaders import Batch
 from evaluation.during_run import due, evaluate
 from learn.optim import learning_rate
 from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
-from observe import check
-from observe.guards import (
-    FirstBad,
-    append_ledger,
-    check_replicas,
-    handle_loss_spike,
-    median_and_deviation,
-    stop_non_finite,
-)
+from observe import check, guards
 from observe.profile import Measurements, peak_memory_bytes
 from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
@@ -109,7 +101,7 @@ def train_loop(run: Run, measured: Measurements) -> int:
                  f"MAX_STEPS={config.max_steps}.{early}")
         return 0
     ddp_model = wrap_model(run.model, run.ranks, config.gradient_dtype)
-    first_bad = FirstBad(run.model) if config.debug else None
+    first_bad = guards.FirstBad(run.model) if config.debug else None
     try:
         with run.inputs.training_batches(config, run.ranks, run.objective, progress.step) as loader:
             # A new run is evaluated before its first step; a resumed one completes what a signal interrupted.
@@ -125,19 +117,19 @@ def train_loop(run: Run, measured: Measurements) -> int:
                 # Log the step first: a bad step raises here and is not counted.
                 if progress.step == first:
                     record_settings(run)
-                append_ledger(run, result)
+                guards.append_ledger(run, result)
                 if not result.finite:
                     recheck = partial(recheck_locally, run, batches, result.count)
-                    stop_non_finite(run, batches, result, first_bad, recheck)
+                    guards.stop_non_finite(run, batches, result, first_bad, recheck)
                 if result.spike:
-                    handle_loss_spike(run, batches, result)
+                    guards.handle_loss_spike(run, batches, result)
                 run.advance(result)
 
                 measured.end_step(progress.step, batches)
                 if due(config.log_every, progress.step, run.finished):
                     progress.pending_metrics = step_metrics(run, result, lr, measured.read_steps())
                 if due(config.drift_check_every, progress.step, run.finished):
-                    check_replicas(run)
+                    guards.check_replicas(run)
                 if result.stop:
                     raise Interrupted
                 latest = finish_step(run, measured)
@@ -184,7 +176,7 @@ def train_step(run: Run, ddp_model: torch.nn.Module, batches: list[Batch], count
     *totals, norms, stops = ranks.all_reduce(own)
     means = [total / units for total in totals]
 
-    middle, deviation = median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
+    middle, deviation = guards.median_and_deviation(run.progress.recent_losses, config.loss_spike_window)
     limit = middle + config.loss_spike_threshold * deviation
     left_out = ~(means[0].isfinite() & norms.isfinite())
     if config.loss_spike_policy != "warn":

@@ -163,7 +163,7 @@ def nudge(tensor_of, sign: int = 1) -> None:
     """On rank 1, change one number to the next float, after step 3."""
     if os.environ["RANK"] != "1":
         return
-    original = train.append_ledger
+    original = guards.append_ledger
 
     def enter(run, result):
         if run.progress.step == 2:
@@ -171,7 +171,7 @@ def nudge(tensor_of, sign: int = 1) -> None:
             tensor.view(-1)[5] = torch.nextafter(tensor.view(-1)[5], torch.tensor(math.inf * sign))
         original(run, result)
 
-    train.append_ledger = enter
+    guards.append_ledger = enter
 
 
 def nudge_a_weight() -> None:

@@ -16,6 +16,7 @@ import train
 from fused.head import ChunkedHead
 from learn.objectives import LossSum, NextToken
 from model_utils import build_model
+from observe import guards
 from parallel.fsdp import is_divided, own
 from parallel.ranks import start_ranks, stop_ranks
 from settings.load import load_config
@@ -216,7 +217,7 @@ def nudge_a_copy() -> None:
     """Rank 3 holds rows of the second copy of the model; change one of its numbers after step 3."""
     if os.environ["RANK"] != "3":
         return
-    original = train.append_ledger
+    original = guards.append_ledger
 
     def enter(run, result):
         if run.progress.step == 2:
@@ -224,7 +225,7 @@ def nudge_a_copy() -> None:
             rows.view(-1)[5] = torch.nextafter(rows.view(-1)[5], torch.tensor(math.inf))
         original(run, result)
 
-    train.append_ledger = enter
+    guards.append_ledger = enter
 
 
 def test_a_copy_that_drifts_is_named(tiny_run):
