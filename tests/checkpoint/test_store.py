@@ -458,6 +458,12 @@ def test_retention_keeps_last_best_and_protected(tmp_path):
     assert sorted(path.name for path in removed) == ["step-00000001", "step-00000005"]
 
 
+def test_keep_last_0_keeps_all(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, step)
+    assert store.prune(tmp_path, keep_last=0, keep_best=0) == [] and len(names(tmp_path)) == 2
+
+
 def test_nothing_is_deleted_while_the_newest_is_bad(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
