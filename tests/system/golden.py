@@ -599,7 +599,7 @@ def opened_sides(args: argparse.Namespace) -> Iterator[tuple[Side, Side]]:
         raise ReferenceFailed(f"{commit.stderr.strip()}; a shallow clone lacks it: git fetch --unshallow")
     work = Path(tempfile.mkdtemp(prefix="golden-"))
     reference = args.cache.resolve() / commit.stdout.strip() if args.cache else work / "reference"
-    folders = rf"(?:{re.escape(str(work))}|{re.escape(str(reference))})/[-\w]+"
+    folders = rf"(?:{re.escape(str(reference))}|{re.escape(str(work))})/[-\w]+"  # the longer one first
     old = Side(reference / "tree", reference / "old", folders)
     if not (reference / "unpacked").exists():
         shutil.rmtree(reference, ignore_errors=True)
