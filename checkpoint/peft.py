@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format, and the hash of their base in a file of ours beside them."""
 
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Optional
@@ -209,6 +210,10 @@ def load_adapter_folder(folder: Path, model_config: ModelConfig, padded_vocab: i
     state = from_peft(tensors, model_config, padded_vocab, content["r"], token_ids)
     if not state:
         raise CheckpointError(f"{folder / WEIGHTS_FILE} holds no adapters; name another folder")
+    stems = {re.sub(r"\d+", str(layer), name[:-1], count=1) for name in state if ".lora_" in name
+             for layer in range(model_config.n_layers)}
+    if missing := sorted({stem + which for stem in stems for which in "AB"} - state.keys()):
+        raise CheckpointError(f"{folder / WEIGHTS_FILE} has adapters without {missing[0]}; copy it again")
     targets = dict.fromkeys(name.split(".")[-2] for name in state if name.endswith(".lora_A"))
     settings = {name: content[field] for name, field in LORA_FIELDS.items() if content.get(field) is not None}
     settings |= {"lora_enabled": True, "lora_target_modules": ",".join(targets),

@@ -275,7 +275,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     if not is_model or (folder / STATE).exists():
         raise CheckpointError(f"{folder} is neither a Paddock checkpoint (no {MANIFEST}) nor a Hugging Face "
-                              "model (no config.json). Meta's files are imported with "
+                              "model (no config.json); name another folder, or import Meta's files with "
                               f"{command('scripts/import_checkpoint.py', folder)} FOLDER")
     return folder
 

@@ -59,7 +59,7 @@ def number(kind: type, limits: str, fits: Callable[[float], bool]) -> Callable[[
         with suppress(ValueError):
             if fits(value := kind(text)):
                 return value
-        raise argparse.ArgumentTypeError(f"expected a number {limits}, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number {limits}, not {text[:80]!r}")
 
     return parse
 

@@ -51,7 +51,8 @@ class Remedy(NamedTuple):
 
 
 REMEDIES = [Remedy(*fields[:5], fields[5:]) for fields in (
-    ("batch", env(TOTAL_BATCH_SIZE=65536), CHECK, "lower TOTAL_BATCH_SIZE$", env(TOTAL_BATCH_SIZE=2560), CHECK),
+    ("batch", env(TOTAL_BATCH_SIZE=65536), CHECK, "lower TOTAL_BATCH_SIZE to ([0-9]+) or less",
+     env(TOTAL_BATCH_SIZE=2560), CHECK),
     ("row", env(TOTAL_BATCH_SIZE=2048, MAX_SEQ_LEN=2048, MICRO_BATCH_SIZE=1), CHECK, "lower MAX_SEQ_LEN$", nothing,
      f"{CHECK} --max-seq-len 64"),
     ("chats", nothing, f"{SFT} --total-batch-size 65536", "lower TOTAL_BATCH_SIZE to ([0-9]+) or less", nothing,

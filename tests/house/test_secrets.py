@@ -7,12 +7,13 @@ import re
 import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from factories import TinyRun, argv_of, do_in_step
 from test_faults import bad_gradient_in_step
-from test_remote import Server, serving
+from test_remote import Server
 
 import train
 from config import Config
@@ -205,12 +206,14 @@ def test_a_password_in_a_path_is_shown_nowhere(setting, check, tiny_run, tmp_pat
 def test_a_password_in_a_source_is_in_no_manifest(prepared, tmp_path, monkeypatch, capfd):
     text = (prepared.items.parent / "text.jsonl").read_bytes()
     monkeypatch.chdir(tmp_path)
-    with serving(Server({"/text.jsonl": text}, ranges=True)) as server:
+    with Server({"/text.jsonl": text}) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"{server.url.replace('://', '://user:canary@')}/text.jsonl"
         (tmp_path / ".env").write_text(f"TOKENIZER_PATH={prepared.tokenizer}\nPREPARATION_WORKERS=1\n")
         assert run_script("load_pretrain_dataset.py", "--source", url, "--output", "out", monkeypatch=monkeypatch) == 0
         server.files["/text.jsonl"] = b"{torn\n"
         assert run_script("load_pretrain_dataset.py", "--source", f"{url}?token=canary", monkeypatch=monkeypatch) == 3
+        server.shutdown()
     (manifest,) = tmp_path.glob("out/*/manifest.json")
     assert "127.0.0.1" in manifest.read_text()
     assert_no_canary(tmp_path, *capfd.readouterr())

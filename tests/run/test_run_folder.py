@@ -258,7 +258,7 @@ def test_a_lock_that_somebody_has_deleted_still_keeps_others_out(tiny_run, capsy
 def test_a_lock_is_not_taken_through_a_link_whose_target_it_would_write_over(tmp_path):
     (tmp_path / "precious").write_text("mine")
     (tmp_path / run_folder.LOCK).symlink_to(tmp_path / "precious")
-    with pytest.raises(CheckpointError, match=f"{run_folder.LOCK} is not a plain file .* or a link"), run_folder.lock_run(tmp_path):
+    with pytest.raises(CheckpointError, match=f"{run_folder.LOCK} is not a plain file .* or link"), run_folder.lock_run(tmp_path):
         pass
     assert (tmp_path / "precious").read_text() == "mine"
 

@@ -363,9 +363,9 @@ RECORDS = group(
     no_value=("scripts/load_pretrain_dataset.py --source", "expected one argument"),
     unknown=(f"scripts/load_pretrain_dataset.py --colum x {PREPARE}", "did you mean --column"),
     text_flag=(f"scripts/load_instruct_dataset.py --source x.jsonl --column a {PREPARE}", "unknown flag --column"),
-    limit=(f"{TEXT} --max-documents 1.5", "--max-documents: 1.5 must"),
-    huge_limit=(f"{TEXT} --max-documents {'9' * 5000}", "must be a whole"),
-    how=("scripts/load_pretrain_dataset.py --source y.jsonl --on-bad-record ignore", "must be fail or skip"),
+    limit=(f"{TEXT} --max-documents 1.5", "--max-documents: expected a number"),
+    huge_limit=(f"{TEXT} --max-documents {'9' * 5000}", "expected a number"),
+    how=("scripts/load_pretrain_dataset.py --source y.jsonl --on-bad-record ignore", "invalid choice: .ignore."),
     shard=(f"{TEXT} --shard-tokens 3000000000", "SHARD_TOKENS=3000000000"), fraction=(f"{TEXT} --validation-fraction 1", "less than 1"),
     nan=(f"{TEXT} --validation-fraction nan", "finite"), secret=(f"{TEXT} --hf-token abc", "--hf-token is a secret"),
     both=(f"{MIX} --source y.jsonl", "--mix describes its sources itself"),
@@ -575,36 +575,36 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),
     parts=(lambda: shutil.copy("meta/consolidated.00.pth", "meta/consolidated.01.pth"), "in 2 parts"),
     there=(lambda: os.mkdir("start"), "start exists")) + group(
-    "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is no checkpoint"),
+    "merge", MERGE, 5, no_config=(gone(ADAPTER), "adapter is neither a Paddock checkpoint"),
     deep=(put(ADAPTER, DEEP), "cannot be read"), rank=(json_of(ADAPTER, lambda d: d.update(r="x")), r"is \(4, 32\), but rank"),
     alpha=(json_of(ADAPTER, lambda d: d.update(lora_alpha="x")), "lora_alpha"),
     dora=(json_of(ADAPTER, lambda d: d.update(use_dora=True)), "use_dora=True"),
     base_number=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=5)), "no checkpoint '5'"),
     base_long=(json_of(ADAPTER, lambda d: d.update(base_model_name_or_path=LONG)), "no checkpoint"),
     another_base=(tensors_of(WEIGHTS, lambda t: t["model.norm.weight"].mul_(2)), "belong to another base"),
-    cut=(cut(FACTORS, -10), "cannot be read"), none=(lambda: save_file({}, FACTORS), "has 0 tensors of model.layers.0.self_attn.q_proj"),
+    cut=(cut(FACTORS, -10), "cannot be read"), none=(lambda: save_file({}, FACTORS), "holds no adapters"),
     nan=(tensors_of(FACTORS, lambda t: next(iter(t.values())).fill_(torch.nan)), "not finite"),
     shape=(tensors_of(FACTORS, lambda t: t.update({next(iter(t)): torch.ones(3, 3)})), r"is \(3, 3\)"),
     unknown=(tensors_of(FACTORS, lambda t: t.update(x=torch.ones(3))), "hold x"),
-    half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "has 1 tensors of model.layers.0.mlp.down_proj"),
+    half=(tensors_of(FACTORS, lambda t: t.pop(next(iter(t)))), "has adapters without layers.0.feed_forward.w2.lora_A"),
     there=(lambda: os.mkdir("merged"), "merged exists")) + commands(
     "ask", 5, nowhere=("scripts/generate.py nowhere", "no checkpoint 'nowhere'"),
     adapter=("scripts/generate.py adapter --base gone", "name the base of adapter with --base"),
-    data=("scripts/generate.py set", "set is no checkpoint"), file=("scripts/generate.py x.jsonl", "no checkpoint")) + commands(
+    data=("scripts/generate.py set", "set is neither a Paddock checkpoint"), file=("scripts/generate.py x.jsonl", "no checkpoint")) + commands(
     "ask", 2, temperature=(f"{ASK} --temperature nan", "--temperature: expected a number from 0"),
     tokens=("scripts/generate.py model --max-new-tokens 99999999999", "at most"), top_p=(f"{ASK} --top-p nan", "--top-p: expected a number above 0"),
     seed=(f"{ASK} --seed 99999999999999999999", "--seed: expected a number from 0"), chat=(f"{ASK} --chat", "needs a --prompt")) + commands(
     "checkpoint", 5, resume=("train.py --resume nope", "there is no checkpoint 'nope'"),
     step=("train.py --resume step-00000009", "no checkpoint 'step"),
     start=("train.py --pretrain-checkpoint step-00000009", "no checkpoint 'step"),
-    data=("train.py --pretrain-checkpoint set", "set is no checkpoint"),
+    data=("train.py --pretrain-checkpoint set", "set is neither a Paddock checkpoint"),
     file=("train.py --pretrain-checkpoint x.jsonl", "no checkpoint"),
     long=(f"train.py --pretrain-checkpoint {LONG}", "no checkpoint"),
     adapter=("train.py --pretrain-checkpoint adapter", "merge them first"),
-    run=("train.py --pretrain-checkpoint .", "runs/run is no checkpoint"),
+    run=("train.py --pretrain-checkpoint .", "runs/run is neither a Paddock checkpoint"),
     width=(f"{START} --dim 64", "DIM is 32 there and 64 here"),
     heads=(f"{START} --n-heads 2 --n-kv-heads 1", "N_HEADS is 4 there and 2 here"),
-    teacher=("train.py --distillation-enabled --teacher-model set", "set is no checkpoint"))
+    teacher=("train.py --distillation-enabled --teacher-model set", "set is neither a Paddock checkpoint"))
 
 KINDS = commands(
     "kind", 3, chats_of_pairs=(f"{SFT} --sft-data-path pairs", "pairs.* prepare them with .*scripts/load_instruct"),

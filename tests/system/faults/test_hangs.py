@@ -115,7 +115,7 @@ FORWARD = "forward and backward (step 3)"
     (stall_rank_1_in_a_forward, 1, f"rank 1 is in {FORWARD}, rank 0 waits in {FORWARD}, and no rank made progress",
      {0: "backward", 1: "stall"}),
     (stall_rank_0_in_a_save, 0, f"rank 0 is in {SAVE}, rank 1 waits in {SAVE}, and no rank made progress",
-     {0: "stall", 1: "all_reduce"})])
+     {0: "stall", 1: "broadcast"})])
 def test_a_rank_that_does_not_move_is_reported_and_all_leave(plant, culprit, told, stacks_of, tiny_run):
     run = tiny_run()
     job = run.start(WORLD, plant, DISTRIBUTED_TIMEOUT=TIMEOUT)
