@@ -45,17 +45,11 @@ from run.card import imported_card, write_card
 from tokenizer import load_tokenizer
 
 
-def read_huggingface(source: Path) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
-    """Return the weights under our names, the model's settings, and its context length."""
-    content = read_json(source / "config.json")
-    config = ModelConfig(**model_settings_from_huggingface(content))
-    tensors = load_model_weights(source)
-    return from_huggingface(tensors, config, vocabulary_rows(tensors)), config, context_length(content)
-
-
 def read_meta(file: Path,
               rope_scaling_factor: Optional[float]) -> tuple[dict[str, LazyTensor], ModelConfig, int]:
-    """Return the same from consolidated.00.pth and the params.json beside it."""
+    """Return the weights under our names, the model's settings and its context length, from
+    consolidated.00.pth and the params.json beside it.
+    """
     if len(parts := sorted(file.parent.glob("consolidated.*.pth"))) > 1:
         raise CheckpointError(f"{file.parent} holds a model in {len(parts)} parts; download it in Hugging "
                               "Face's format")
@@ -85,7 +79,9 @@ def import_checkpoint(source: Path, output: Path, tokenizer_path: Optional[str] 
     else:
         source = folder = find_model(str(source))
         refuse_adapters(folder)
-        state, config, max_seq_len = read_huggingface(folder)
+        content, tensors = read_json(folder / "config.json"), load_model_weights(folder)
+        config, max_seq_len = ModelConfig(**model_settings_from_huggingface(content)), context_length(content)
+        state = from_huggingface(tensors, config, vocabulary_rows(tensors))
         tokenizer = load_tokenizer(tokenizer_path or str(folder))
     rows = state["tok_embeddings.weight"].rows
     if tokenizer.vocab_size > rows:

@@ -39,27 +39,23 @@ def find_sets(folder: Path) -> Iterator[dict[str, Any]]:
                         "that was given as --output")
     for path in files:
         try:
-            yield mixture_facts(path.parent) if path.name == MIXTURE else set_facts(path.parent)
+            yield facts_of(path)
         except DataError as error:
             print_safely(f"warning: {error}", sys.stderr)
 
 
-def set_facts(folder: Path) -> dict[str, Any]:
-    """Return what a prepared set's manifest says of it."""
-    manifest = read_prepared(folder)
-    splits = manifest["splits"].values()
-    return {"folder": str(folder), "kind": manifest.get("kind", "documents"),
-            "documents": sum(split["documents"] for split in splits),
-            "tokens": sum(split["tokens"] for split in splits), "tokenizer": manifest.get("tokenizer"),
-            "sources": names_of_sources(manifest)}
-
-
-def mixture_facts(folder: Path) -> dict[str, Any]:
-    """Return the same of a mixture; the counts are of the training splits, before anything is repeated."""
-    sources = source_facts(folder, read_mixture(folder))
-    return {"folder": str(folder), "kind": "mixture", "documents": sum(one["documents"] for one in sources),
-            "tokens": sum(one["tokens"] for one in sources), "tokenizer": None,
-            "sources": [f"{one['share']:.0%} {one['source']}" for one in sources]}
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return what a manifest says of a set; a mixture counts its training splits, without repeats."""
+    folder = path.parent
+    if path.name == MIXTURE:
+        kind, tokenizer, counted = "mixture", None, source_facts(folder, read_mixture(folder))
+        sources = [f"{one['share']:.0%} {one['source']}" for one in counted]
+    else:
+        manifest = read_prepared(folder)
+        kind, tokenizer = manifest.get("kind", "documents"), manifest.get("tokenizer")
+        sources, counted = names_of_sources(manifest), manifest["splits"].values()
+    return {"folder": str(folder), "kind": kind, "documents": sum(one["documents"] for one in counted),
+            "tokens": sum(one["tokens"] for one in counted), "tokenizer": tokenizer, "sources": sources}
 
 
 def list_table(sets: list[dict[str, Any]]) -> list[str]:

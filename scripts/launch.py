@@ -178,13 +178,10 @@ class RankExit(NamedTuple):
 
 
 def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined: bool) -> RankExit:
-    """Return how a rank ended.
+    """Return how a rank ended; `at` is when that was noticed, `joined` whether it had something to save.
 
-    Args:
-        exit_code: negative for a signal; None = unknown, because a signal ended the job.
-        at: when its end was noticed.
-        report: the content of its error file (process.write_error_file); no dictionary if it left none.
-        joined: whether it had something to save.
+    An exit code is negative for a signal, and None if a signal ended the job before it was known. Without an
+    error file (process.write_error_file) the report is not a dictionary.
     """
     if isinstance(report, dict):
         return RankExit(report["is_secondary"], report["at"], rank, report["errorCode"], report["message"],
@@ -269,12 +266,9 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
 
 
 def stop_twice(error: type[Exception]) -> None:
-    """Make a stop signal, and a later second one, raise an error, at which torch's launcher stops the ranks.
+    """Make a stop signal, and a later second one, raise error(sentence, signal), which stops the ranks.
 
     All further signals are ignored: torch's launcher would exit at a third one without waiting, and hang.
-
-    Args:
-        error: is called with a sentence and the signal.
     """
     received: list[float] = []
 

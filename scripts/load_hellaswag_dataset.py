@@ -30,12 +30,19 @@ def main(argv: list[str]) -> None:
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")
     output = local_path(flags.output or f"data/hellaswag/{flags.split}.jsonl")
     unfinished = output.with_name(f".{output.name}.{os.getpid()}")
-    records = read_records(source, Reading(advice="correct the line, or leave it out"))
+    records, count = read_records(source, Reading(advice="correct the line, or leave it out")), 0
+    from hellaswag_utils import parse_item  # only now: torch's import takes seconds
+
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with tqdm(records, desc="Checking items", unit=" items") as bar:
-                count = write_items(bar, unfinished)
+            with (tqdm(records, desc="Checking items", unit=" items") as bar,
+                  open(unfinished, "w", encoding="utf-8") as file):
+                for where, record in bar:
+                    line = json.dumps(record)
+                    parse_item(line.encode(), where)
+                    file.write(line + "\n")
+                    count += 1
             if not count:
                 raise DataError(f"{flags.source}: holds no items; give another --source")
             unfinished.replace(output)
@@ -44,20 +51,6 @@ def main(argv: list[str]) -> None:
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}; choose another --output") from error
     show(f"{count:,} items, every one checked. The line for .env:", f"HELLASWAG_PATH={output}")
-
-
-def write_items(records, path: Path) -> int:
-    """Write records, checked as HellaSwag items, one per line; return their number."""
-    from hellaswag_utils import parse_item  # here, because torch's import takes seconds
-
-    count = 0
-    with open(path, "w", encoding="utf-8") as file:
-        for where, record in records:
-            line = json.dumps(record)
-            parse_item(line.encode(), where)
-            file.write(line + "\n")
-            count += 1
-    return count
 
 
 if __name__ == "__main__":

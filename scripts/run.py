@@ -18,7 +18,6 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,15 +70,6 @@ def count_ranks(launching: Namespace, values: dict[str, str]) -> int:
     return torch.cuda.device_count() or 1
 
 
-def prepared(kind: str, argv: Sequence[str], output: str) -> Path:
-    """Prepare the source that the flags name; return the set's folder."""
-    known = {*Path(output).glob("*")}
-    folder = prepare_from_flags(kind, argv)
-    show(*(["Prepared before:"] if folder in known else describe(folder)),
-         f"{KINDS[kind][0]}={folder}")
-    return folder
-
-
 def main() -> None:
     CommandParser(__doc__, allow_abbrev=False, usage="%(prog)s [flags]").parse_known_args()
     os.environ.setdefault(CALLED_FROM, os.getcwd())
@@ -120,7 +110,9 @@ def main() -> None:
     if to_prepare:
         source = [] if how.source or how.mix else ["--source", path]
         how_flags = [f"{flag(name)}={value}" for name, value in vars(how).items() if value is not None]
-        folder = prepared(kind, [*settings, *how_flags, *source], how.output)
+        known = {*Path(how.output).glob("*")}
+        folder = prepare_from_flags(kind, [*settings, *how_flags, *source])
+        show(*(["Prepared before:"] if folder in known else describe(folder)), f"{setting}={folder}")
         flags, settings = ([*each, flag(setting), str(folder)] for each in (flags, settings))
 
     # Train.

@@ -157,17 +157,15 @@ class Setup:
         longest = max(end - begin for begin, end in zip(times[::2], times[1::2]))
         return Reference(results_of(run), seconds, longest)
 
-    def free_port(self) -> str:
-        for port in self.ports:
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return str(port)
-
     @contextlib.contextmanager
     def started(self, run: TinyRun, world_size: int, plant: Optional[Callable]) -> Iterator[Job]:
         """Start the run's processes; those that are left at the end of the block are killed."""
         with PROCESSES:
-            job = run.start(world_size, plant, {"MASTER_PORT": self.free_port()})
+            for port in self.ports:  # the next free one
+                with socket.socket() as probe, contextlib.suppress(OSError):
+                    probe.bind(("127.0.0.1", port))
+                    break
+            job = run.start(world_size, plant, {"MASTER_PORT": str(port)})
         try:
             yield job
         finally:
@@ -220,11 +218,9 @@ def pause_in_save(process, marks: Path, rank: int, save_seconds: float, rng: Ran
 
 def kill_once(setup: Setup, run: TinyRun, world_size: int, aimed: bool, marks: Path,
               rng: Random) -> Optional[Counter]:
-    """Start a run and kill it; None if it ended before.
+    """Start a run and kill it, inside a save if `aimed`; None if it ended before.
 
-    Args:
-        aimed: kill it inside a save.
-        marks: the folder to write the times of its saves to.
+    The times of its saves are written to the folder `marks`.
     """
     reference = setup.long[world_size]
     killed_ranks = rng.choice([[0], [world_size - 1], [*range(world_size)]])
@@ -364,22 +360,22 @@ def plan(setup: Setup, args: argparse.Namespace) -> list[Trial]:
     return [trial for trial in trials if args.only in (None, trial.name)]
 
 
-def run_trial(trial: Trial, seed: int, folder: Path) -> Counter:
-    folder.mkdir()
-    try:
-        return trial.work(Random(f"{seed} {trial.name}"), folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def run_all(trials: list[Trial], args: argparse.Namespace, folder: Path) -> tuple[Counter, int]:
     """What held, and how many trials failed; each failure is printed with the command that repeats it."""
     held, failed = Counter(), 0
     names = "kills", "points", "flips", "truncations", "elastic", "seed"
     flags = " ".join(f"--{name} {getattr(args, name)}" for name in names)
+
+    def run_trial(trial: Trial, folder: Path) -> Counter:
+        folder.mkdir()
+        try:
+            return trial.work(Random(f"{args.seed} {trial.name}"), folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     pool = ThreadPoolExecutor(args.jobs)
     try:
-        futures = {pool.submit(run_trial, trial, args.seed, folder / f"trial-{number}"): trial
+        futures = {pool.submit(run_trial, trial, folder / f"trial-{number}"): trial
                    for number, trial in enumerate(trials)}
         with tqdm(total=len(trials), desc="soak", unit="trial", mininterval=1) as bar:
             for future in as_completed(futures):
@@ -415,12 +411,11 @@ def main(argv: Optional[list[str]] = None) -> int:
         trials = plan(setup, args)
         held, failed = run_all(trials, args, Path(folder))
     losses, weights = map(max, zip(*setup.differences))
-    total = sum((trial.worth for trial in trials), Counter())
+    total, seconds = sum((trial.worth for trial in trials), Counter()), time.monotonic() - started
 
     def share(kind: str) -> str:
         return f"{held[kind]}/{total[kind]} {kind}"
 
-    seconds = time.monotonic() - started
     print(f"soak: {share('kills')} identical ({held['inside saves']} inside saves, {held['of two ranks']} of "
           f"two ranks), {share('crash points')} recovered, {share('bit flips')} found, "
           f"{share('truncations')} found, {share('changes')} of ranks or SHARDING alike (losses within "

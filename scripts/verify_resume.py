@@ -71,8 +71,7 @@ def few_steps(config: Config, first: int, steps: int) -> dict[str, Any]:
 def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:
     """The settings with which a new run starts from the checkpoint that is named, and the steps it has done.
 
-    Args:
-        load: reads the settings again, with further flags.
+    `load` reads the settings again, with further flags.
     """
     from checkpoint import store
     from parallel.ranks import Ranks
@@ -183,10 +182,9 @@ def finish(run: TrialRun, what: str, steps: int) -> list[float]:
 
 
 def kill_once(run: TrialRun, first: int, steps: int, step_seconds: float, rng: random.Random) -> str:
-    """Start a run and kill -9 its rank 0 at a random time after a checkpoint; returns when that was.
+    """Start a run after the step `first`, and kill -9 its rank 0 at a random time after a checkpoint.
 
-    Args:
-        first: the step that the run starts after.
+    Returns when that was.
     """
     interval = max(1, steps // 4)
     for attempt in range(KILL_ATTEMPTS):

@@ -11,6 +11,7 @@ Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at 
     paddock-eager    not compiled; can be combined: paddock-causal-eager
     hf, hf-compile   transformers' Llama under autocast
     hf-liger         the same, compiled, with Liger's kernels
+    litgpt           litgpt's GPT, compiled
 The peers get the same tokens without documents. If a package is not installed, its contender is skipped.
 Each contender gets as many rows at a time as fit (halved after each attempt that runs out of memory), and
 accumulates gradients to the same tokens a step. Figures are comparable only within one call: blocks run in
@@ -19,6 +20,8 @@ contender is refused if its first loss (with the initial weights, without docume
 """
 
 import argparse
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import json
 import math
@@ -28,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +71,7 @@ MODELS = {
 MODELS["1b-8rows"] = MODELS["1b"]._replace(rows=8)
 BUDGET = {"activation_checkpointing": "selective", "activation_memory_budget": 0.9}
 # The packages that a contender needs, by a word of its name.
-NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton")}
+NEEDS = {"hf": ("transformers",), "liger": ("liger_kernel", "triton"), "litgpt": ("litgpt",)}
 
 
 def draw_documents(rows: int, seq_len: int):
@@ -86,9 +90,66 @@ def draw_documents(rows: int, seq_len: int):
     return document_ids_BT
 
 
+class Placeholders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds empty modules for packages that litgpt imports, but that its model does not use."""
+
+    def find_spec(self, name, path=None, target=None):
+        wanted = name.partition(".")[0] in ("lightning", "lightning_utilities", "psutil", "jsonargparse")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if wanted else None
+
+    def exec_module(self, module) -> None:
+        def empty_class(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+        module.__getattr__ = empty_class
+
+
+def litgpt_model(model, config, vocab: int, seq_len: int):
+    """litgpt's GPT with the weights of our model, in training mode."""
+    import torch
+
+    from checkpoint.huggingface import to_huggingface
+    from checkpoint.tensors import read_all
+
+    # Only the model is imported, because the rest of litgpt needs Lightning, which is large.
+    package = types.ModuleType("litgpt")
+    package.__path__ = list(importlib.util.find_spec("litgpt").submodule_search_locations)
+    sys.modules["litgpt"] = package
+    sys.meta_path.append(Placeholders())  # asked last, so after what is installed
+    from litgpt.config import Config as LitConfig
+    from litgpt.model import GPT
+
+    peer = GPT(LitConfig(
+        name="paddock", block_size=seq_len, vocab_size=vocab, padded_vocab_size=vocab, bias=False,
+        n_layer=config.n_layers, n_head=config.n_heads, n_embd=config.dim, n_query_groups=config.n_kv_heads,
+        head_size=config.head_dim, rotary_percentage=1.0, rope_base=config.rope_theta,
+        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=config.norm_eps,
+        mlp_class_name="LLaMAMLP", intermediate_size=config.hidden_dim))
+    peer.reset_parameters()
+    ours = read_all(to_huggingface(model.state_dict(), config, vocab))
+    embedding = ours["model.embed_tokens.weight"]
+    tensors = {"transformer.wte.weight": embedding, "lm_head.weight": embedding,
+               "transformer.ln_f.weight": ours["model.norm.weight"]}
+    names = {"norm_1": "input_layernorm", "norm_2": "post_attention_layernorm",
+             "attn.proj": "self_attn.o_proj", "mlp.fc_1": "mlp.gate_proj", "mlp.fc_2": "mlp.up_proj",
+             "mlp.proj": "mlp.down_proj"}
+    for layer in range(config.n_layers):
+        block = f"model.layers.{layer}"
+        qkv = [ours[f"{block}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        tensors[f"transformer.h.{layer}.attn.qkv.weight"] = torch.cat(qkv)
+        for name, our_name in names.items():
+            tensors[f"transformer.h.{layer}.{name}.weight"] = ours[f"{block}.{our_name}.weight"]
+    peer.load_state_dict(tensors)
+    peer.lm_head.weight = peer.transformer.wte.weight
+    return peer.train()
+
+
 def make_contender(words: set[str], model, config, work: Workload, eager: bool) -> tuple[Any, Callable]:
     """The model to train, and a function from ids (B, T + 1) and documents (B, T) or None to its loss."""
     import torch
+    from torch.nn import functional as F
 
     from model_utils import compile_model
 
@@ -102,11 +163,16 @@ def make_contender(words: set[str], model, config, work: Workload, eager: bool) 
             return -logprob / (len(ids) * work.seq_len)
 
         return model, our_loss
-    peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
-    forward = torch.compile(peer) if not eager and words & {"compile", "liger"} else peer
+    if "litgpt" in words:
+        peer = litgpt_model(model, config, work.vocab, work.seq_len).to(device)
+    else:
+        peer = huggingface_model(model, config, work.vocab, work.seq_len, "liger" in words).to(device)
+    forward = torch.compile(peer) if not eager and words & {"compile", "liger", "litgpt"} else peer
 
     def loss_of(ids, document_ids_BT):  # it knows no documents
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            if "litgpt" in words:
+                return F.cross_entropy(forward(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
             # It shifts the labels itself and drops the last position, so it gets one more.
             return forward(input_ids=ids, labels=ids, use_cache=False).loss
 
@@ -187,6 +253,8 @@ def run_contender(name: str, work: Workload, args: argparse.Namespace) -> dict:
     figures |= more_figures(config, work, device, dtype, tokens / wall)
     if "paddock" not in words:
         del figures["memory_forecast_gib"]
+    if args.profile:
+        figures["profile"] = profile(step, device, args.profile)
     return figures
 
 
@@ -218,6 +286,29 @@ def more_figures(config, work: Workload, device, dtype, tokens_per_second: float
     return figures
 
 
+def profile(step: Callable, device, rows: int) -> list[dict[str, Any]]:
+    """The kernels, or on a CPU the operations, that take the most time of two steps, by torch's profiler."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    on_gpu = device.type == "cuda"
+    with record(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
+        for number in range(2):
+            step(number)
+        if on_gpu:
+            torch.cuda.synchronize()
+    # An operation's time on the device is the time of its kernels, which would count twice.
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    milliseconds = [(event, (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 2e3)
+                    for event in profiler.key_averages() if event.device_type == kind]
+    total = sum(ms for _, ms in milliseconds) or 1
+    milliseconds.sort(key=lambda pair: pair[1], reverse=True)
+    return [{"name": event.key[:80], "ms": round(ms, 3), "share": round(ms / total, 4),
+             "calls": event.count // 2} for event, ms in milliseconds[:rows]]
+
+
 def with_rows_that_fit(name: str, args: argparse.Namespace, deadline: float, rows: int) -> dict:
     """Run a contender with this many rows at a time, halved until they fit; return what `in_process` does."""
     while True:
@@ -236,11 +327,13 @@ def in_process(name: str, args: argparse.Namespace, seconds: float, rows: int) -
     words = set(name.split("-"))
     if "budget" in words and (args.eager or "eager" in words):
         return {"contender": name, "skipped": "the budget needs the compiler"}
+    profile_rows = args.profile if name == args.contenders.split(",")[0] else 0
     needed = {package for word in words for package in NEEDS.get(word, ())}
     if missing := sorted(package for package in needed if importlib.util.find_spec(package) is None):
         return {"contender": name, "skipped": f"not installed: {', '.join(missing)}"}
     command = [sys.executable, __file__, "--model", args.model, "--run", name, "--rows", str(rows),
-               "--threads", str(args.threads), *(["--eager"] if args.eager else []),
+               "--threads", str(args.threads), "--profile", str(profile_rows),
+               *(["--eager"] if args.eager else []),
                *(["--fast"] if args.fast else []), *(["--device", args.device] if args.device else [])]
     environment = os.environ | ({"OMP_NUM_THREADS": str(args.threads)} if args.threads else {})
     try:
@@ -304,11 +397,13 @@ def main() -> None:
     group.add_argument("--eager", action="store_true", help="compile nothing")
     group.add_argument("--run", help=argparse.SUPPRESS)  # one contender, in this process
     group.add_argument("--rows", type=int, help=argparse.SUPPRESS)  # that it gets at a time
-    group = parser.add_argument_group("how long")
+    group = parser.add_argument_group("how long, and what else")
     group.add_argument("--blocks", type=int, default=3, metavar="N",
                        help="how often each contender runs (default: %(default)s)")
     group.add_argument("--fast", action="store_true", help="half of the steps, enough for an unshared GPU")
     group.add_argument("--seconds", type=float, metavar="S", help="stop after this time")
+    group.add_argument("--profile", type=int, default=0, metavar="N",
+                       help="also the first N rows of the profiler for the first contender")
     group.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     args = parser.parse_args()
     configure_allocator()  # for every contender, as a run does
@@ -328,6 +423,8 @@ def main() -> None:
         print(f"block {block + 1}/{args.blocks}: {json.dumps(result)}", file=sys.stderr, flush=True)
     device = next((entry["device"] for block in results for entry in block if "device" in entry), "?")
     print(f"{args.model} on {device}, {args.blocks} blocks:\n" + "\n".join(compare(results, names[0])))
+    for row in results[0][0].get("profile", ()):
+        print(f"{row['ms']:10.3f} ms {100 * row['share']:5.1f} % {row['calls']:6} x {row['name']}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

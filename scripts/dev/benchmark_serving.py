@@ -78,15 +78,6 @@ class Client:
         return Measured(tokens, first)
 
 
-def tokens_per_second(client: Client, prompts: list[str], at_once: int) -> tuple[float, list[float]]:
-    """Return the throughput of all prompts together, and each one's seconds until its first text."""
-    began = time.perf_counter()
-    with ThreadPoolExecutor(at_once) as pool:
-        measured = [*pool.map(client.complete, prompts)]
-    seconds = time.perf_counter() - began
-    return sum(each.tokens for each in measured) / seconds, [each.first for each in measured]
-
-
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="(default: %(default)s)")
@@ -110,10 +101,15 @@ def main() -> None:
     turn = iter(range(10**9))
 
     def measure(at_once: int) -> tuple[float, list[float]]:
+        """The tokens per second of all requests together, and each one's seconds until its first text."""
         # New prompts each time, which no cache of the server has.
         prompts = [f"{next(turn)} " + " ".join(WORDS[(number + step) % len(WORDS)] for step in range(16))
                    for number in range(args.requests)]
-        return tokens_per_second(client, prompts, at_once)
+        began = time.perf_counter()
+        with ThreadPoolExecutor(at_once) as pool:
+            measured = [*pool.map(client.complete, prompts)]
+        seconds = time.perf_counter() - began
+        return sum(each.tokens for each in measured) / seconds, [each.first for each in measured]
 
     measure(args.at_once)
     ways: dict[int, list] = {1: [], args.at_once: []}

@@ -126,15 +126,6 @@ def collectives(mode: str, sizes: Sizes, ranks: int, per_machine: int,
     return [each for each in work if each.ranks > 1 and each.bytes]
 
 
-def compute_seconds(config, vocab_size: int, micro_batches: int, flops: float) -> float:
-    """The seconds that a GPU computes in a step."""
-    from learn.cost import forward_flops
-
-    tokens = micro_batches * config.micro_batch_size * config.max_seq_len
-    recomputed = 4 / 3 if config.activation_checkpointing == "block" else 1
-    return tokens * recomputed * 3 * sum(forward_flops(config, vocab_size, config.max_seq_len)) / flops
-
-
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = CommandParser(__doc__, allow_abbrev=False)
     add = parser.add_argument
@@ -159,6 +150,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     args, flags = parse_args()
+    from learn.cost import forward_flops
     from settings.load import load_config
 
     config = load_config(flags, complete=False).config
@@ -167,8 +159,10 @@ def main() -> None:
                         args.network * args.achieved * 1e9, peak * args.utilization)
     sizes = sizes_of(config, args.vocab_size)
     weights = sizes.layers * sizes.block + sizes.matrices * sizes.vocabulary
+    flops = 3 * sum(forward_flops(config, args.vocab_size, config.max_seq_len))  # of a token
+    flops *= 4 / 3 if config.activation_checkpointing == "block" else 1
     for count in args.micro_batches:
-        seconds = compute_seconds(config, args.vocab_size, count, hardware.flops)
+        seconds = count * config.micro_batch_size * config.max_seq_len * flops / hardware.flops
         tokens = f"{count} x {config.micro_batch_size} x {config.max_seq_len}"
         show(f"{weights / 1e6:,.0f} million weights, {tokens} tokens a GPU and step (micro-batches x rows x "
              f"length): {seconds:.3f} s of computation", "",

@@ -128,12 +128,12 @@ def found(records: list[dict[str, Any]]) -> list[str]:
 
 
 def figures_of(figures: dict[str, Any]) -> list[str]:
-    """Return the tables of a part: comparisons side by side, and single figures."""
+    """Return the tables of a part: comparisons side by side, single figures, the profiler's rows."""
     lines: list[str] = []
     several = [(name, value) for name, value in figures.items() if isinstance(value, dict)]
     by_columns: dict[tuple, list[tuple[str, dict]]] = {}
     for name, value in several:
-        columns = tuple(value)
+        columns = tuple(key for key, entry in value.items() if not isinstance(entry, list))
         # A row with fewer figures goes where all of them have a column.
         fitting = next((known for known in by_columns if set(columns) <= set(known)), columns)
         by_columns.setdefault(fitting, []).append((name, value))
@@ -143,6 +143,12 @@ def figures_of(figures: dict[str, Any]) -> list[str]:
                   for name, value in rows]
     if single := {name: value for name, value in figures.items() if not isinstance(value, dict)}:
         lines += ["", *table_of(single, ("figure", "value"))]
+    for name, value in several:
+        if rows := value.get("profile"):
+            lines += ["", f"The profiler's first rows, {name}, a step:", "", "| ms | share | calls | |",
+                      "|---|---|---|---|"]
+            lines += [f"| {row['ms']:.3f} | {100 * row['share']:.1f} % | {row['calls']} "
+                      f"| `{cell(row['name'])}` |" for row in rows]
     return lines
 
 

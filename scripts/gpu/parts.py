@@ -5,6 +5,8 @@ Each result is written to PART.notes.jsonl at once, so that none is lost if the 
 
 import csv
 import gzip
+import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -16,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -121,8 +123,11 @@ def header(task: Task) -> None:
     import torch
 
     task.figure("torch", torch.__version__)
-    for name in ("triton", "transformers", "liger_kernel", "flash_attn", "flash_attn_interface"):
-        task.figure(name, version_of(name))
+    for name in ("triton", "transformers", "liger_kernel", "litgpt", "flash_attn", "flash_attn_interface"):
+        version = "unknown" if importlib.util.find_spec(name) else "not installed"
+        with suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(name.replace("_", "-"))
+        task.figure(name, version)
     if not task.cuda:
         task.figure("device", f"CPU ({torch.get_num_threads()} threads)")
         return
@@ -140,18 +145,6 @@ def header(task: Task) -> None:
     task.figure("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     task.figure("driver", driver.splitlines()[0] if driver else "unknown")
-
-
-def version_of(package: str) -> str:
-    """The version of a package, or "not installed"."""
-    from importlib import metadata, util
-
-    if util.find_spec(package) is None:
-        return "not installed"
-    try:
-        return metadata.version(package.replace("_", "-"))
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def run_tests(task: Task, prefix: str) -> None:
@@ -394,12 +387,12 @@ def speed(task: Task, model: str, tiny_contenders: str) -> None:
             task.note(fault=line.strip(" |\n"))
 
     # The most important contenders come first, since the time may not suffice for all.
-    contenders = "paddock,paddock-causal,hf-liger,paddock-budget,hf-compile"
+    contenders = "paddock,paddock-causal,hf-liger,paddock-budget,litgpt,hf-compile"
     size = ("--model", model, "--contenders", contenders)
     if task.tiny:
         size = ("--model", "tiny", "--contenders", tiny_contenders, "--eager", "--threads", 1)
     code, _ = task.run("scripts/dev/benchmark.py", *size, "--blocks", 1, "--fast", "--device", task.device,
-                       "--seconds", f"{task.seconds - 10:.0f}",
+                       "--profile", 25, "--seconds", f"{task.seconds - 10:.0f}",
                        "--json", task.folder / f"benchmark-{model}.json", on_line=on_line)
     task.check("exit code", code == 0, code)
 
@@ -426,7 +419,7 @@ def from_probe(task: Task, name: str) -> None:
 
 
 BENCHMARKED = ("tokens_per_second", "rows", "accumulation", "mfu", "mfu_causal", "peak_memory_gib",
-               "memory_forecast_gib", "first_step_seconds", "first_loss")
+               "memory_forecast_gib", "first_step_seconds", "first_loss", "profile")
 DPO = dict(preset="sample,sample-dpo", base="pretrain_checkpoint")
 DISTILLATION = dict(base="teacher_model", distillation_enabled="true")
 STAGES: dict[str, dict[str, Any]] = {
@@ -438,14 +431,14 @@ STAGES: dict[str, dict[str, Any]] = {
 PARTS: dict[str, Callable[[Task], None]] = {
     "header": header, "sample": sample, "fsdp": fsdp, "stage-stops": stops, "power": power, "use": use,
     **{name: partial(from_probe, name=name)
-       for name in ("probe", "attention", "memory", "checkpoint")},
+       for name in ("probe", "attention", "memory", "checkpoint", "hellaswag")},
     **{f"parity-{name}": partial(run_tests, prefix=f"test_{name}")
        for name in ("values", "attention", "compiled", "faults")},
     "ranks": partial(run_tests, prefix="test_ranks"),
     **{name: partial(train_stage, name=name, **stage) for name, stage in STAGES.items()},
     "resume": partial(verify_resume, deterministic=False),
     "resume-deterministic": partial(verify_resume, deterministic=True),
-    "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger"),
+    "speed-1b": partial(speed, model="1b", tiny_contenders="paddock,hf-liger,litgpt"),
     "speed-174m": partial(speed, model="174m", tiny_contenders="paddock-causal,paddock-budget,hf-compile"),
     "generate": generate}
 

@@ -1,6 +1,7 @@
 """Parts of scripts/gpu/suite.py that measure a device without training."""
 
 import hashlib
+import random
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -366,3 +367,37 @@ def checkpoint(task) -> None:
     clock("verify", partial(store.verify, saved))
     clock("load of the optimizer", lambda: optimizer.load_state_tensors(store.read_optimizer(saved)))
     shutil.rmtree(folder)
+
+
+def hellaswag(task) -> None:
+    """HellaSwag's scoring of random items with the lengths of real ones, the first and the second time."""
+    from fused.head import IGNORE_INDEX
+    from hellaswag_utils import Task, evaluate_batches
+    from model import SHARED_PREFIX
+
+    model, config, vocab, ranks = random_model(task)
+    rng = random.Random(0)
+
+    def random_item() -> Task:
+        context, endings = rng.randint(20, 90), [rng.randint(8, 45) for _ in range(4)]
+        tokens = [rng.randrange(vocab) for _ in range(context + sum(endings))]
+        targets, documents = [IGNORE_INDEX] * context, [SHARED_PREFIX] * context
+        for number, length in enumerate(endings, SHARED_PREFIX + 1):
+            targets += [rng.randrange(vocab) for _ in range(length)]
+            documents += [number] * length
+        tensors = (torch.tensor(values, dtype=torch.int32) for values in (tokens, documents, targets))
+        return Task(*tensors, endings, [4 * length for length in endings], rng.randrange(4))
+
+    items = [random_item() for _ in range(20 if task.tiny else 500)]
+    task.figure("items", len(items))
+
+    def score() -> list[int]:
+        batches = evaluate_batches(model, items, device=ranks.device,
+                                   batch_tokens=config.hellaswag_batch_tokens)
+        return [index for indices, _ in batches for index in indices]
+
+    for name in ("cold", "warm"):
+        scored = timed(task, name, score)
+    task.check("items scored", sorted(scored) == [*range(len(items))], len(scored))
+    if task.cuda:
+        task.figure("peak memory GiB", round(torch.cuda.max_memory_allocated() / GIB, 2))

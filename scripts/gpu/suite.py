@@ -83,6 +83,7 @@ PARTS = (
     Part("power", "correctness", 120, "power, a profile, a memory snapshot, counted FLOPs", alone=True,
          needs=SAMPLE),
     Part("checkpoint", "speed", 120, "a checkpoint: copy, hash, write, verify, load", alone=True),
+    Part("hellaswag", "speed", 90, "500 items, cold and warm", alone=True),
     Part("speed-1b", "speed", 230, "Llama 3.2 1B beside its peers", alone=True),
     Part("speed-174m", "speed", 230, "174M parameters beside their peers", alone=True),
     Part("generate", "speed", 120, "generation beside transformers', and many requests at once", alone=True),
@@ -160,7 +161,12 @@ class Suite:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                end_group(process)
+                # End it and all that it started; SIGTERM comes first, so that runs can stop their processes.
+                for number in (signal.SIGTERM, signal.SIGKILL):
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(process.pid, number)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(STOP_SECONDS)
         seconds = time.monotonic() - started
         figures, faults, skipped = read_notes(notes)
         if code is None:
@@ -175,15 +181,6 @@ class Suite:
         with self.lock:
             print(f"[{time.monotonic() - self.started:4.0f} s, {f'{self.done}/{len(self.parts)}':>5}] {text}",
                   flush=True)
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it started; SIGTERM comes first, so that runs can stop their processes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
 
 
 def result_of(part: Part, ok: Optional[bool], seconds: float = 0.0, figures: Optional[dict] = None,
@@ -238,11 +235,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def select_parts(text: str) -> list[Part]:
-    """The parts of these groups and names, with the parts that they need, in the order of PARTS.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
+    """The parts of these groups and names, with the parts that they need, in order; ValueError if unknown."""
     names = {name.strip() for name in text.split(",") if name.strip()}
     known = ["all", *MINUTES, *(part.name for part in PARTS)]
     if unknown := names.difference(known):

@@ -13,7 +13,7 @@ from scripts.dev import benchmark
 
 
 def contender(rows: int, name: str = "paddock-eager") -> Namespace:
-    return Namespace(run=name, rows=rows, threads=1, device="cpu", eager=True)
+    return Namespace(run=name, rows=rows, threads=1, device="cpu", eager=True, profile=2)
 
 
 @pytest.mark.parametrize("fitting, tried, expected", [
@@ -23,6 +23,7 @@ def test_rows_are_halved_in_new_processes_until_they_fit(fitting, tried, expecte
 
     def run(command, **_):
         rows, name = int(command[command.index("--rows") + 1]), command[command.index("--run") + 1]
+        assert command[command.index("--profile") + 1] == ("3" if name == "paddock" else "0")  # the first one only
         started.append((name, rows))
         result = {"contender": name, "out_of_memory": "CUDA out of memory. Tried to allocate 15.66 GiB."}
         if rows <= fitting or name == "paddock":
@@ -34,7 +35,7 @@ def test_rows_are_halved_in_new_processes_until_they_fit(fitting, tried, expecte
     monkeypatch.setattr(benchmark.subprocess, "run", run)
     results = tmp_path / "results.json"
     monkeypatch.setattr("sys.argv", ["benchmark.py", "--model", "174m", "--contenders", "paddock,hf", "--blocks", "2",
-                                     "--json", str(results)])
+                                     "--profile", "3", "--json", str(results)])
     benchmark.main()
     again = tried if expected is None else tried[-1:]  # a later block begins with the rows that fitted
     assert [rows for name, rows in started if name == "hf"] == tried + again
@@ -52,7 +53,7 @@ def test_fewer_rows_at_a_time_train_the_same(name, monkeypatch):
     assert (whole["rows"], whole["accumulation"], halves["rows"], halves["accumulation"]) == (4, 1, 1, 4)
     for loss in ("first_loss", "last_loss"):
         assert halves[loss] == pytest.approx(whole[loss], rel=1e-5)
-    assert whole["last_loss"] < whole["first_loss"]
+    assert whole["last_loss"] < whole["first_loss"] and len(whole["profile"]) == 2
 
 
 def test_memory_that_runs_out_is_reported_and_other_errors_are_not(monkeypatch):

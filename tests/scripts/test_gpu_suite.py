@@ -200,7 +200,7 @@ def test_a_forecast_of_the_usable_share_just_fits(forecast, reserved, context):
 HEADER = {"part": "header", "ok": True, "seconds": 3.0, "error": None,
           "figures": {"device": "NVIDIA H200", "capability": "9.0", "commit": "abc", "torch": "2.11.0+cu130"}}
 SPEED = {"part": "speed-1b", "ok": True, "seconds": 100.0, "error": None,
-         "figures": {"paddock": {"tokens_per_second": 54321.4, "mfu": 0.5},
+         "figures": {"paddock": {"tokens_per_second": 54321.4, "mfu": 0.5, "profile": [{"name": "mm", "ms": 1.5, "share": 0.25, "calls": 3}]},
                      "hf": "skipped: not | installed",
                      "hf-liger": {"tokens_per_second": 40000.0, "mfu": 0.4}, "exit code": 0}}
 BAD = {"part": "fsdp", "ok": False, "seconds": 2.0, "figures": {}, "error": "it broke"}
@@ -209,7 +209,7 @@ BAD = {"part": "fsdp", "ok": False, "seconds": 2.0, "figures": {}, "error": "it 
 def test_the_page_has_the_machine_the_verdicts_and_all_figures():
     page = write_docs.gpu_page([HEADER, SPEED | {"seconds": 1.0}, BAD, SPEED])
     for line in ("| device | NVIDIA H200 |", "| fsdp | FAILED | 2 | it broke |", "| speed-1b | ok | 100 |  |",
-                 "| | tokens_per_second | mfu |", "| paddock | 54,321 | 0.5 |", "| hf-liger | 40,000 | 0.4 |",
+                 "| | tokens_per_second | mfu |", "| paddock | 54,321 | 0.5 |", "| 1.500 | 25.0 % | 3 | `mm` |", "| hf-liger | 40,000 | 0.4 |",
                  "| hf | skipped: not \\| installed |"):
         assert line in page.splitlines(), line
     assert "Nothing of Paddock has been run" not in page
