@@ -648,8 +648,8 @@ def describe_disk(config: Config, size: int) -> str:
     free = free_bytes(there)
     saved = max(1, config.max_steps // config.save_every) if config.save_every else 1
     kept = min(saved, config.keep_last + config.keep_best + 1) if config.keep_last else saved
-    text = (f"a checkpoint takes {size / GIB:.2f} GiB; {kept} at a time take {kept * size / GIB:.2f}, "
-            f"and {free / GIB:.1f} are free")
+    kept_checkpoints = "1 checkpoint" if kept == 1 else f"{kept} checkpoints"
+    text = f"keeping {kept_checkpoints} needs {kept * size / GIB:.2f} GiB; {free / GIB:.1f} GiB is free"
     if 2 * size > free:
         raise CheckpointError(f"OUTPUT_DIR={config.output_dir}: {text}; free some, or set OUTPUT_DIR to "
                               "another disk")

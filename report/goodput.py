@@ -27,7 +27,7 @@ from typing import Any, Optional
 
 Event = dict[str, Any]
 CLOCK_SECONDS = 1.0  # a smaller step back of the clock is not reported
-KILLED = "ended without a word (killed, or the machine failed)"
+KILLED = "exited without reporting a reason (killed, or machine failure)"
 PARTS = ("steps", "evaluation", "saving", "start-up", "repeated steps", "away", "other")
 
 

@@ -310,7 +310,7 @@ def began_from(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
 
 
 def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> bool:
-    """Whether a run was started, or taken back, from what has this name or lies at this place."""
+    """True if this name or path is what the run started from, or was taken back to."""
     def places(name: str) -> set[Path]:
         return {place.resolve() for place in store.places(name, run_dir)}
 

@@ -94,7 +94,7 @@ def started(folder, *events) -> None:
     ("finished", "finished", "finished after 5 of 10 steps"), ("early stopping", "finished", "stopped early after 5 of 10 steps"),
     ("stopped by a signal", "stopped", "stopped by a signal after 5 of 10 steps"),
     ("the disk is full", "failed", "failed after 5 of 10 steps: the disk is full"),
-    (None, "failed", "ended without a word (killed, or the machine failed) after 5 of 10 steps")])
+    (None, "failed", "exited without reporting a reason (killed, or machine failure) after 5 of 10 steps")])
 def test_the_end_says_what_became_of_a_run(folder, reason, state, sentence):
     started(folder, *([{"time": time.time(), "step": 5, "event": "end", "reason": reason}] if reason else []))
     run, = read(folder).data()["runs"]

@@ -356,11 +356,11 @@ def help_facts(side: Side) -> Facts:
 
 
 def check_facts(side: Side) -> Facts:
-    """Return the output of --check, without the machine's speed and free space."""
+    """Return the output of --check, without the machine's speed and disk."""
     facts = {}
     for case in ("pretrain", "muon", "sft-lora", "dpo-stored", "distill-top-k"):
         code, output = side.train(case, CHECK="true", OUTPUT_DIR="checked")
-        output = re.sub(r"(ok    speed:).*|has [\d.]+$|and [\d.]+ are free", r"\1", output, flags=re.MULTILINE)
+        output = re.sub(r"(ok    (?:speed|disk):).*|has [\d.]+$", r"\1", output, flags=re.MULTILINE)
         facts[case] = [code, *output.splitlines()]
     return facts
 
