@@ -136,7 +136,7 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
     if is_local and Path(realpath(output_dir)).is_relative_to(realpath(source.path)):
         raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
                             "a part of it the next time; choose a folder elsewhere")
-    # The key names the folder; whoever gets the lock first builds it.
+    # The key names the folder; the first to get the lock builds it.
     inputs = [source, *([Source(path=options.decontaminate, column="")] if options.decontaminate else [])]
     with disk_errors(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)

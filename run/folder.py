@@ -52,7 +52,7 @@ class RunFolder:
                     return place
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except OSError:  # a network disk is away; whoever writes there next reports it
+            except OSError:  # a network disk is away; the next write there reports it
                 return self.path
         return None
 

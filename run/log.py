@@ -48,7 +48,7 @@ class RunHistory:
         self.tokens_per_step = tokens_per_step
         self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
         self.first: dict[str, tuple[int, float]] = {}  # the first value of each evaluation, with its step
-        self.scores: dict[str, tuple[int, float]] = {}  # the newest, likewise
+        self.scores: dict[str, tuple[int, float]] = {}  # the newest of each
         self.joules, self.measured_tokens, self.all_tokens = 0.0, 0, 0
         self.ledger_step, self.ledger = 0, hashlib.sha256()
         self.before = 0, self.ledger.copy()

@@ -37,7 +37,7 @@ KIND_OF_STAGE = {"sft": "chats", "dpo": "pairs"}  # else documents
 SAMPLE_TEXT = """\
 Paddock's embedded sample: a small Llama 3 learns to read and write stories of a made-up world, from random
 weights. It takes four to five minutes on two CPU cores, less on a GPU. During training it is asked which of
-four endings fits a story that it has not seen; guessing gives 25 %. At the end it writes stories of its own
+four endings fits a story that it has not seen; guessing gives 25 %. At the end it writes its own stories
 and saves a model folder, from which training can continue."""
 
 

@@ -134,7 +134,7 @@ class Verification(NamedTuple):
 
 @contextmanager
 def started(run: TrialRun) -> Iterator[subprocess.Popen]:
-    """Start the run in a process group of its own, which Ctrl-C does not reach, and stop it at the end."""
+    """Start the run in its own process group, which Ctrl-C does not reach, and stop it at the end."""
     command = [ROOT / "train.py"]
     if run.ranks > 1:
         command = [ROOT / "scripts" / "launch.py", f"--nproc-per-node={run.ranks}"]

@@ -254,7 +254,7 @@ class Api:
         return JSONResponse(self.describe(request.path_params["name"]))
 
     def describe(self, name: str) -> dict[str, Any]:
-        """What clients are told of a model."""
+        """A model as clients see it."""
         batcher = self.batcher(name)
         return {"id": name, "object": "model", "created": self.started, "owned_by": "paddock",
                 "chat": batcher.model.chat_format is not None, "context_length": batcher.length,

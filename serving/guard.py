@@ -1,4 +1,4 @@
-"""What a client is told when its request cannot be answered, and which requests are not even looked at."""
+"""Errors in the shape that OpenAI clients expect, and the requests that are refused unread."""
 
 import hmac
 from collections.abc import Mapping

@@ -4,7 +4,7 @@
     python scripts/dev/benchmark.py --model 174m --blocks 2  (a GPU)
     python scripts/dev/benchmark.py --contenders paddock-causal,hf-compile
 
-Contenders, each in a process of its own (sdpa; bf16 if the hardware is fast at it):
+Contenders, each in a separate process (sdpa; bf16 if the hardware is fast at it):
     paddock          as train.py runs it: compiled, documents apart in a row
     paddock-causal   the same without documents, as the peers
     paddock-budget   with ACTIVATION_CHECKPOINTING=selective

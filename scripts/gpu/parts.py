@@ -1,4 +1,4 @@
-"""One part of scripts/gpu/suite.py, which runs this file as a process of its own.
+"""One part of scripts/gpu/suite.py, which runs this file as a separate process.
 
 Each result is written to PART.notes.jsonl at once, so that none is lost if the part is killed at its limit.
 """

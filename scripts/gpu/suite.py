@@ -4,7 +4,7 @@
     bash scripts/gpu_suite.sh --device cuda --parts speed         ten minutes
     bash scripts/gpu_suite.sh --device cpu --tiny                 at toy size
 
-Each part is a process of its own with a time limit (scripts/gpu/parts.py). It adds one line to
+Each part is a separate process with a time limit (scripts/gpu/parts.py). It adds one line to
 results.jsonl in --output and prints to PART.txt beside it. A part that fails does not stop the others.
 `python scripts/dev/write_docs.py --gpu-results gpu_suite/results.jsonl` turns the results into docs/gpu.md.
 The exit code is 1 if a part failed.
@@ -147,7 +147,7 @@ class Suite:
         return result
 
     def in_process(self, part: Part, limit: float) -> dict[str, Any]:
-        """Run one part in a process of its own, and read its notes, also if it was killed."""
+        """Run one part in a separate process, and read its notes, also if it was killed."""
         notes, output = self.folder / f"{part.name}.notes.jsonl", self.folder / f"{part.name}.txt"
         notes.unlink(missing_ok=True)
         command = [sys.executable, str(PROGRAM), part.name, "--device", self.options.device, "--output",
