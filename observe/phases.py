@@ -143,7 +143,7 @@ class Phases:
         self.marks: deque[Mark] = deque()
         self.step, self.unix = -1, time.time()
         self.steps: list[Counter[str]] = []  # the seconds of each step since the last reading
-        self.pauses: Counter[tuple[str, int]] = Counter()  # by the same keys
+        self.pauses: Counter[tuple[str, int]] = Counter()  # seconds by the heartbeat's phase and step
         self.totals: Counter[str] = Counter()
         self.slow_ranks, self.compared_at = SlowRanks(), self.started
         self.to_compare: list[Counter[str]] = []  # without the first step, which compiles
