@@ -341,6 +341,18 @@ def test_a_server_that_crashes_and_comes_back(chat, stub):
     page.sees("Hello, world")
 
 
+def test_nothing_can_be_written_before_the_models_are_known(chat, stub):
+    page = chat()
+    waiting = []
+    page.route("**/v1/models", lambda route: waiting.append(route))
+    with page.expect_request("**/v1/models"):
+        page.reload()
+    assert page.locator("#composer").is_hidden(), "a message that is sent now would be lost"
+    waiting[0].continue_()
+    page.say("Hi")
+    page.sees("Hello, world")
+
+
 def test_a_wanted_key_is_asked_for_and_kept_in_the_tab(chat, stub):
     stub.key = "right"
     page = chat()
