@@ -7,8 +7,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Optional, Union
+from typing import Annotated, Any, BinaryIO, ClassVar, Literal, Optional, Union
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -16,7 +17,9 @@ from checkpoint.manifest import NEWER
 from common.errors import CheckpointError
 from common.files import plain
 
-MAX_LINE_BYTES = 1 << 24
+SEGMENTS = "configs"  # the folder in a run's folder with the settings of each part of the run
+MAX_LINE_BYTES = 1 << 24  # of a log
+TAIL_BYTES = 256  # compared, to notice that a log was replaced
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 WorldSize = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -217,21 +220,64 @@ def parse(content: bytes, schema: type[BaseModel], path: Path) -> dict[str, Any]
         raise CheckpointError(f"{path}: {problem}, or move this checkpoint away and use another") from error
 
 
-def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
-    """Yield each line of a log, raw and parsed; None for one that does not match the schema.
+class LogFile:
+    """A log that another process may append to, or replace by a shorter one when it resumes the run.
 
-    An incomplete last line is left out: it is being written, or a crash cut it short. Raises OSError.
+    A missing file has no lines. A line without its end is being written, or was cut by a crash.
     """
-    schema = SCHEMAS.get(path.name, Line)
-    with open(path, "rb", opener=plain) as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            try:
-                entry = schema.model_validate_json(line)
-            except ValidationError:
-                entry = None
-                if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
-                    return
-            yield line.rstrip(b"\n"), entry
+
+    def __init__(self, path: Path):
+        self.path, self.offset, self.tail = path, 0, b""
+        self.cut = b""  # the last line, if it has no end
+        self.invalid = 0  # lines, as the reader counts them
+
+    def is_replaced(self) -> bool:
+        """Whether the file no longer has what was read of it."""
+        with self._open() as file:
+            file.seek(self.offset - len(self.tail))
+            return file.read(len(self.tail)) != self.tail
+
+    def new_lines(self) -> Iterator[bytes]:
+        """Yield the complete lines since the last call. Raises OSError."""
+        with self._open() as file:
+            file.seek(self.offset)
+            while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n") or len(line) == MAX_LINE_BYTES:
+                self.offset, self.tail = self.offset + len(line), line[-TAIL_BYTES:]
+                yield line
+            self.cut = line
+
+    def _open(self) -> BinaryIO:
+        try:
+            return open(self.path, "rb", opener=plain)
+        except FileNotFoundError:
+            return BytesIO()
+
+    def parse(self, line: bytes) -> Optional[Line]:
+        """The entry in a line; None, which is counted, if it does not match the schema."""
+        try:
+            return SCHEMAS.get(self.path.name, Line).model_validate_json(line)
+        except ValidationError:
+            self.invalid += 1
+            return None
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, Optional[Line]]]:
+    """Yield each line of a log with its end, raw and parsed; None for one that does not match the schema.
+
+    A last line that was cut is left out, unless only its end is missing. Raises OSError.
+    """
+    log = LogFile(path)
+    for line in log.new_lines():
+        yield line, log.parse(line)
+    if last := log.parse(log.cut):
+        yield log.cut + b"\n", last
+
+
+def segment_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """The settings files of a run's parts in order, each with the first step of that part."""
+    return sorted((int(path.stem.removeprefix("step-")), path)
+                  for path in (run_dir / SEGMENTS).glob("step-*.json")
+                  if path.stem.removeprefix("step-").isdecimal())
 
 
 def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
@@ -246,7 +292,5 @@ def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator
                 yield entry.model_dump()
             elif invalid is not None:
                 invalid[path.name] += 1
-    except FileNotFoundError:
-        return
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}; check what is at this path") from error

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import stat
@@ -207,3 +208,29 @@ class FileLock:
 
 def _not_through_links(path: str, flags: int) -> int:
     return plain(path, flags | os.O_NOFOLLOW)  # the target of a link would be overwritten
+
+
+def holder_runs(lock: Path) -> Optional[bool]:
+    """Return whether the process that is named in a lock file runs; None if it is another machine's.
+
+    The lock is not tried, because a job that starts at that moment would find it taken.
+    """
+    try:
+        holder = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
+    except (OSError, ValueError):
+        return False
+    if not holder:
+        return False
+    if holder[2] != socket.gethostname():
+        return None
+    try:
+        opened = os.listdir(f"/proc/{holder[1]}/fd")
+    except PermissionError:  # another user's process
+        return True
+    except OSError:
+        return False
+    for descriptor in opened:  # another process may have its number by now
+        with suppress(OSError):
+            if os.path.samestat(os.stat(f"/proc/{holder[1]}/fd/{descriptor}"), os.stat(lock)):
+                return True
+    return False

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import store
-from checkpoint.schema import read_entries
+from checkpoint.schema import read_entries, segment_files
 from common.errors import NonFiniteError, SettingsError
 from common.text import printable, show
 from config import Config, rules
@@ -35,7 +35,7 @@ from learn.optim import learning_rate
 from model_utils import gradient_norm, is_vocabulary, seed_step
 from observe.guards import FirstBad, describe_tensors, median_and_deviation, rows_crc32
 from parallel.ranks import Ranks, RunContext, StopSignals
-from run.folder import RunFolder, segments
+from run.folder import RunFolder
 from run.life import Run, StepResult
 from run.start import Found, build_run, find_base, find_start, named_checkpoint, prepare_device, read_inputs
 from settings.load import Layer, Loaded, read_json_file, validate
@@ -233,7 +233,7 @@ def describe_parameters(run: Run) -> list[str]:
 def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     """Return a step's settings, changed by flags, for one process; and the number of ranks that the run had.
     """
-    parts = [file for begins, file in segments(run_dir) if begins <= step]
+    parts = [file for begins, file in segment_files(run_dir) if begins <= step]
     file = parts[-1] if parts else run_dir / "config.json"
     if not file.is_file():
         raise SettingsError(f"{run_dir} is no run's folder, or the run has taken no step: it holds no "

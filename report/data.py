@@ -2,211 +2,41 @@
 
 import math
 import os
-import re
 import shlex
-import socket
 import sys
 import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import suppress
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Optional
+from typing import Any, Optional
 
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from checkpoint.item_scores import ItemScores, read_item_scores
 from checkpoint.schema import (
-    MAX_LINE_BYTES,
     MOST_SECONDS,
     SCHEMAS,
     EventLine,
     LedgerLine,
     Line,
+    LogFile,
     RunData,
     RunSettings,
     SampleLine,
     Tensor,
     number,
+    segment_files,
 )
 from common.errors import CheckpointError
-from common.files import LARGEST_TEXT, plain, read_json, read_text
+from common.files import LARGEST_TEXT, holder_runs, plain, read_json
 from common.text import duration
 from config import Config
 from report.curves import Curve, as_json, rounded
 from report.goodput import KILLED, Process, clock_steps, elapsed, goodput
+from report.power import PowerTrace
 from settings.load import describe_settings
-
-TAIL_BYTES = 256  # compared, to notice that a file was replaced
-
-
-class GrowingFile:
-    """A text file that another process appends to, and that a resumed run replaces by a shorter one."""
-
-    def __init__(self, path: Path):
-        self.path, self.offset, self.tail = path, 0, b""
-        self.set_aside = 0  # lines that are not valid, as the reader counts them
-
-    def is_replaced(self) -> bool:
-        """Whether the file no longer has what was read of it."""
-        with self._open() as file:
-            file.seek(self.offset - len(self.tail))
-            return file.read(len(self.tail)) != self.tail
-
-    def new_lines(self) -> Iterator[bytes]:
-        """Yield the complete lines since the last call; a line that is being written is left for the next."""
-        with self._open() as file:
-            file.seek(self.offset)
-            while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n") or len(line) == MAX_LINE_BYTES:
-                self.offset, self.tail = self.offset + len(line), line[-TAIL_BYTES:]
-                yield line
-
-    def _open(self) -> BinaryIO:
-        try:
-            return open(self.path, "rb", opener=plain)
-        except FileNotFoundError:
-            return BytesIO()
-
-
-# ---------------------------------------------------------------------------------------- the power trace
-
-MOST_VALUES = 12_000  # of all GPUs together
-MOST_WATTS = 1e9
-MOST_MARKS = 1000  # the newest
-COLUMNS = {"time", "gpu", "watts", "phase", "step"}
-FAST_SECONDS = 0.3  # samples that are closer than this belong to a window of POWER_HZ
-
-
-class PowerTrace:
-    """The power files of a run, read as they grow; of a long trace, each bucket of time keeps its extremes.
-
-    Windows of fast samples have separate buckets, so that they stay sharp in a trace of days.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._restart([])
-
-    def _restart(self, paths: list[Path]) -> None:
-        self.files = [GrowingFile(path) for path in paths]
-        self.columns: dict[Path, list[str]] = {}  # of each file, from its header
-        self.start: Optional[float] = None
-        self.gpus: dict[str, tuple[Curve, Curve]] = {}  # slow and fast samples; x in ms since the start
-        self.before: dict[str, float] = {}  # the time of each GPU's last sample
-        self.marks: deque = deque(maxlen=MOST_MARKS)
-
-    def paths(self) -> list[Path]:
-        """The power files, oldest first: ..., power.1.csv, power.csv, then those of other ranks."""
-        def order(path: Path) -> tuple[str, int]:
-            stem, _, number = path.stem.partition(".")
-            return stem, -int(number) if number.isdecimal() else 0
-
-        return sorted(self.folder.glob("power*.csv"), key=order)
-
-    def read(self) -> None:
-        """Read what is new; everything again if a file was rotated."""
-        paths = self.paths()
-        if [file.path for file in self.files] != paths or any(file.is_replaced() for file in self.files):
-            self._restart(paths)
-        for file in self.files:
-            samples: dict[tuple[str, bool], list[tuple[int, float]]] = {}
-            for line in file.new_lines():
-                try:
-                    self._add(file.path, line.decode(errors="replace").rstrip("\r\n").split(","), samples)
-                except ValueError:
-                    file.set_aside += 1
-            for (gpu, is_fast), points in samples.items():
-                x, y = zip(*sorted(points))
-                self.gpus[gpu][is_fast].add(x, np.array(y))
-
-    def _add(self, path: Path, values: list[str],
-             samples: dict[tuple[str, bool], list[tuple[int, float]]]) -> None:
-        """Add a line: a header, a mark, or a sample, which goes into `samples`."""
-        if values[0] == "time":
-            self.columns[path] = values
-            return
-        columns = self.columns.get(path, [])
-        if len(values) != len(columns) or not COLUMNS <= {*columns}:
-            raise ValueError("not the columns of a trace")
-        row = dict(zip(columns, values))
-        time, step, watts = float(row["time"]), int(row["step"] or 0), float(row["watts"] or "0")
-        if not (abs(time) < MOST_SECONDS and 0 <= step < 1 << 53 and abs(watts) < MOST_WATTS):
-            raise ValueError("not a time, a step and a power")
-        self.start = time if self.start is None else self.start
-        gpu = row["gpu"]
-        if not gpu:
-            self.marks.append([round(time - self.start, 6), row["phase"], step])
-            return
-        if rank := path.stem.partition(".")[0].removeprefix("power").removeprefix("-rank-"):
-            gpu = f"rank {rank}, GPU {gpu}" if gpu.isdecimal() else f"rank {rank}, {gpu}"
-        self.gpus.setdefault(gpu, (Curve(), Curve()))
-        is_fast = time - self.before.get(gpu, -np.inf) < FAST_SECONDS
-        self.before[gpu] = time
-        point = round(1000 * (time - self.start)), watts if row["watts"] else np.nan
-        samples.setdefault((gpu, is_fast), []).append(point)
-
-    def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
-        """The trace as in the page's data; None without a sample.
-
-        Args:
-            share: of the values and marks that a page may have.
-        """
-        if not self.gpus:
-            return None
-        most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))
-        rows = sorted((*self._rows(False, most), *self._rows(True, most)), key=lambda row: row[0])
-        columns = {gpu: [rounded(row[number]) for row in rows] for number, gpu in enumerate(self.gpus, 1)}
-        return {"files": [file.path.name for file in self.files], "start": self.start,
-                "time": [round(row[0] / 1000, 3) for row in rows], "gpus": columns,
-                "marks": [*self.marks][-round(share * MOST_MARKS):]}
-
-    def _rows(self, fast: bool, most: int) -> list[list[float]]:
-        """(ms, watts of each GPU) of the slow or the fast samples: of a bucket one row, or its extremes."""
-        points = [pair[fast].points(most) for pair in self.gpus.values()]
-        width = max([1.0, *(2 * np.ptp(each.x) / most for each in points if len(each.x))])
-        buckets: dict[int, list[list[tuple[float, float]]]] = {}  # (ms, watts) of each GPU
-        for gpu, each in enumerate(points):
-            for x, low, high in np.stack((each.x, each.low, each.high), 1).tolist():
-                samples = buckets.setdefault(int(x // width), [[] for _ in points])[gpu]
-                samples += [(x, low), (x, high)] if low < high else [(x, low)]
-
-        rows = []
-        for index, samples in buckets.items():
-            first = min(x for of_gpu in samples for x, _ in of_gpu)
-            kept = [_extremes(of_gpu) for of_gpu in samples]
-            rows.append((first, *(pair[0] for pair in kept)))
-            if max(map(len, samples)) > 1:
-                rows.append(((first + (index + 1) * width) / 2, *(pair[1] for pair in kept)))
-        if not rows:
-            return []
-
-        # Interpolate where only other GPUs have a sample, unless this one was not sampled for longer.
-        table = np.array(sorted(rows))
-        time = table[:, 0]
-        for watts in table.T[1:]:
-            known = np.isfinite(watts)
-            if known.sum() < 2:
-                continue
-            at = time[known]
-            after = np.searchsorted(at, time).clip(1, len(at) - 1)
-            gaps = np.diff(at)
-            inside = (time >= at[0]) & (time <= at[-1]) & (gaps[after - 1] <= 3 * np.median(gaps))
-            watts[:] = np.where(known | ~inside, watts, np.interp(time, at, watts[known]))
-        return table.tolist()
-
-
-def _extremes(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """The lowest and the highest value in the order of time, twice the same of one, NaN of none."""
-    finite = [(x, y) for x, y in points if y == y]
-    if not finite:
-        return np.nan, np.nan
-    (_, first), (_, last) = sorted((min(finite, key=lambda point: point[1]),
-                                    max(finite, key=lambda point: point[1])))
-    return first, last
-
 
 # -------------------------------------------------------------------------- settings, sources, weights
 
@@ -256,15 +86,12 @@ def setting_lines(settings: dict[str, Any]) -> list[dict[str, Any]]:
 def segments(folder: Path, aside: Optional[Counter[str]] = None) -> Iterator[dict[str, Any]]:
     """Yield each part of a run: its first step, its ranks, and which settings changed there."""
     before: dict[str, Any] = {}
-    for path in sorted((folder / "configs").glob("step-*.json")):
-        first = path.stem.removeprefix("step-")
-        if not first.isdecimal():
-            continue
+    for first, path in segment_files(folder):
         settings = read_fields(path, RunSettings, Counter() if aside is None else aside)
         changes = [{"name": name, "before": spelt(before[name]), "after": spelt(value)}
                    for name, value in settings.items()
                    if name in before and before[name] != value and name not in NOT_COMPARED]
-        yield {"step": int(first), "world_size": settings.get("WORLD_SIZE"), "changes": changes}
+        yield {"step": first, "world_size": settings.get("WORLD_SIZE"), "changes": changes}
         before = settings
 
 
@@ -294,32 +121,6 @@ def parameters_in(checkpoint: Optional[Path]) -> Optional[int]:
             return None
         total += sum(math.prod(tensor.shape) for name, tensor in header.items() if name != "__metadata__")
     return total or None
-
-
-def holder_runs(lock: Path) -> Optional[bool]:
-    """Whether the process whose name is in a run's lock runs; None if that is another machine's.
-
-    The lock is not tried, because a job that starts at that moment would find it taken.
-    """
-    try:
-        named = re.fullmatch(r"process (\d+) on (.+)", read_text(lock).strip())
-    except (OSError, ValueError):
-        return False
-    if not named:
-        return False
-    if named[2] != socket.gethostname():
-        return None
-    try:
-        opened = os.listdir(f"/proc/{named[1]}/fd")
-    except PermissionError:  # another user's process
-        return True
-    except OSError:
-        return False
-    for descriptor in opened:  # another process may have its number by now
-        with suppress(OSError):
-            if os.path.samestat(os.stat(f"/proc/{named[1]}/fd/{descriptor}"), os.stat(lock)):
-                return True
-    return False
 
 
 # ------------------------------------------------------------------------------------------- the run
@@ -360,7 +161,7 @@ class RunReader:
 
     def _restart(self) -> None:
         """Forget all logs."""
-        self.logs = {name: GrowingFile(self.folder / f"{name}.jsonl") for name in LOGS}
+        self.logs = {name: LogFile(self.folder / f"{name}.jsonl") for name in LOGS}
         # events.jsonl
         self.events: list[dict[str, Any]] = []
         self.processes: list[Process] = []
@@ -384,12 +185,9 @@ class RunReader:
             if any(file.is_replaced() for file in self.logs.values()):
                 self._restart()
             for name, file in self.logs.items():
-                schema, add = SCHEMAS[file.path.name], getattr(self, f"_add_{name}")
                 for line in file.new_lines():
-                    try:
-                        add(schema.model_validate_json(line))
-                    except ValueError:
-                        file.set_aside += 1
+                    if entry := file.parse(line):
+                        getattr(self, f"_add_{name}")(entry)
             self._fill_curves()
             self.power.read()
         except OSError as error:
@@ -398,9 +196,9 @@ class RunReader:
 
     def signature(self) -> tuple:
         """What differs when the run has written something, or has ended."""
-        names = (*(f"{name}.jsonl" for name in (*LOGS, "evaluations")), "config.json", "data.json")
         found = []
-        for path in (*(self.folder / name for name in names), *self.power.paths()):
+        for path in (*(self.folder / name for name in (*SCHEMAS, "config.json", "data.json")),
+                     *self.power.paths()):
             try:
                 facts = os.stat(path)
                 found.append((path, facts.st_ino, facts.st_size, facts.st_mtime_ns))
@@ -416,7 +214,7 @@ class RunReader:
     def set_aside(self) -> list[str]:
         """What was not valid in the run's files and is left out, each with its count."""
         files = [*self.logs.values(), *self.power.files]
-        lines = {file.path.name: file.set_aside for file in files} | self.bad_scores
+        lines = {file.path.name: file.invalid for file in files} | self.bad_scores
         return [*(f"{count} {word}{'s' if count > 1 else ''} of {name}"
                   for word, counts in (("line", lines), ("value", self.bad_values))
                   for name, count in counts.items() if count), *self.aside]
@@ -436,7 +234,8 @@ class RunReader:
 
     def _add_metrics(self, line: Line) -> None:
         if line.step <= self.newest:
-            raise ValueError("the step is not behind the last one")
+            self.logs["metrics"].invalid += 1
+            return
         self.newest, entry = line.step, {"step": line.step}
         for name, value in line.model_extra.items():
             entry[name] = number(value, MOST_SECONDS if name in TIMES else sys.float_info.max)

@@ -16,18 +16,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Optional
 
+from checkpoint.schema import SCHEMAS, SEGMENTS, segment_files
 from checkpoint.store import Warn, warn_on_console
 from common.errors import CheckpointError
 from common.files import FileLock
 from config import Config
 from parallel.ranks import Ranks, collective
-from run.log import LOGS, REPORT, disk_errors
+from run.log import REPORT, disk_errors
 
 LOCK = "run.lock"
-SEGMENTS = "configs"  # the folder with the settings of each part of a run
 DATA = "data.json"  # what a run on a mixture reads of each source
 # What a run writes, as patterns. The checkpoints move first: from then on the run counts as moved aside.
-OWN = ("checkpoints", *(f"{name}.jsonl{bad}" for name in LOGS for bad in ("", ".bad")), "config.json",
+OWN = ("checkpoints", *(f"{log}{bad}" for log in SCHEMAS for bad in ("", ".bad")), "config.json",
        DATA, SEGMENTS, "log", "debug", "tensorboard", REPORT, "power*.csv", "profile")
 LOCK_ATTEMPTS = 10  # if another job deletes the lock with its folder at the same moment
 
@@ -175,13 +175,6 @@ def make_again(run_dir: Path) -> Iterator[None]:
 # -------------------------------------------------------------------------------------- its settings
 
 
-def segments(run_dir: Path) -> list[tuple[int, Path]]:
-    """The settings files of a run's parts in order, each with the first step of that part."""
-    return sorted((int(path.stem.removeprefix("step-")), path)
-                  for path in (run_dir / SEGMENTS).glob("step-*.json")
-                  if path.stem.removeprefix("step-").isdecimal())
-
-
 def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], sources: list[dict]) -> None:
     """Write the settings of the part of a run that begins with step `first`, also into config.json.
 
@@ -190,7 +183,7 @@ def write_segment(run_dir: Path, first: int, settings: Mapping[str, Any], source
     """
     newest = run_dir / "config.json"
     with disk_errors(newest):
-        kept = segments(run_dir)
+        kept = segment_files(run_dir)
         (run_dir / SEGMENTS).mkdir(exist_ok=True)
         if first > 1 and not kept and newest.exists():  # an older version wrote the newest alone
             shutil.copyfile(newest, run_dir / SEGMENTS / "step-00000001.json")

@@ -19,7 +19,7 @@ import torch
 
 import lora
 from checkpoint import huggingface, peft, store
-from checkpoint.schema import SavedProgress
+from checkpoint.schema import SEGMENTS, SavedProgress
 from checkpoint.tensors import LazyTensor, write_tensors
 from common import __version__
 from common.errors import CheckpointError
@@ -220,7 +220,7 @@ def start_writing(run: Run) -> None:
             run.started_from = run.started_from.with_name(run.started_from.name.removeprefix("replaced-"))
         if not resumes:  # the settings of a run that never saved a checkpoint
             (run.folder / "config.json").unlink(missing_ok=True)
-            shutil.rmtree(run.folder / run_folder.SEGMENTS, ignore_errors=True)
+            shutil.rmtree(run.folder / SEGMENTS, ignore_errors=True)
         commit()  # of this code, which may be another one when the first card is written
 
     steps = (run.progress.last_complete_step, run.progress.step) if resumes else (-1, 0)

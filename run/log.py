@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from checkpoint.item_scores import measured_as
-from checkpoint.schema import MOST_SECONDS, Line, number, read_lines
+from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common.errors import CheckpointError
 from common.files import NotAFileError, free_bytes, plain
 from common.text import duration, print_safely, printable
@@ -26,7 +26,6 @@ from config import Config
 from parallel.process import number_of
 from run.trackers import TensorBoard, Tracker, Trackio, Wandb
 
-LOGS = ("metrics", "samples", "evaluations", "ledger", "events")  # the JSON-lines files of a run
 EVALUATED = re.compile(r"(val|generation)_|.*_(acc|acc_norm|n|stderr|chance)$")  # metrics of an evaluation
 # Metrics that differ between two equal runs.
 CLOCKS = re.compile(r"time|tokens_per_second|.*_seconds|peak_memory_bytes|[mh]fu|power_.*|joules_.*|gpu_.*")
@@ -129,11 +128,11 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
             if entry is None:
                 bad_lines += 1
                 bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-                bad.write(line + b"\n")
+                bad.write(line.rstrip(b"\n") + b"\n")
                 continue
             if is_kept := keeps(entry):
-                kept.write(line + b"\n")
-            yield line + b"\n", entry, is_kept
+                kept.write(line)
+            yield line, entry, is_kept
     os.replace(beside, path)
     if bad_lines:
         warn(f"{path}: {bad_lines} unreadable line{'s' if bad_lines > 1 else ''} moved to {aside.name}")
@@ -209,7 +208,7 @@ class RunLog:
         self.prefix = f"[{f'GPU{number_of(rank)}' if device_type == 'cuda' else f'CPU{rank}'}]"
         self.on_console = rank == 0 or config.log_all_ranks
         self.file = LineFile(self.warn)
-        self.lines: dict[str, LineFile] = {}  # by their names in LOGS
+        self.lines: dict[str, LineFile] = {}  # by the name of the file
         self.run_dir = Path()
         self.previous: dict[str, Any] = {}  # step and time of the newest metrics before `open`
         self.trackers: list[Tracker] = []
@@ -236,8 +235,8 @@ class RunLog:
             return (entry.step <= step or name == "events"
                     or entry.step == steps_taken and (name == "ledger" or is_measured))
 
-        for name in sorted(LOGS):  # the ledger before the metrics, as `RunHistory` needs it
-            path = run_dir / f"{name}.jsonl"
+        for file in sorted(SCHEMAS):  # the ledger before the metrics, as `RunHistory` needs it
+            path, name = run_dir / file, file.removesuffix(".jsonl")
             with disk_errors(path):
                 for line, entry, is_kept in keep_lines(path, partial(stays, name), self.warn):
                     if name == "metrics":

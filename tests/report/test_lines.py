@@ -5,13 +5,14 @@ import os
 
 import pytest
 
+from checkpoint.schema import LogFile, read_lines
 from common.errors import CheckpointError
-from report.data import GrowingFile, RunReader
+from report.data import RunReader
 
 
 @pytest.fixture
 def log(tmp_path):
-    return GrowingFile(tmp_path / "metrics.jsonl")
+    return LogFile(tmp_path / "metrics.jsonl")
 
 
 def lines(*steps: int) -> bytes:
@@ -37,6 +38,14 @@ def test_a_file_that_a_resume_has_replaced_is_noticed_but_not_one_that_begins_al
     if after is not None:
         log.path.write_bytes(after)
     assert log.is_replaced()
+
+
+def test_a_last_line_that_lacks_only_its_end_is_read_when_nothing_is_appended_any_more(log):
+    log.path.write_bytes(lines(1, 2)[:-1])
+    assert [*log.new_lines()] == [lines(1)]
+    assert [(line, entry.step) for line, entry in read_lines(log.path)] == [(lines(1), 1), (lines(2), 2)]
+    log.path.write_bytes(lines(1, 2)[:-2])
+    assert [line for line, _ in read_lines(log.path)] == [lines(1)]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "power.csv"])

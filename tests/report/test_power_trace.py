@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from report.data import MOST_VALUES, PowerTrace
+from report.power import MOST_VALUES, PowerTrace
 
 HEADER = "time,gpu,watts,utilization,memory_bytes,temperature,sm_clock_mhz,throttle_reasons,phase,step\n"
 START = 1_795_000_000.0
