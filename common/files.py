@@ -224,13 +224,12 @@ def holder_runs(lock: Path) -> Optional[bool]:
     if holder[2] != socket.gethostname():
         return None
     try:
-        opened = os.listdir(f"/proc/{holder[1]}/fd")
+        for descriptor in Path("/proc", holder[1], "fd").iterdir():  # another process may have its number now
+            with suppress(OSError):
+                if descriptor.samefile(lock):
+                    return True
     except PermissionError:  # another user's process
         return True
     except OSError:
-        return False
-    for descriptor in opened:  # another process may have its number by now
-        with suppress(OSError):
-            if os.path.samestat(os.stat(f"/proc/{holder[1]}/fd/{descriptor}"), os.stat(lock)):
-                return True
+        pass
     return False

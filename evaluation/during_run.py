@@ -97,7 +97,7 @@ def evaluate(run: Run) -> None:
         HEARTBEAT.enter(phase, progress.step)
         result = measure()
         metrics.update(result.metrics)
-        run.log.evaluation(progress.step, result.line)
+        run.log.append("evaluations", {"step": progress.step, **result.line})
         best = ""
         if metric == "val_loss" and progress.step > 0:
             loss = result.metrics["val_loss"]

@@ -39,11 +39,11 @@ def append_ledger(run: Run, result: StepResult) -> None:
     step = run.progress.step + 1
     if run.ranks.is_rank0:
         rows = run.inputs.order(run.config, run.ranks).all_rows(run.progress.step)
-        entry = {"rows_crc32": rows_crc32(rows), "loss": result.loss, "grad_norm": result.grad_norm,
-                 "updated": result.updated}
+        entry = {"step": step, "rows_crc32": rows_crc32(rows), "loss": result.loss,
+                 "grad_norm": result.grad_norm, "updated": result.updated}
         if result.spike:
             entry |= {"spike": round(result.spike, 1), "rows": rows.tolist()}
-        run.log.entry(step, entry)
+        run.log.append("ledger", entry)
         for kind, sentence in run.log.divergence.add(result.loss, result.grad_norm).items():
             text = (f"{sentence}. Start again with RESUME=never and a LEARNING_RATE well "
                     f"below {run.config.learning_rate:g}")

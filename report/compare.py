@@ -123,38 +123,31 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
 
     Without a common step each run has its own last one, which the page names.
     """
-    def row(name: str, better: str, curve: str, error: str = "") -> dict[str, Any]:
-        curves = [run.curves.get(curve, Curve()) for run in runs]
-        steps = [set(each.steps().tolist()) for each in curves if each.newest]
-        step = max(set.intersection(*steps), default=None)
-        if step is None:
-            return {"name": f"{name} (last)", "better": None,
-                    "cells": cells(error, [each.newest for each in curves])}
-        pairs = [(each.at(step), step) if each.newest else None for each in curves]
-        return {"name": f"{name} at step {step:,}", "better": better, "cells": cells(error, pairs)}
-
-    def cells(error: str, found: list[Optional[tuple[float, int]]]) -> list[Optional[dict[str, Any]]]:
-        errors = [run.curves.get(error, Curve()) for run in runs]
-        return [pair and {"value": pair[0], "stderr": each.at(pair[1]), "step": pair[1]}
-                for pair, each in zip(found, errors)]
-
     names = list(dict.fromkeys(name for run in runs for name in run.curves if run.curves[name].newest))
-    settings = runs[0].settings
-    if "val_loss" in names:
-        yield row("validation loss", "lower", "val_loss", "val_loss_stderr")
-        best = [run.curves.get("val_loss", Curve()).lowest for run in runs]
-        yield {"name": "validation loss (best)", "better": "lower", "cells": cells("val_loss_stderr", best)}
-    for name, label in (("val_perplexity", "perplexity"), ("val_bits_per_byte", "bits per byte")):
-        if name in names:
-            yield row(label, "lower", name)
-    for name, label in task_names(names, settings.get("HELLASWAG_NAME", "HellaSwag")).items():
-        stem = name.removesuffix("_norm").removesuffix("_acc")
-        yield row(f"{label} accuracy", "higher", name, "" if name.endswith("_norm") else f"{stem}_stderr")
-    for name in HIGHER:
-        if name in names:
-            yield row(name.replace("_", " "), "higher", name, f"{name}_stderr")
-    if "train_loss" in names:
-        yield row("training loss", "lower", "train_loss")
+    tasks = task_names(names, runs[0].settings.get("HELLASWAG_NAME", "HellaSwag"))
+    titles = {"val_loss": ("validation loss", "lower"), "val_perplexity": ("perplexity", "lower"),
+              "val_bits_per_byte": ("bits per byte", "lower"),
+              **{name: (f"{label} accuracy", "higher") for name, label in tasks.items()},
+              **{name: (name.replace("_", " "), "higher") for name in HIGHER},
+              "train_loss": ("training loss", "lower")}
+
+    for name, (label, better) in titles.items():
+        if name not in names:
+            continue
+        curves = [run.curves.get(name, Curve()) for run in runs]
+        errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
+        common = set.intersection(*({*curve.steps().tolist()} for curve in curves if curve.newest))
+        rows = [(f"{label} (last)", None, [curve.newest for curve in curves])]
+        if common:
+            step = max(common)
+            values = [(curve.at(step), step) if curve.newest else None for curve in curves]
+            rows = [(f"{label} at step {step:,}", better, values)]
+        if name == "val_loss":
+            rows.append((f"{label} (best)", better, [curve.lowest for curve in curves]))
+        for title, direction, values in rows:
+            cells = [value and {"value": value[0], "stderr": error.at(value[1]), "step": value[1]}
+                     for value, error in zip(values, errors)]
+            yield {"name": title, "better": direction, "cells": cells}
 
 
 def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
@@ -184,7 +177,6 @@ def tests(runs: list[RunReader]) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def title_of(name: str, run: RunReader) -> str:
-    """The title of an evaluation."""
     return run.settings.get("HELLASWAG_NAME", "HellaSwag") if name == "hellaswag" else name
 
 

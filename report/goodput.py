@@ -58,7 +58,6 @@ class Process:
 
     @property
     def started(self) -> float:
-        """The time of its start event."""
         return self.events[0]["time"]
 
     @property

@@ -35,7 +35,6 @@ class Report:
         self.runs = [RunReader(folder, name) for folder, name in zip(folders, distinct_names(folders))]
 
     def read(self) -> None:
-        """Read what is new."""
         for run in self.runs:
             run.read()
 

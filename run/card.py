@@ -144,11 +144,7 @@ def sections_of(card: str) -> dict[str, str]:
 
 
 def run_card(run: Any) -> str:
-    """Return the card of a run's next checkpoint. On rank 0 alone, it calls no collective.
-
-    Args:
-        run: a `run.life.Run`.
-    """
+    """Return the card of the next checkpoint of a `run.life.Run`. On rank 0 alone, it calls no collective."""
     config, progress, vocab_size = run.config, run.progress, run.inputs.tokenizer.vocab_size
     data, scores = [*data_sets(run)], [*newest_scores(run)]
     languages = [part.strip() for part in config.model_language.split(",") if part.strip()]
@@ -236,7 +232,6 @@ def origin(base: Optional[Path], own_license: str = "") -> dict[str, Any]:
 
 
 def license_of(facts: Mapping[str, str]) -> dict[str, str]:
-    """Return the license in a card's metadata."""
     return {key: facts[key] for key in ("license", "license_name", "license_link") if facts.get(key)}
 
 

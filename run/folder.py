@@ -80,32 +80,27 @@ def make_and_lock(config: Config, warn: Warn) -> Iterator[RunFolder]:
         with disk_errors(path):
             path = new_folder(path)
         made = [path, *made[1:]]
-
-    def remove_empty() -> None:
+    try:
+        with lock_run(path, warn), ExitStack() as stack:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; "
+                                      "wait for that job, stop it, or set another RUN_NAME") from error
+            except OSError:  # not all file systems lock folders; the lock file is held in any case
+                pass
+            try:
+                yield RunFolder(path, descriptor)
+            finally:
+                with suppress(OSError):
+                    if made and os.listdir(path) == [LOCK]:  # while this process holds the lock
+                        (path / LOCK).unlink()
+    finally:
         with suppress(OSError):
             for folder in made:
                 folder.rmdir()
-
-    def remove_lock_if_alone() -> None:  # while this process holds it
-        with suppress(OSError):
-            if os.listdir(path) == [LOCK]:
-                (path / LOCK).unlink()
-
-    with ExitStack() as stack:
-        stack.callback(remove_empty)
-        stack.enter_context(lock_run(path, warn))
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"{path} is in use by another job, although its {LOCK} was deleted; wait "
-                                  "for that job, stop it, or set another RUN_NAME") from error
-        except OSError:  # not all file systems lock folders; the lock file is held in any case
-            pass
-        if made:
-            stack.callback(remove_lock_if_alone)
-        yield RunFolder(path, descriptor)
 
 
 def is_inside(folder: Path, run_dir: Path) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TextIO
@@ -37,13 +37,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunHistory:
-    """Takes each line of ledger.jsonl and metrics.jsonl, of a step the ledger's first.
+    """Takes each line of ledger.jsonl and metrics.jsonl, of a step the ledger's first."""
 
-    Args:
-        tokens_per_step: TOTAL_BATCH_SIZE.
-    """
-
-    def __init__(self, tokens_per_step: int):
+    def __init__(self, tokens_per_step: int):  # TOTAL_BATCH_SIZE
         self.tokens_per_step = tokens_per_step
         self.logged_step: Optional[int] = None  # of the newest metrics; first, the step before the ledger
         self.first: dict[str, tuple[int, float]] = {}  # the first value of each evaluation, with its step
@@ -122,13 +118,12 @@ def keep_lines(path: Path, keeps: Callable[[Line], bool], warn: Callable[[str], 
     if not path.exists():
         return
     beside, aside, bad_lines = path.with_suffix(".tmp"), path.with_name(f"{path.name}.bad"), 0
-    with ExitStack() as stack:
-        kept, bad = stack.enter_context(open(beside, "wb", opener=plain)), None
+    with open(beside, "wb", opener=plain) as kept:
         for line, entry in read_lines(path):
             if entry is None:
                 bad_lines += 1
-                bad = bad or stack.enter_context(open(aside, "ab", opener=plain))
-                bad.write(line.rstrip(b"\n") + b"\n")
+                with open(aside, "ab", opener=plain) as bad:
+                    bad.write(line.rstrip(b"\n") + b"\n")
                 continue
             if is_kept := keeps(entry):
                 kept.write(line)
@@ -273,7 +268,6 @@ class RunLog:
         self._write(f"{self.prefix} {text}", sys.stdout)
 
     def warn(self, text: str) -> None:
-        """Log a warning, on the error stream."""
         self._write(f"{self.prefix} warning: {text}", sys.stderr)
 
     def _write(self, line: str, console: TextIO) -> None:
@@ -284,9 +278,10 @@ class RunLog:
             self.warn(f"the console cannot be written: {error.strerror}; the run continues, and its log "
                       "folder has every line")
 
-    def _write_json(self, name: str, entry: dict[str, Any]) -> None:
+    def append(self, name: str, entry: dict[str, Any]) -> None:
+        """Append a line to `name`.jsonl once the run's folder is open; NaN and infinity become null."""
         if name in self.lines:
-            line = json.dumps(entry, ensure_ascii=name != "samples")
+            line = json.dumps(finite(entry), ensure_ascii=name != "samples")
             self.lines[name].write(line)
             if name == "ledger":
                 self.history.add_ledger(entry["step"], f"{line}\n".encode())
@@ -294,7 +289,7 @@ class RunLog:
     def step(self, metrics: dict[str, Any]) -> None:
         """Log a step's metrics to metrics.jsonl and the trackers; NaN and infinity become null."""
         step, metrics = metrics["step"], finite(metrics)
-        self._write_json("metrics", {"step": step, "time": time.time(), **metrics})
+        self.append("metrics", {"step": step, "time": time.time(), **metrics})
         self.history.add_metrics(step, metrics)
         values = {name: value for name, value in metrics.items()
                   if isinstance(value, (int, float)) and name != "step"}
@@ -312,20 +307,11 @@ class RunLog:
         # Not the escape of a lone surrogate, as in a path that is not Unicode: the line would not be valid.
         texts = {name: value.encode(errors="replace").decode() for name, value in facts.items()
                  if isinstance(value, str)}
-        facts = finite(facts) | texts
-        self._write_json("events", {"time": time.time(), "step": step, "event": event, **facts})
-
-    def entry(self, step: int, facts: dict[str, Any]) -> None:
-        """Log a step's line in ledger.jsonl: which rows it read, and its result."""
-        self._write_json("ledger", {"step": step, **finite(facts)})
-
-    def evaluation(self, step: int, facts: dict[str, Any]) -> None:
-        """Log the results of an evaluation item by item, in evaluations.jsonl."""
-        self._write_json("evaluations", {"step": step, **facts})
+        self.append("events", {"time": time.time(), "step": step, "event": event, **facts, **texts})
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Log generated text to samples.jsonl and the console."""
-        self._write_json("samples", {"step": step, "prompt": prompt, "text": text})
+        self.append("samples", {"step": step, "prompt": prompt, "text": text})
         self._send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
         self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (end of text at once)")
