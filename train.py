@@ -11,6 +11,7 @@ from typing import Any, Optional
 
 from common.errors import SettingsError
 from common.text import exit_if_unread, print_safely, printable, write_line_by_line
+from observe.forecast import FORECASTS
 from parallel.process import (
     EXIT_PREEMPTED,
     exit_at_signals,
@@ -22,14 +23,15 @@ from parallel.process import (
 from settings.load import Loaded, exit_with, load_or_exit
 
 USAGE = ("python train.py [--preset NAME] [--config FILE.json] [--env-file FILE] [--any-setting VALUE ...] "
-         "[--check]")
+         "[--check [memory | scaling]]")
 
 if __name__ == "__main__":
     open_missing_streams()
     exit_with_launcher()
     exit_at_signals()
     write_line_by_line()
-    LOADED = load_or_exit(sys.argv[1:], USAGE)  # before torch's import takes seconds: a typo is reported now
+    # Before torch's import, which takes seconds: a typo is reported now.
+    LOADED = load_or_exit(sys.argv[1:], USAGE, FORECASTS)
 
 # ruff: noqa: E402
 import torch
@@ -52,7 +54,7 @@ from run.trackers import abandoning_trackers
 
 def main(argv: Sequence[str] = (), loaded: Optional[Loaded] = None) -> int:
     """Run with these flags, or with what was loaded already; returns the exit code."""
-    loaded = loaded or load_or_exit(argv, USAGE)
+    loaded = loaded or load_or_exit(argv, USAGE, FORECASTS)
     try:
         with exit_if_unread() if loaded.check else nullcontext():
             check.provide_sample(loaded.config, may_write=not loaded.check)

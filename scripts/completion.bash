@@ -29,6 +29,7 @@ _paddock() {
         *:--preset)
             case "$current" in *,*) before=$before${current%,*}, current=${current##*,} ;; esac
             words=$(cd "$root/settings/presets" && ls) words=${words//.env/} ;;
+        *:--check) words="memory scaling" ;;
         *:--run-name) words=$(ls runs 2> /dev/null) ;;
         *:--resume) words="auto never $(_paddock_checkpoints)" ;;
         *:--*-checkpoint | *:--teacher-model) words=$(_paddock_checkpoints) ;;
@@ -51,6 +52,8 @@ _paddock_flags() {
             grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
     done
     case "$script" in *train.py | *run.sh) echo --check ;; esac
+    case "$script ${COMP_WORDS[*]}" in *train.py*" --check "*scaling*) file=$root/observe/forecast.py ;; *) file=/dev/null ;; esac
+    grep -oE '"--[a-z][a-z-]*"' "$file" | tr -d '"'
     case "$script" in
         *train.py | *.sh | *launch.py | *run.py | *pipeline.py | *load_*.py | *verify_resume.py | *replay_step.py | *evaluate.py)
             echo --config --env-file

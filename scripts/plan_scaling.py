@@ -1,2 +1,6 @@
-"""Has moved: python scripts/dev/plan_scaling.py"""
-raise SystemExit(__doc__)
+"""Stays for one release: python train.py --check scaling"""
+import os
+import sys
+
+TRAIN = f"{os.path.dirname(__file__)}/../train.py"
+os.execv(sys.executable, [sys.executable, TRAIN, "--check=scaling", *sys.argv[1:]])

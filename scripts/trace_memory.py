@@ -1,2 +1,6 @@
-"""Has gone: python train.py --check forecasts the memory; tests hold the forecast against a trace."""
-raise SystemExit(__doc__)
+"""Stays for one release: python train.py --check memory"""
+import os
+import sys
+
+TRAIN = f"{os.path.dirname(__file__)}/../train.py"
+os.execv(sys.executable, [sys.executable, TRAIN, "--check=memory", *sys.argv[1:]])

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import sys
+from argparse import ArgumentParser
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, Optional, get_args, get_origin
@@ -21,7 +23,7 @@ from dotenv.variables import Variable, parse_variables
 from pydantic import ValidationError
 
 from common.command_line import VERSION, filled
-from common.errors import SettingsError
+from common.errors import SettingsError, run_script
 from common.files import read_text
 from common.text import command, exit_if_unread, print_safely, show, without_passwords
 from config import SECRETS, SECTIONS, Config, input_rules, on_resume, rules
@@ -50,6 +52,9 @@ LIBRARIES = re.compile(
     "|ONEDNN|DNNL|ATEN|BNB)_[A-Z0-9_]+|MASTER_(ADDR|PORT)|(HTTPS?|NO)_PROXY")
 OPTIONAL = {name for name, field in Config.model_fields.items() if field.default is None}
 LOADER_FLAGS = ("env_file", "config", "check")
+# What --check may name, and what it prints then.
+FORECASTS = {"memory": "memory of a step, traced for any size without that memory, beside the forecast",
+             "scaling": "bytes exchanged, step time and efficiency on 1 to 1,024 GPUs (docs/scaling.md)"}
 
 
 def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
@@ -170,7 +175,8 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
             problems.append(f"command line: {shortened(flag + has_value)} has no name; write --name value")
             continue
         # The next argument is the value, unless it is a flag or this one needs none.
-        if not has_value and arguments and not arguments[0].startswith("--") and name != "check":
+        has_next = arguments and not arguments[0].startswith("--")
+        if not has_value and has_next and (name != "check" or arguments[0] in FORECASTS):
             value, has_value = arguments.pop(0), "="
         elif not has_value and (name == "check" or name in SWITCHES):
             value, has_value = "true", "="
@@ -424,6 +430,8 @@ def help_text(usage: str) -> str:
     add("--config FILE.json", "settings from a JSON file, flat or in sections")
     add("--env-file FILE", "settings from this file instead of .env")
     add("--check", "report everything that can be known before the run, and exit")
+    for name, meaning in FORECASTS.items():
+        add(f"--check {name}", f"{meaning}; --check {name} --help lists its options")
     add("--version", "show the version and exit")
     for section, settings in groupby(describe_settings(), key=lambda line: line.section):
         lines += ["", section]
@@ -446,8 +454,20 @@ def find_run(name: str) -> Path:
     return path.parent if path.name == "checkpoints" else path
 
 
-def load_or_exit(argv: Sequence[str], usage: str) -> Loaded:
-    """Return the configuration with `.env`'s exports exported; exits after --help, --version or mistakes."""
+def load_or_exit(argv: Sequence[str], usage: str,
+                 forecasts: Mapping[str, Callable[[Sequence[str]], None]] = {}) -> Loaded:
+    """Return the configuration with `.env`'s exports exported; exits after --help, --version or mistakes.
+
+    Args:
+        forecasts: what prints each of FORECASTS, given the other flags; afterwards the process exits.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--check", nargs="?")
+    named, others = parser.parse_known_args(argv)
+    if named.check in forecasts:
+        if os.environ.get("RANK", "0") == "0":  # one process reports for all
+            run_script(partial(forecasts[named.check], others))
+        raise SystemExit(0)
     if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():
             if first:

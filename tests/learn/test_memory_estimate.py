@@ -8,9 +8,9 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trace_memory import trace
 
 import lora
+import train
 from config import Config, ModelConfig, rules
 from fused import matmul
 from learn import cost
@@ -18,6 +18,7 @@ from learn.cost import activation_bytes, estimate_memory, parameter_count
 from model import AttentionMeta, TransformerBlock
 from model_utils import DTYPES
 from observe.check import GIB, memory_advice
+from observe.trace import trace
 from settings.load import PRESETS_DIR, load_config
 
 FULL = {"world_size": 8, "sharding": "full"}
@@ -62,6 +63,18 @@ def test_the_forecast_is_what_torch_traces(changes, vocab_size, dtype):
     norms = config.dim * (2 * config.n_layers + 1) * (DTYPES[dtype].itemsize if config.lora_enabled else 12)
     held += norms * (1 - 1 / config.ranks_per_copy)
     assert held == pytest.approx(traced.parameters + traced.optimizer, rel=0.01)
+
+
+def test_check_memory_prints_the_trace_beside_the_forecast(capsys):
+    flags = ["--dim=512", "--n-layers=3", "--n-heads=8", "--n-kv-heads=2", "--world-size=8", "--sharding=full", "--vocab-size=1000"]
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--check", "memory", *flags])
+    out = capsys.readouterr().out
+    off, = re.findall(r"peak +[\d.]+ GiB; the forecast is [\d.]+ \(([-+\d.]+) %\)", out)
+    assert not ended.value.code and abs(float(off)) < 5 and out.count("GiB a device") == 2
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--check", "memory", "--distillation-enabled=true"])
+    assert ended.value.code == 2 and "DISTILLATION_ENABLED" in capsys.readouterr().err
 
 
 # Settings that do not fit: a preset, its changes, and the memory of a GPU in GB

@@ -39,7 +39,9 @@ REFERENCE = "7de12f9"
 # (regular expression for "case: fact", reason): what is meant to differ from the reference.
 INTENDED = [
     (r"^help: .*: text$", "help texts stand on their own (STYLE.md); names, choices and defaults are the same"),
-    (r"^help: scripts/(plot_run|plan_scaling|trace_memory).py", "are aliases that print where the script has moved"),
+    (r"^help: train.py", "has --check memory and --check scaling, which were trace_memory.py and plan_scaling.py"),
+    (r"^help: scripts/(plan_scaling|trace_memory).py", "are aliases of train.py --check scaling and --check memory"),
+    (r"^help: scripts/plot_run.py", "is an alias that prints where the script has moved"),
     (r"^help: scripts/report.py", "has --plot, which was plot_run.py")]
 
 STEPS, MIDDLE = 6, 3

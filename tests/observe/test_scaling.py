@@ -1,25 +1,30 @@
-"""scripts/dev/plan_scaling.py: the bytes that it predicts are those that torch exchanges."""
+"""--check scaling: the bytes that it predicts are those that torch exchanges."""
 
+import re
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import torch
+from commands import ROOT
 from factories import TINY, run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
 from config import Config
 from dataloaders import Batch
 from learn.objectives import NextToken
 from model_utils import build_model, gradient_sync, wrap_model
+from observe.scaling import Exchanged, Hardware, collectives
 from parallel import fsdp
 from parallel.ranks import joined_ranks
-from scripts.dev.plan_scaling import Hardware, collectives, sizes_of
 
 KINDS = {"allreduce_": "all_reduce", "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter"}
 RANKS, VOCABULARY, MICRO_BATCHES = 4, 512, 2
 
 
-class Exchanged(TorchDispatchMode):
+class Counted(TorchDispatchMode):
     """Counts the bytes of the whole tensors that go through torch's collectives, by their kind."""
 
     def __init__(self):
@@ -42,14 +47,14 @@ def compare(mode: str, changes: dict) -> None:
         model = build_model(config, VOCABULARY, ranks, compute_dtype)
         trained = wrap_model(model, ranks, config.gradient_dtype)
         tokens_BT = torch.randint(0, VOCABULARY, (2, 32))
-        with Exchanged() as found:
+        with Counted() as found:
             for number in range(MICRO_BATCHES):
                 with gradient_sync(trained, number == MICRO_BATCHES - 1):
                     NextToken().loss_sum(trained, Batch(tokens_BT, tokens_BT)).total.backward()
             if fsdp.is_sharded(model):
                 fsdp.average_vectors(model, ranks)
         expected = Counter()
-        for each in collectives(mode, sizes_of(config, VOCABULARY), RANKS, 2, MICRO_BATCHES):
+        for each in collectives(mode, Exchanged.of(config, VOCABULARY), RANKS, 2, MICRO_BATCHES):
             expected[each.kind] += each.calls * each.bytes
         assert found.bytes == expected, (found.bytes, expected)
         print("equal")
@@ -64,9 +69,26 @@ def test_the_predicted_bytes_are_those_of_a_real_step(mode, changes, tmp_path):
 
 def test_a_ring_and_a_tree_take_the_time_of_the_formula():
     hardware = Hardware(per_machine=8, nvlink=400e9, network=40e9, flops=1)
-    sizes = sizes_of(Config(**{"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336,
+    model = Exchanged.of(Config(**{"dim": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 14336,
                                "tie_embeddings": False}), 128_256)
-    assert sizes.layers * sizes.block + sizes.matrices * sizes.vocabulary == 8_030_261_248 - sizes.trained_vectors  # Llama 3 8B
-    one, = (each for each in collectives("full", sizes, 16, 8) if each.bytes == sizes.block * 2)
+    assert model.layers * model.block + model.matrices * model.vocabulary == 8_030_261_248 - model.trained_vectors  # Llama 3 8B
+    one, = (each for each in collectives("full", model, 16, 8) if each.bytes == model.block * 2)
     # 64 blocks gathered, over 16 GPUs of 2 machines: 8 network cards, 14 near hops and a far one.
-    assert hardware.seconds(one) == pytest.approx(64 * (sizes.block * 2 * 15 / 16 / 320e9 + 14 * 3.4e-6 + 14e-6 + 8.4e-6))
+    assert hardware.seconds(one) == pytest.approx(64 * (model.block * 2 * 15 / 16 / 320e9 + 14 * 3.4e-6 + 14e-6 + 8.4e-6))
+
+
+def test_the_option_and_its_alias_print_the_same_table():
+    flags = ["--preset=llama3.2-1b", "--network", "25", "--micro-batches", "1", "4"]
+    tables = [subprocess.run([sys.executable, ROOT / script, *check, *flags], capture_output=True, text=True, check=True).stdout
+              for script, check in (("train.py", ["--check", "scaling"]), ("scripts/plan_scaling.py", []))]
+    assert tables[0] == tables[1] and tables[0].count("1,236 million weights") == 2
+    cells, = re.findall(r"^\| 1,024 \| (.*) \|$", tables[0].partition("hybrid is")[0], re.MULTILINE)
+    assert [float(cell) for cell in cells.split(" | ")[::3]] == pytest.approx([9.9, 9.4, 9.4])  # docs/scaling.md
+
+
+@pytest.mark.parametrize("flags, words", [(["--network=0"], "above 0"), (["--dim=100"], "DIM=100"), (["--chekc"], "--check"),
+                                          (["--vocab-size=x"], "--vocab-size")])
+def test_mistakes_in_a_forecast_end_with_2(flags, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train.main(["--check=scaling", *flags])
+    assert ended.value.code == 2 and words in capsys.readouterr().err

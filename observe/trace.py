@@ -1,7 +1,7 @@
-"""Trace the memory of a training step on fake tensors and fake ranks, of any size, without that memory.
+"""The memory of a training step, traced on fake tensors and fake ranks: any size, without that memory.
 
-The step of one rank is run with shapes instead of numbers, by the model, the sharding, the objective and the
-optimizer of a real run: two micro-batches, of which more would need no more, gradient norm, clipping and update.
+The model, the sharding, the objective and the optimizer of a real run take the step of one rank with shapes
+instead of numbers: two micro-batches (more need no more memory), gradient norm, clipping and update.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,24 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Optional
 
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lora
 from config import Config, ModelConfig
+from dataloaders import Batch
+from fused import matmul
+from learn import objectives
+from learn.optim import Optimizer
+from learn.teacher import LlamaTeacher
+from model import Transformer
+from model_utils import clip_scale, gradient_norm, gradient_sync
+from parallel.fsdp import make_mesh, own, shard_model
+from parallel.ranks import Ranks
+from run.start import logprobs_without_adapters
 
 
 class Traced(NamedTuple):
@@ -22,15 +39,18 @@ class Traced(NamedTuple):
     peak: int
 
 
+class Tracker(MemTracker):
+    """Tracks without a report on each module, for which frozen parameters would need gradients."""
+
+    def _ignore(self, *_) -> None:
+        pass
+
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
+
+
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """A process group in which this process is rank 0, and others are never heard."""
-    import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from fused import matmul
-
+    """A process group in which this process is rank 0, and the other ranks never answer."""
     multiplies, pin = matmul.CPU_MULTIPLIES_BF16, torch.Tensor.pin_memory
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     matmul.CPU_MULTIPLIES_BF16 = True  # as a GPU does
@@ -43,77 +63,45 @@ def fake_ranks(world_size: int) -> Iterator[None]:
 
 
 def nbytes(tensors: Iterable[Any]) -> int:
-    """The bytes of a rank's own rows."""
-    from parallel.fsdp import own
-
+    """Return the bytes of this rank's rows."""
     return sum(own(tensor).nbytes for tensor in tensors if tensor is not None)
 
 
-def build(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig], mesh) -> tuple:
+def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional[ModelConfig],
+          mesh) -> tuple[Transformer, Optional[Transformer], objectives.Objective]:
     """Return the model, the frozen one beside it or None, and the objective, as a run builds them."""
-    import torch
-
-    import lora
-    from learn.objectives import (
-        PREFERENCE_OBJECTIVES,
-        Distillation,
-        NextToken,
-        frozen_logprobs,
-        reference_is_stored,
-    )
-    from learn.teacher import LlamaTeacher
-    from model import Transformer
-    from parallel.fsdp import shard_model
-    from run.start import logprobs_without_adapters
-
     model, frozen = Transformer(config, vocab_size, dtype), None
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator())
         lora.cast_base(model, dtype)
-    objective = PREFERENCE_OBJECTIVES[config.preference_objective]
-    if config.training_stage != "dpo":
-        if teacher:
-            frozen = Transformer(teacher, vocab_size, dtype).requires_grad_(False)
-            lora.cast_base(frozen, dtype)
-        objective = Distillation(config, LlamaTeacher(frozen, vocab_size)) if teacher else NextToken()
-    elif not objective.needs_reference or reference_is_stored(config):
-        objective = objective(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2))
+    prefer = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
+    if teacher:
+        frozen = Transformer(teacher, vocab_size, dtype).requires_grad_(False)
+        objective = objectives.Distillation(config, LlamaTeacher(frozen, vocab_size))
+    elif config.training_stage != "dpo":
+        objective = objectives.NextToken()
+    elif not prefer.needs_reference or objectives.reference_is_stored(config):
+        objective = prefer(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2))
     elif config.lora_enabled:
-        objective = objective(config, partial(logprobs_without_adapters, model))
+        objective = prefer(config, partial(logprobs_without_adapters, model))
     else:
         frozen = Transformer(config, vocab_size, dtype).requires_grad_(False).eval()
+        objective = prefer(config, partial(objectives.frozen_logprobs, frozen))
+    if frozen:
         lora.cast_base(frozen, dtype)
-        objective = objective(config, partial(frozen_logprobs, frozen))
     if mesh:
         for each in [model] if teacher or frozen is None else [model, frozen]:
             shard_model(each, mesh, dtype, offload=config.cpu_offload)
     return model, frozen, objective
 
 
-def trace(config: Config, vocab_size: int, dtype, teacher: Optional[ModelConfig] = None) -> Traced:
-    """Take a step of rank 0 on fake tensors; the optimizer's state is there from the beginning.
+def trace(config: Config, vocab_size: int, dtype: torch.dtype,
+          teacher: Optional[ModelConfig] = None) -> Traced:
+    """Take a step of rank 0 on fake tensors. The optimizer's state exists from the beginning.
 
     Args:
         teacher: the shape of a live one, whose weights have the same dtype.
     """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    from dataloaders import Batch
-    from learn.optim import Optimizer
-    from model_utils import clip_scale, gradient_norm, gradient_sync
-    from parallel.fsdp import make_mesh
-    from parallel.ranks import Ranks
-
-    class Tracker(MemTracker):
-        """Without a report on each module, for which frozen parameters would need gradients."""
-
-        def _ignore(self, *_) -> None:
-            pass
-
-        _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
-
     with fake_ranks(config.world_size):
         ranks = Ranks(rank=0, world_size=config.world_size, device=torch.device("cpu"))
         mesh = make_mesh(ranks, config.ranks_per_copy) if config.sharding != "none" else None

@@ -1,0 +1,142 @@
+"""`train.py --check memory` and `--check scaling`: forecasts without data, weights or a GPU."""
+
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+
+from common.command_line import CommandParser
+from common.errors import SettingsError
+from common.text import show
+from config import Config, numeric_rules, shape_rules, sharding_rules
+from learn.cost import estimate_memory, forward_flops
+from observe.scaling import Exchanged, Hardware, collectives
+from settings.load import load_config
+
+MEMORY = """Trace the memory of a training step on fake tensors and fake ranks: any size, without that memory.
+
+    python train.py --check memory --preset llama3-8b --world-size 8
+
+Other flags are settings of train.py; neither data nor weights are read. It prints what a rank holds and the
+peak as torch's memory tracker sees it, beside the forecast of --check. The trace is eager, with causal
+attention and the head's chunks of a CPU, and so is that forecast. The last line is the forecast for a GPU
+with the settings as given.
+"""
+SCALING = """Predict how training scales from 1 to 1,024 GPUs: bytes exchanged, seconds of a step, efficiency.
+
+    python train.py --check scaling --preset llama3-8b
+    python train.py --check scaling --preset llama3.2-1b --network 25
+
+Other flags are settings of train.py, of which the shape, MICRO_BATCH_SIZE, MAX_SEQ_LEN, PRECISION,
+GRADIENT_DTYPE, ACTIVATION_CHECKPOINTING, LORA_* and PEAK_TFLOPS count. Every GPU takes the same micro-batches
+however many there are. The first efficiency assumes that all communication hides behind the computation, the
+second that none does. docs/scaling.md lists what is assumed and what was measured.
+"""
+RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+MODES = ("none", "full", "hybrid")
+
+
+def make_parser(name: str, description: str) -> ArgumentParser:
+    """Return the parser of what both forecasts take."""
+    parser = CommandParser(description, prog=f"python train.py --check {name}", allow_abbrev=False)
+    parser.add_argument("--vocab-size", type=int, default=128_256, metavar="V",
+                        help="of the tokenizer (default: 128256, Llama 3's)")
+    return parser
+
+
+def read_settings(flags: Sequence[str], *rules: Callable[[Config], Iterator[str]]) -> Config:
+    """Return the settings, which must keep these rules; data and a start may be missing."""
+    config = load_config(flags, complete=False).config
+    if problems := [problem for rule in rules for problem in rule(config)]:
+        raise SettingsError(*problems)
+    return config
+
+
+def forecast_memory(argv: Sequence[str]) -> None:
+    """Print a traced step beside the forecast."""
+    args, flags = make_parser("memory", MEMORY).parse_known_args(argv)
+    given = read_settings(flags, numeric_rules, sharding_rules, shape_rules)
+    for name, none in (("distillation_enabled", False), ("lora_base_quantization", "none")):
+        if getattr(given, name) != none:
+            raise SettingsError(f"{name.upper()} cannot be traced; set it to {str(none).lower()}")
+    changes = {"document_mask": False}
+    if given.compile:
+        how = "block" if given.activation_checkpointing == "block" else "none"
+        changes |= {"compile": False, "activation_checkpointing": how}
+        show(f"Traced eagerly (COMPILE=false), with ACTIVATION_CHECKPOINTING={how}")
+    config = given.model_copy(update=changes)
+
+    import torch  # whose import takes seconds
+
+    from model_utils import DTYPES
+    from observe.check import GIB, describe_batch, describe_memory
+    from observe.trace import trace
+
+    dtype = DTYPES.get(config.precision, torch.bfloat16)
+    show(f"Batch: {describe_batch(config)}")
+    traced = trace(config, args.vocab_size, dtype)
+    held = {name: value for name, value in traced._asdict().items() if name != "peak"}
+    held["activations, gathered and temporary"] = traced.peak - sum(held.values())
+    for name, value in held.items():
+        show(f"  {name:<36}{value / GIB:8.2f} GiB")
+    forecast = estimate_memory(config, args.vocab_size, dtype.itemsize, "cpu")
+    both = forecast.total + forecast.host
+    on_gpu = estimate_memory(given, args.vocab_size, dtype.itemsize)
+    show(f"  {'peak':<36}{traced.peak / GIB:8.2f} GiB; the forecast is {both / GIB:.2f} "
+         f"({100 * (both / traced.peak - 1):+.1f} %)",
+         f"Forecast: {describe_memory(forecast)}",
+         f"With the settings as given, on a GPU: {describe_memory(on_gpu)}")
+
+
+def forecast_scaling(argv: Sequence[str]) -> None:
+    """Print what a GPU exchanges in a step and its efficiency, by SHARDING and number of GPUs."""
+    parser = make_parser("scaling", SCALING)
+    add = parser.add_argument
+    add("--micro-batches", type=int, nargs="+", default=[1, 8], metavar="M",
+        help="of a GPU in a step (default: 1 8)")
+    add("--per-machine", type=int, default=8, metavar="N", help="GPUs of a machine (default: 8)")
+    add("--nvlink", type=float, default=450, metavar="GB/S",
+        help="inside a machine, of a GPU in each direction (default: 450, H100)")
+    add("--network", type=float, default=50, metavar="GB/S",
+        help="between machines, of a GPU in each direction (default: 50, which is 400 Gb/s)")
+    add("--achieved", type=float, default=0.8, metavar="SHARE",
+        help="of these that collectives reach (default: 0.8)")
+    add("--utilization", type=float, default=0.45, metavar="SHARE",
+        help="of PEAK_TFLOPS that the computation reaches (default: 0.45 of 989, H100)")
+    args, flags = parser.parse_known_args(argv)
+    numbers = {**vars(args)}
+    if not all(number > 0 for number in (*numbers.pop("micro_batches"), *numbers.values())):
+        parser.error("all numbers must be above 0")
+
+    config = read_settings(flags, shape_rules)
+    peak = (config.peak_tflops or 989) * 1e12
+    hardware = Hardware(args.per_machine, args.nvlink * args.achieved * 1e9,
+                        args.network * args.achieved * 1e9, peak * args.utilization)
+    model = Exchanged.of(config, args.vocab_size)
+    weights = model.layers * model.block + model.matrices * model.vocabulary
+    flops = 3 * sum(forward_flops(config, args.vocab_size, config.max_seq_len))  # of a token
+    flops *= 4 / 3 if config.activation_checkpointing == "block" else 1
+    for count in args.micro_batches:
+        seconds = count * config.micro_batch_size * config.max_seq_len * flops / hardware.flops
+        tokens = f"{count} x {config.micro_batch_size} x {config.max_seq_len}"
+        show(f"{weights / 1e6:,.0f} million weights, {tokens} tokens a GPU and step (micro-batches x rows x "
+             f"length): {seconds:.3f} s of computation", "",
+             "| GPUs | " + " | ".join(f"{mode}: GB sent | s | efficiency" for mode in MODES) + " |",
+             "|---|" + "---|---|---|" * len(MODES))
+        pays = dict.fromkeys(("hidden", "not hidden"))
+        for ranks in RANKS:
+            cells, step = [], {}
+            for mode in MODES:
+                work = collectives(mode, model, ranks, args.per_machine, count)
+                exchange = sum(map(hardware.seconds, work))
+                step[mode] = max(seconds, exchange), seconds + exchange
+                cells.append(f"{sum(each.sent for each in work) / 1e9:.1f} | {exchange:.3f} | "
+                             f"{seconds / step[mode][0]:.0%}, {seconds / step[mode][1]:.0%}")
+            show(f"| {ranks:,} | " + " | ".join(cells) + " |")
+            for index, how in enumerate(pays):
+                if pays[how] is None and step["hybrid"][index] < step["full"][index]:
+                    pays[how] = ranks
+        show("", *(f"hybrid is faster than full from {ranks:,} GPUs on, communication {how}" if ranks else
+                   f"hybrid is not faster than full up to {RANKS[-1]:,} GPUs, communication {how}"
+                   for how, ranks in pays.items()), "")
+
+
+FORECASTS = {"memory": forecast_memory, "scaling": forecast_scaling}
