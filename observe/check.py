@@ -25,7 +25,7 @@ from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes
 from common.text import ROOT, command, duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config, EvalTask, names_start, rules
+from config import PREPARED_BY, SAMPLE, Config, names_start, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, parts_of
 from fused.attention import choose_kernel
@@ -146,9 +146,7 @@ def print_overview(run: Run) -> None:
 def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> None:
     """Print the results of a finished run, where they are, and what to do next.
 
-    Args:
-        phases: those since this process began with the step after `first_step`.
-        latest: the metrics after the last step.
+    `phases` began with this process, after `first_step`; `latest` are the metrics after the last step.
     """
     config, progress, info = run.config, run.progress, run.log.info
     took = f" in {duration(time.perf_counter() - phases.started)}"
@@ -179,8 +177,8 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
     form = "adapters in PEFT's format" if config.lora_enabled else "a Hugging Face model folder"
     info(f"Checkpoint ({form}): {run.saved}")
     if config.lora_enabled:
-        merged = run.folder / "merged"
-        info(f"Merge into base: {command('scripts/merge_lora.py', run.saved, '--output', merged)}")
+        merge = command("scripts/merge_lora.py", run.saved, "--output", run.folder / "merged")
+        info(f"Merge into base: {merge}")
     if config.training_stage == "pretrain":
         info(f"Generate text:   {command('scripts/generate.py', run.saved)}")
     else:
@@ -283,11 +281,7 @@ def probe_objective(config: Config, model: Transformer) -> objectives.Objective:
 
 
 def check(loaded: Loaded) -> int:
-    """Check everything that can be checked before the run, and print it; nothing is written.
-
-    Returns:
-        0, or the exit code of the first problem.
-    """
+    """Print what can be checked before the run; returns 0, or the exit code of the first problem."""
     if os.environ.get("RANK", "0") != "0":  # one process reports for all
         return 0
     checked = Check(loaded)
@@ -331,13 +325,15 @@ class Check:
         for part in text.splitlines():
             show(f"  {mark:<4}  {name}: {part}")
 
+    def messages(self, name: str, source: Loaded | Start) -> None:
+        """Print the notes and the warnings of the settings, or of the start."""
+        for mark, texts in (("ok", source.notes), ("warn", source.warnings)):
+            for text in texts:
+                self.line(name, text, mark)
+
     @contextmanager
     def entry(self, name: str, optional: bool = False) -> Iterator[None]:
-        """A `with` block that checks one thing and prints its line; a PaddockError is its result instead.
-
-        Args:
-            optional: an error is a warning.
-        """
+        """A `with` block that checks one thing; a PaddockError is printed, as a warning if `optional`."""
         try:
             yield
         except PaddockError as error:
@@ -346,19 +342,16 @@ class Check:
 
     def check_settings(self) -> None:
         """Check the settings, and what they ask of the hardware."""
-        loaded, config = self.loaded, self.config
-        self.line("settings", f"{len(loaded.sources)} given, all valid")
-        for mark, messages in (("ok", loaded.notes), ("warn", loaded.warnings)):
-            for message in messages:
-                self.line("settings", message, mark)
+        config = self.config
+        self.line("settings", f"{len(self.loaded.sources)} given, all valid")
+        self.messages("settings", self.loaded)
         with self.entry("hardware"):
             if config.device_memory:  # of a GPU that need not be here
                 device, dtype = torch.device("cuda"), model_utils.DTYPES.get(config.precision, torch.bfloat16)
-                eager = not config.compile or config.debug
                 text = (f"planned for {config.world_size} GPU{'s' if config.world_size > 1 else ''} of "
                         f"{config.device_memory:g} GB (DEVICE_MEMORY), whatever is here: "
                         f"{str(dtype).removeprefix('torch.')} over fp32 master weights, "
-                        f"{'eager' if eager else 'compiled'}")
+                        f"{'eager' if not config.compile or config.debug else 'compiled'}")
             else:
                 device = prepare_device(config)
                 dtype = model_utils.choose_dtype(config, device.type)
@@ -391,7 +384,12 @@ class Check:
                 text = self.tokenizer.decode(self.inputs.rows(np.array([0])).tokens_BT[0].tolist())
                 self.line("first row", repr(text if len(text) <= 300 else text[:300] + "..."))
         for named in config.choice_sets:
-            self.check_evaluation(named)
+            with self.entry("evaluation"):
+                items = (read_choice_set(named, self.tokenizer, config).tasks if self.tokenizer
+                         else read_items(named.path, named.setting))
+                when = (f"every {config.hellaswag_every} steps" if config.hellaswag_every else
+                        "never evaluated (HELLASWAG_EVERY=0)")
+                self.line("evaluation", f"{len(items):,} questions ({named.title}) from {named.path}, {when}")
 
         # What is computed once before the first step, and the teacher.
         if self.inputs and (objectives.reference_is_stored(config)
@@ -412,17 +410,6 @@ class Check:
                     how = f"its {config.distillation_top_k} most likely tokens are stored"
                 self.line("teacher", f"{self.teacher}, with the student's vocabulary; {how}")
 
-    def check_evaluation(self, named: EvalTask) -> None:
-        """Check a multiple-choice set."""
-        config = self.config
-        with self.entry("evaluation"):
-            items = (read_choice_set(named, self.tokenizer, config).tasks if self.tokenizer
-                     else read_items(named.path, named.setting))
-            when = f"every {config.hellaswag_every} steps"
-            if not config.hellaswag_every:
-                when = "never evaluated (HELLASWAG_EVERY=0)"
-            self.line("evaluation", f"{len(items):,} questions ({named.title}) from {named.path}, {when}")
-
     def check_start(self) -> None:
         """Check what the run starts from; from then on the settings are those of the start."""
         config = self.config
@@ -434,9 +421,7 @@ class Check:
                 start.warnings.extend(model_utils.check_model(folder, start.config))
             if config.resume == "never" and has_run(run_dir):
                 start.warnings.append(f"RESUME=never moves the run in {run_dir} aside")
-            for mark, messages in (("ok", start.notes), ("warn", start.warnings)):
-                for message in messages:
-                    self.line("start", message, mark)
+            self.messages("start", start)
             text = f"from initial weights, into {run_dir}"
             if start.state:
                 saved = start.state["progress"]["step"]
@@ -531,8 +516,8 @@ class Check:
     def report_speed(self, config: Config, plan: StepPlan) -> None:
         """Measure the speed, and print how long the run takes, if this machine can tell within seconds."""
         if config.device_memory:
-            self.line("speed", "not measured, because the device of DEVICE_MEMORY is not here")
-        if config.device_memory or self.exit_codes:
+            return self.line("speed", "not measured, because the device of DEVICE_MEMORY is not here")
+        if self.exit_codes:
             return
 
         def how_long(step_seconds: float) -> str:
@@ -543,14 +528,12 @@ class Check:
         vocab_size = self.inputs.tokenizer.vocab_size
         forecast = estimate_memory(alone, vocab_size, self.dtype.itemsize, self.device.type).total
         if forecast > (free := free_memory(self.device)):
-            self.line("speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model needs about "
-                               f"{forecast / GIB:.1f}", "warn")
-            return
+            return self.line("speed", f"not measured: {free / GIB:.1f} GiB are free here, and the model "
+                                      f"needs about {forecast / GIB:.1f}", "warn")
         at_best = plan.computed / config.world_size / matmul_flops(self.device, self.dtype)
         if (seconds := at_best / config.accumulation_steps) > TOO_LONG_SECONDS:
-            self.line("speed", f"not measured: a micro-batch takes about {seconds:.0f} s here; the whole run "
-                               f"at least {how_long(at_best)}", "warn")
-            return
+            return self.line("speed", f"not measured: a micro-batch takes about {seconds:.0f} s here; the "
+                                      f"whole run at least {how_long(at_best)}", "warn")
         with self.entry("speed"):
             seconds = seconds_per_step(self.config, self.inputs, self.device, self.dtype)
             ranks = f", if {config.world_size} ranks scale linearly" if config.world_size > 1 else ""
@@ -609,10 +592,7 @@ def memory_advice(config: Config, room: int, *known) -> str:
     """Return which settings make the forecast fit `room` bytes, for the same global batch.
 
     Those that cost least come first: smaller micro-batches, recomputation, sharding within a machine, over
-    all ranks, and offloading.
-
-    Args:
-        known: the other arguments of estimate_memory.
+    all ranks, and offloading. `known` are the other arguments of estimate_memory.
     """
     rows_per_rank = config.rows_per_step // config.world_size
     smaller = [rows for rows in range(config.micro_batch_size, 0, -1) if rows_per_rank % rows == 0]

@@ -7,8 +7,8 @@ from common.command_line import CommandParser
 from common.errors import SettingsError
 from common.text import show
 from config import Config, numeric_rules, shape_rules, sharding_rules
-from learn.cost import estimate_memory, forward_flops
-from observe.scaling import Exchanged, Hardware, collectives
+from learn.cost import estimate_memory, forward_flops, parameter_count
+from observe.scaling import Hardware, collectives
 from settings.load import load_config
 
 MEMORY = """Trace the memory of a training step on fake tensors and fake ranks: any size, without that memory.
@@ -110,22 +110,20 @@ def forecast_scaling(argv: Sequence[str]) -> None:
     peak = (config.peak_tflops or 989) * 1e12
     hardware = Hardware(args.per_machine, args.nvlink * args.achieved * 1e9,
                         args.network * args.achieved * 1e9, peak * args.utilization)
-    model = Exchanged.of(config, args.vocab_size)
-    weights = model.layers * model.block + model.matrices * model.vocabulary
     flops = 3 * sum(forward_flops(config, args.vocab_size, config.max_seq_len))  # of a token
     flops *= 4 / 3 if config.activation_checkpointing == "block" else 1
     for count in args.micro_batches:
         seconds = count * config.micro_batch_size * config.max_seq_len * flops / hardware.flops
         tokens = f"{count} x {config.micro_batch_size} x {config.max_seq_len}"
-        show(f"{weights / 1e6:,.0f} million weights, {tokens} tokens a GPU and step (micro-batches x rows x "
-             f"length): {seconds:.3f} s of computation", "",
+        show(f"{parameter_count(config, args.vocab_size) / 1e6:,.0f} million weights, {tokens} tokens a GPU "
+             f"and step (micro-batches x rows x length): {seconds:.3f} s of computation", "",
              "| GPUs | " + " | ".join(f"{mode}: GB sent | s | efficiency" for mode in MODES) + " |",
              "|---|" + "---|---|---|" * len(MODES))
         pays = dict.fromkeys(("hidden", "not hidden"))
         for ranks in RANKS:
             cells, step = [], {}
             for mode in MODES:
-                work = collectives(mode, model, ranks, args.per_machine, count)
+                work = collectives(mode, config, args.vocab_size, ranks, args.per_machine, count)
                 exchange = sum(map(hardware.seconds, work))
                 step[mode] = max(seconds, exchange), seconds + exchange
                 cells.append(f"{sum(each.sent for each in work) / 1e9:.1f} | {exchange:.3f} | "

@@ -11,31 +11,6 @@ BUCKET_BYTES = 25 * 2**20  # of DDP
 NVLINK_LATENCY, NETWORK_LATENCY, CALL_LATENCY = 3.4e-6, 14e-6, 8.4e-6
 
 
-class Exchanged(NamedTuple):
-    """Numbers of weights that are exchanged together, and the bytes of one of them."""
-
-    layers: int
-    block: int  # the matrices of one block
-    vocabulary: int  # embedding or head
-    matrices: int  # of the vocabulary: 1 if tied
-    trained_block: int
-    trained_vocabulary: int
-    trained_vectors: int  # in the whole model; they are not sharded
-    compute_bytes: int
-    gradient_bytes: int
-
-    @classmethod
-    def of(cls, config: Config, vocab_size: int) -> "Exchanged":
-        """Return those of a model."""
-        block, vocabulary = config.matrix_count // config.n_layers, vocab_size * config.dim
-        trained = (block, vocabulary, (2 * config.n_layers + 1) * config.dim)
-        if config.lora_enabled:
-            trained = (adapter_count(config) // config.n_layers, 0, 0)
-        return cls(config.n_layers, block, vocabulary, 1 if config.tie_embeddings else 2, *trained,
-                   compute_bytes=4 if config.precision == "fp32" else 2,
-                   gradient_bytes=2 if config.gradient_dtype == "bf16" else FLOAT32)
-
-
 class Collective(NamedTuple):
     """Equal collectives of a step, as one rank of `ranks` takes part in them, on so many machines."""
 
@@ -75,28 +50,34 @@ class Hardware(NamedTuple):
         return work.sent / bandwidth + work.calls * (latency + CALL_LATENCY)
 
 
-def collectives(mode: str, model: Exchanged, ranks: int, per_machine: int,
+def collectives(mode: str, config: Config, vocab_size: int, ranks: int, per_machine: int,
                 micro_batches: int = 1) -> list[Collective]:
     """What one rank exchanges in a step under SHARDING=mode; a copy of hybrid takes one machine."""
-    machines, compute_bytes, gradient_bytes = math.ceil(ranks / per_machine), *model[-2:]
+    layers, machines = config.n_layers, math.ceil(ranks / per_machine)
+    compute_bytes = FLOAT32 if config.precision == "fp32" else 2
+    gradient_bytes = 2 if config.gradient_dtype == "bf16" else FLOAT32
+    # The weights of a block, and of the embedding or the head; those that are trained, in bytes of gradients.
+    block, vocabulary = config.matrix_count // layers, vocab_size * config.dim
+    tables = 1 if config.tie_embeddings else 2
+    trained_block, trained_vocabulary = block * gradient_bytes, vocabulary * gradient_bytes
+    vectors = (2 * layers + 1) * config.dim  # they are not sharded
+    if config.lora_enabled:
+        trained_block, trained_vocabulary, vectors = adapter_count(config) // layers * gradient_bytes, 0, 0
     if mode == "none":
-        trained = model.layers * model.trained_block + model.matrices * model.trained_vocabulary
-        size = (trained + model.trained_vectors) * gradient_bytes
+        size = layers * trained_block + tables * trained_vocabulary + vectors * gradient_bytes
         calls = math.ceil(size / BUCKET_BYTES)
         return [Collective("all_reduce", size / calls, calls, ranks, machines)] if ranks > 1 else []
 
     shard = min(ranks, per_machine) if mode == "hybrid" else ranks
     copies, shard_machines = ranks // shard, math.ceil(shard / per_machine)
-    blocks, matrices = model.layers * micro_batches, model.matrices * micro_batches
-    block, vocabulary = model.trained_block * gradient_bytes, model.trained_vocabulary * gradient_bytes
     work = [
         # Each block for the forward and again for the backward; embedding and head once.
-        Collective("all_gather", model.block * compute_bytes, 2 * blocks, shard, shard_machines),
-        Collective("all_gather", model.vocabulary * compute_bytes, matrices, shard, shard_machines),
-        Collective("reduce_scatter", block, blocks, shard, shard_machines),
-        Collective("reduce_scatter", vocabulary, matrices, shard, shard_machines),
+        Collective("all_gather", block * compute_bytes, 2 * layers * micro_batches, shard, shard_machines),
+        Collective("all_gather", vocabulary * compute_bytes, tables * micro_batches, shard, shard_machines),
+        Collective("reduce_scatter", trained_block, layers * micro_batches, shard, shard_machines),
+        Collective("reduce_scatter", trained_vocabulary, tables * micro_batches, shard, shard_machines),
         # Once a step, with the last micro-batch. Of each copy the same rows go around, one GPU of a machine.
-        Collective("all_reduce", block / shard, model.layers, copies, copies),
-        Collective("all_reduce", vocabulary / shard, model.matrices, copies, copies),
-        Collective("all_reduce", model.trained_vectors * FLOAT32, 1, ranks, machines)]
+        Collective("all_reduce", trained_block / shard, layers, copies, copies),
+        Collective("all_reduce", trained_vocabulary / shard, tables, copies, copies),
+        Collective("all_reduce", vectors * FLOAT32, 1, ranks, machines)]
     return [each for each in work if each.ranks > 1 and each.bytes]

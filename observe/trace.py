@@ -6,7 +6,6 @@ instead of numbers: two micro-batches (more need no more memory), gradient norm,
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -19,14 +18,15 @@ import lora
 from config import Config, ModelConfig
 from dataloaders import Batch
 from fused import matmul
-from learn import objectives
+from learn.cost import reference_is_live
+from learn.objectives import Distillation, Objective
 from learn.optim import Optimizer
 from learn.teacher import LlamaTeacher
 from model import Transformer
 from model_utils import clip_scale, gradient_norm, gradient_sync
+from observe.check import probe_objective
 from parallel.fsdp import make_mesh, own, shard_model
 from parallel.ranks import Ranks
-from run.start import logprobs_without_adapters
 
 
 class Traced(NamedTuple):
@@ -42,10 +42,7 @@ class Traced(NamedTuple):
 class Tracker(MemTracker):
     """Tracks without a report on each module, for which frozen parameters would need gradients."""
 
-    def _ignore(self, *_) -> None:
-        pass
-
-    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = _ignore
+    _pre_fw_hook = _post_fw_hook = _pre_bw_hook = _post_bw_hook = lambda self, *_: None
 
 
 @contextmanager
@@ -68,27 +65,21 @@ def nbytes(tensors: Iterable[Any]) -> int:
 
 
 def build(config: Config, vocab_size: int, dtype: torch.dtype, teacher: Optional[ModelConfig],
-          mesh) -> tuple[Transformer, Optional[Transformer], objectives.Objective]:
+          mesh) -> tuple[Transformer, Optional[Transformer], Objective]:
     """Return the model, the frozen one beside it or None, and the objective, as a run builds them."""
     model, frozen = Transformer(config, vocab_size, dtype), None
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator())
         lora.cast_base(model, dtype)
-    prefer = objectives.PREFERENCE_OBJECTIVES[config.preference_objective]
     if teacher:
-        frozen = Transformer(teacher, vocab_size, dtype).requires_grad_(False)
-        objective = objectives.Distillation(config, LlamaTeacher(frozen, vocab_size))
-    elif config.training_stage != "dpo":
-        objective = objectives.NextToken()
-    elif not prefer.needs_reference or objectives.reference_is_stored(config):
-        objective = prefer(config, lambda batch: torch.zeros(len(batch.tokens_BT), 1, 2))
-    elif config.lora_enabled:
-        objective = prefer(config, partial(logprobs_without_adapters, model))
+        frozen = Transformer(teacher, vocab_size, dtype)
+        objective = Distillation(config, LlamaTeacher(frozen, vocab_size))
     else:
-        frozen = Transformer(config, vocab_size, dtype).requires_grad_(False).eval()
-        objective = prefer(config, partial(objectives.frozen_logprobs, frozen))
+        if reference_is_live(config) and not config.lora_enabled:
+            frozen = Transformer(config, vocab_size, dtype).eval()
+        objective = probe_objective(config, frozen or model)
     if frozen:
-        lora.cast_base(frozen, dtype)
+        lora.cast_base(frozen.requires_grad_(False), dtype)
     if mesh:
         for each in [model] if teacher or frozen is None else [model, frozen]:
             shard_model(each, mesh, dtype, offload=config.cpu_offload)

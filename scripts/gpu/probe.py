@@ -95,15 +95,6 @@ def make_cu_seqlens(rows: int, length: int, documents: int, empty: int, device: 
     return torch.tensor(starts + [rows * length] * (1 + empty), dtype=torch.int32, device=device)
 
 
-def make_mask(rows: int, length: int, documents: int, device: str) -> Tensor:
-    """The causal mask (B, 1, T, T) of the same documents."""
-    number_T = torch.zeros(length, dtype=torch.int64)
-    for document in range(documents):
-        number_T[document * length // documents:] = document
-    mask_TT = (number_T[:, None] == number_T) & torch.ones(length, length, dtype=torch.bool).tril()
-    return mask_TT.expand(rows, 1, -1, -1).to(device)
-
-
 def tflops(task, attend: Callable[..., Tensor], inputs: list[Tensor], flops: float) -> float:
     """TFLOP/s of the forward and backward of a function of q, k and v."""
     seconds = seconds_per_call(task, lambda: torch.autograd.grad(attend(*inputs).sum(), inputs))
@@ -162,8 +153,12 @@ def check_documents(task, kernel: str, dtype: torch.dtype, count: int, empty: in
     with task.attempt(name):
         cu_seqlens = make_cu_seqlens(rows, length, count, empty, task.device)
         found = output_and_gradients(inputs, kernels.attend(kernel, *inputs, None, cu_seqlens))
-        mask = make_mask(rows, length, count, task.device)
-        expected = output_and_gradients(exact, kernels.attend("math", *exact, mask))
+        number_T = torch.zeros(length, dtype=torch.int64)
+        for document in range(count):
+            number_T[document * length // count:] = document
+        mask_TT = (number_T[:, None] == number_T) & torch.ones(length, length, dtype=torch.bool).tril()
+        mask_B1TT = mask_TT.expand(rows, 1, -1, -1).to(task.device)
+        expected = output_and_gradients(exact, kernels.attend("math", *exact, mask_B1TT))
         difference = max(float((one.float() - other).norm() / other.norm())
                          for one, other in zip(found, expected, strict=True))
         task.check(f"{name}: apart", difference <= ALLOWED[dtype], difference)

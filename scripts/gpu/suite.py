@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +73,10 @@ PARTS = (
     Part("fsdp", "correctness", 120, "SHARDING and CPU_OFFLOAD at world size 1 beside the plain run"),
     Part("memory", "correctness", 240, "the memory forecast beside what a step takes, a process a layout",
          alone=True),
-    Part("stage-sft", "correctness", 120, "SFT", needs=BASE),
-    Part("stage-dpo", "correctness", 120, "DPO with a stored reference", needs=BASE),
-    Part("stage-lora-dpo", "correctness", 120, "DPO of adapters with a live reference", needs=BASE),
-    Part("stage-distil", "correctness", 120, "distillation from a live teacher", needs=BASE),
-    Part("stage-distil-stored", "correctness", 120, "distillation from a stored teacher", needs=BASE),
+    *(Part(f"stage-{name}", "correctness", 120, what, needs=BASE) for name, what in {
+        "sft": "SFT", "dpo": "DPO with a stored reference",
+        "lora-dpo": "DPO of adapters with a live reference", "distil": "distillation from a live teacher",
+        "distil-stored": "distillation from a stored teacher"}.items()),
     Part("stage-muon", "correctness", 120, "pretraining with Muon", needs=SAMPLE),
     Part("stage-stops", "correctness", 150, "stopped by SIGTERM, by kill -9, and resumed", needs=SAMPLE),
     Part("power", "correctness", 120, "power, a profile, a memory snapshot, counted FLOPs", alone=True,
@@ -109,22 +108,17 @@ class Suite:
         self.done = 0
 
     def run(self) -> list[dict[str, Any]]:
-        """Run the parts that measure time one by one, then the others in parallel; the results in order."""
+        """Run the parts that measure time one by one, the others in parallel; the results in order."""
         futures: dict[str, Future] = {}
-
-        def start(pool: ThreadPoolExecutor, part: Part) -> None:
-            needed = [futures[name] for name in (HEADER, *part.needs) if name in futures]
-            futures[part.name] = pool.submit(self.run_part, part, needed)
-
-        with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(self.options.jobs) as several:
-            for part in self.parts:
-                if part.alone and not self.options.tiny:
-                    start(one, part)
-            wait(futures.values())
-            # A part comes after those that it needs, so no thread waits for a part that none has started.
-            for part in self.parts:
-                if part.name not in futures:
-                    start(several, part)
+        alone = [part for part in self.parts if part.alone and not self.options.tiny]
+        together = [part for part in self.parts if part not in alone]
+        first, last = ([part for part in alone if bool(part.needs) is needs] for needs in (False, True))
+        # A part comes after those that it needs, so no thread waits for a part that none has started.
+        for threads, parts in ((1, first), (self.options.jobs, together), (1, last)):
+            with ThreadPoolExecutor(threads) as pool:
+                for part in parts:
+                    needed = [futures[name] for name in (HEADER, *part.needs) if name in futures]
+                    futures[part.name] = pool.submit(self.run_part, part, needed)
         return [futures[part.name].result() for part in self.parts]
 
     def run_part(self, part: Part, needed: Sequence[Future]) -> dict[str, Any]:

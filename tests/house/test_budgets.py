@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_000, 6_080, 29_500
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_370, 5_890, 29_500
 BUDGETS = {
     "config.py": 610,
     "data_preparation_utils.py": 290,
@@ -26,11 +26,11 @@ BUDGETS = {
     "fused/": 550,
     "inference/": 720,
     "learn/": 1770,
-    "observe/": 2300,
+    "observe/": 2250,
     "parallel/": 1380,
     "report/": 1340,
     "run/": 2320,
-    "scripts/": 5900,
+    "scripts/": 5890,
     "serving/": 780,
     "settings/": 710,
     "tests/": 29500,
