@@ -56,18 +56,6 @@ class Verdict(NamedTuple):
     text: str
 
 
-def few_steps(config: Config, first: int, steps: int) -> dict[str, Any]:
-    """The settings to change so that a few steps include everything that happens in a run."""
-    interval = max(1, steps // 4)
-    often = {name.upper(): min(getattr(config, name), interval)  # 0 stays 0
-             for name in ("validate_every", "hellaswag_every", "sample_every", "drift_check_every")}
-    return {**often, "MAX_STEPS": first + steps, "SAVE_EVERY": interval, "KEEP_LAST": 1, "KEEP_BEST": 0,
-            "VALIDATION_ROWS": min(config.validation_rows, 2 * config.micro_batch_size * config.world_size),
-            "HELLASWAG_EXAMPLES": min(config.hellaswag_examples or 8, 8), "EARLY_STOPPING_PATIENCE": 0,
-            "SAMPLE_TOKENS": min(config.sample_tokens, 8), "LOG_EVERY": 1, "WANDB_ENABLED": "false",
-            "TENSORBOARD_ENABLED": "false", "REPORT": "false"}
-
-
 def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tuple[dict[str, Any], int]:
     """The settings with which a new run starts from the checkpoint that is named, and the steps it has done.
 
@@ -126,7 +114,16 @@ class Verification(NamedTuple):
     first: int  # the step that they start after
 
     def run(self, name: str, steps: int, ranks: int, **changes: Any) -> TrialRun:
-        settings = {**self.start, **few_steps(self.config, self.first, steps), **changes,
+        """A run with settings by which a few steps include everything that happens in a run."""
+        config, interval = self.config, max(1, steps // 4)
+        often = {name.upper(): min(getattr(config, name), interval)  # 0 stays 0
+                 for name in ("validate_every", "hellaswag_every", "sample_every", "drift_check_every")}
+        rows = min(config.validation_rows, 2 * config.micro_batch_size * config.world_size)
+        settings = {**self.start, **often, "MAX_STEPS": self.first + steps, "SAVE_EVERY": interval,
+                    "KEEP_LAST": 1, "KEEP_BEST": 0, "VALIDATION_ROWS": rows, "EARLY_STOPPING_PATIENCE": 0,
+                    "HELLASWAG_EXAMPLES": min(config.hellaswag_examples or 8, 8), "LOG_EVERY": 1,
+                    "SAMPLE_TOKENS": min(config.sample_tokens, 8), "WANDB_ENABLED": "false",
+                    "TENSORBOARD_ENABLED": "false", "REPORT": "false", **changes,
                     "OUTPUT_DIR": self.folder, "RUN_NAME": name}
         own = [f"--{name.lower().replace('_', '-')}={value}" for name, value in settings.items()]
         return TrialRun(self.folder / name, [*self.flags, *own], ranks)  # the last flag of a name counts
