@@ -249,14 +249,14 @@ def test_a_rank_of_many_reads_some_statuses_at_a_time_and_an_alarm_at_once(monke
     monkeypatch.setattr(hang.threading.Thread, "start", lambda thread: None)
     watch, heard, asked = HangWatchdog(Heartbeat(), store, (100, count), 600, True), [], []
     for rank in range(count):
-        store.set(watch.keys[rank], json.dumps({**state, "rank": rank}))
+        store.set(f"rank-{rank}", json.dumps({**state, "rank": rank}))
     monkeypatch.setattr(store, "multi_get", lambda keys: asked.append(len(keys)) or [store.values[key] for key in keys])
     for _ in range(4):
         watch._poll()
         heard.append({rank for rank, status in enumerate(watch.statuses) if status["host"] == "here"})
     assert {*range(68, 132)} == heard[0] and [len(ranks) for ranks in heard] == [64, 128, 192, 256] and asked == [65] * 4
     assert not watch.alarm
-    store.set(watch.alarm_key, json.dumps({**state, "rank": 7, "sent_at": 2.0, "alarm": True}))
+    store.set(hang.ALARM_KEY, json.dumps({**state, "rank": 7, "sent_at": 2.0, "alarm": True}))
     watch._poll()
     assert watch.alarm and watch.statuses[7]["alarm"]
 
@@ -276,8 +276,8 @@ def test_an_alarm_that_is_older_than_what_was_read_changes_nothing(monkeypatch):
     store, state = Store(), {**Heartbeat().status(), "host": "here", "pid": 7, "stacks_written": False, "reported": False}
     watch = HangWatchdog(Heartbeat(), store, (0, 2), 60, True)
     for rank in range(2):
-        store.set(watch.keys[rank], json.dumps({**state, "rank": rank, "sent_at": 2.0, "alarm": False}))
-    store.set(watch.alarm_key, json.dumps({**state, "rank": 1, "sent_at": 1.0, "alarm": True}))
+        store.set(f"rank-{rank}", json.dumps({**state, "rank": rank, "sent_at": 2.0, "alarm": False}))
+    store.set(hang.ALARM_KEY, json.dumps({**state, "rank": 1, "sent_at": 1.0, "alarm": True}))
     watch._poll()
     assert not watch.alarm and watch.statuses[1]["sent_at"] == 2.0
 
