@@ -131,7 +131,10 @@ def allocate_model(model: Transformer, config: Config, ranks: Ranks) -> None:
     if config.sharding != "none":
         mesh = fsdp.make_mesh(ranks, config.ranks_per_copy)
         fsdp.shard_model(model, mesh, model.compute_dtype, DTYPES[config.gradient_dtype], config.cpu_offload)
-    fsdp.allocate(model, ranks.device, config.cpu_offload)
+    model.to_empty(device="cpu" if config.cpu_offload and fsdp.is_sharded(model) else ranks.device)
+    for parameter in model.parameters():
+        if not fsdp.is_divided(parameter):
+            parameter.data = parameter.data.to(ranks.device)
 
 
 def model_from_tensors(tensors: Mapping[str, LazyTensor], config: ModelConfig, vocab_size: int,
@@ -235,7 +238,8 @@ def exchange_in_bf16(process_group, bucket):
 def gradient_sync(model: nn.Module, is_last: bool) -> Iterator[None]:
     """A `with` block around a micro-batch's forward and backward; ranks exchange gradients in the last."""
     if fsdp.is_sharded(model):
-        fsdp.exchange_over_copies(model, is_last)
+        # Within a shard group every backward exchanges: a rank has no memory for whole gradients.
+        model.set_requires_all_reduce(is_last)
     # The forward belongs into no_sync too: it is where DDP decides whether to exchange.
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not is_last else nullcontext():
         yield

@@ -44,7 +44,7 @@ from learn.optim import learning_rate
 from model_utils import clip_scale, gradient_norm, gradient_sync, seed_step, wrap_model
 from observe import check, guards
 from observe.profile import Measurements, peak_memory_bytes
-from parallel.fsdp import FiniteGradients, average_vectors, is_sharded
+from parallel.fsdp import average_vectors, finite_gradients, is_sharded
 from parallel.ranks import Interrupted, classify_exception, collective, stop_watchdog
 from run.life import Run, StepResult, how_to_resume, record_settings, save_checkpoint, start_writing
 from run.log import console_line
@@ -237,7 +237,7 @@ def recheck_locally(run: Run, batches: list[Batch], count: int) -> bool:
     if not is_sharded(run.model):
         sums = accumulate_gradients(run, run.model, batches, scale)
         return math.isfinite(sums["loss"]) and math.isfinite(gradient_norm(run.model))
-    with torch.compiler.set_stance("force_eager"), FiniteGradients(run.model) as are_finite:
+    with torch.compiler.set_stance("force_eager"), finite_gradients(run.model) as are_finite:
         sums = accumulate_gradients(run, run.model, batches, scale)
         return math.isfinite(sums["loss"]) and are_finite()
 

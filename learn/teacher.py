@@ -30,7 +30,7 @@ from fused.head import IGNORE_INDEX
 from fused.matmul import linear
 from model import Transformer
 from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
-from parallel.fsdp import gather
+from parallel.fsdp import is_sharded
 from parallel.ranks import Ranks, collective
 from tokenizer import load_tokenizer
 
@@ -108,7 +108,8 @@ class LlamaTeacher:
     def logits(self, batch: Batch) -> LogitsOfPart:
         hidden_MD = self.model.hidden(batch.tokens_BT, batch.document_ids_BT).flatten(0, 1)
         hidden_MD = hidden_MD if batch.target_index_M is None else hidden_MD[batch.target_index_M]
-        gather(self.model.head_matrix)
+        if is_sharded(self.model.head_matrix):
+            self.model.head_matrix.unshard()  # until its next forward ends
         weight_VD = self.model.head_matrix.as_head().values_VD
         return lambda part: linear(hidden_MD[part], weight_VD)[:, :self.vocab_size].float()
 

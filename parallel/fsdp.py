@@ -5,6 +5,7 @@ gradient and of its optimizer state. Vectors are small, and whole on every rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Optional, TypeVar
@@ -78,32 +79,8 @@ def shard_model(model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype,
     model.call = lambda method: method()
     register_fsdp_forward_method(model, "call")
     for method in (model.hidden, model.logits):
-        setattr(model, method.__name__, partial(call_without_arguments, model, method))
-
-
-def call_without_arguments(model: nn.Module, method: Callable[..., T], *args, **kwargs) -> T:
-    """Call a method of a sharded model, which gathers what it needs."""
-    return model.call(partial(method, *args, **kwargs))
-
-
-def gather(module: nn.Module) -> None:
-    """Gather the parameters of a module if it is sharded, until its next forward ends.
-
-    Collective within a shard group.
-    """
-    if is_sharded(module):
-        module.unshard()
-
-
-def allocate(model: nn.Module, device: torch.device, offload: bool = False) -> None:
-    """Give a model on the meta device memory: the rank's own rows of what is sharded."""
-    if not is_sharded(model):
-        model.to_empty(device=device)
-        return
-    model.to_empty(device="cpu" if offload else device)
-    for parameter in model.parameters():
-        if not is_divided(parameter):
-            parameter.data = parameter.data.to(device)
+        setattr(model, method.__name__,
+                lambda *args, method=method, **options: model.call(partial(method, *args, **options)))
 
 
 # ------------------------------------------------------------------------------- a rank's own rows
@@ -132,19 +109,9 @@ def own_rows(tensor: Tensor) -> tuple[int, int]:
     rows = tensor.shape[0] if tensor.ndim else 1
     if not is_divided(tensor):
         return 0, rows
-    return _rows_of(tensor.device_mesh.get_local_rank(SHARD), rows, tensor.device_mesh[SHARD].size())
-
-
-def _rows_of(rank: int, rows: int, ranks: int) -> tuple[int, int]:
-    each = -(-rows // ranks)
-    start = min(rows, each * rank)
+    each = -(-rows // tensor.device_mesh[SHARD].size())
+    start = min(rows, each * tensor.device_mesh.get_local_rank(SHARD))
     return start, min(rows, start + each)
-
-
-@torch.no_grad()
-def put(parameter: Tensor, whole: Tensor) -> None:
-    """Copy the rank's own rows of a whole tensor into a parameter."""
-    own(parameter).copy_(whole[slice(*own_rows(parameter))])
 
 
 @torch.no_grad()
@@ -153,6 +120,11 @@ def load_rows(parameter: Tensor, read: ReadRows) -> None:
     start, end = own_rows(parameter)
     if start < end:
         own(parameter).copy_(read(start, end))
+
+
+def put(parameter: Tensor, whole: Tensor) -> None:
+    """Copy the rank's own rows of a whole tensor into a parameter."""
+    load_rows(parameter, lambda start, end: whole[start:end])
 
 
 def ranks_per_copy(model: nn.Module) -> int:
@@ -167,16 +139,12 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
         rows: the rank's own.
         like: the parameter.
     """
-    if not is_divided(like) or like.device_mesh[SHARD].size() == 1:
+    if not is_divided(like):
         return rows
-    group, device = like.device_mesh.get_group(SHARD), like.device_mesh.device_type
-    each = -(-like.shape[0] // group.size())
-    padded = torch.zeros(each, *like.shape[1:], dtype=rows.dtype, device=device)
-    padded[:len(rows)] = rows
-    whole = torch.empty(each * group.size(), *like.shape[1:], dtype=rows.dtype, device=device)
+    mesh = like.device_mesh
     with HEARTBEAT.waiting():
-        dist.all_gather([*whole.split(each)], padded, group=group)  # all_gather_into_tensor is deprecated
-    return whole[:like.shape[0]]
+        return DTensor.from_local(rows.to(mesh.device_type), mesh, like.placements, shape=like.shape,
+                                  stride=like.stride()).full_tensor()
 
 
 def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
@@ -262,40 +230,39 @@ def compute_in_turns(shapes: Sequence[torch.Size], stack: Callable[[int], Tensor
         like: one of the parameters; all are divided over the same ranks, or all are whole.
         dtype: of the batches.
     """
-    group = like.device_mesh.get_group(SHARD) if is_divided(like) else None
-    in_rows = group is not None and group.size() > 1
+    in_rows = is_divided(like) and like.device_mesh[SHARD].size() > 1
+    group = like.device_mesh.get_group(SHARD) if in_rows else None
     rank, size = (group.rank(), group.size()) if in_rows else (ranks.rank, ranks.world_size)
     for first in range(0, len(shapes), size):
-        turn = range(first, min(first + size, len(shapes)))
-        mine = first + rank
+        turn, mine = range(first, min(first + size, len(shapes))), first + rank
         if in_rows:
             yield from _compute_rows(turn, shapes, stack, compute, group)
             continue
-        own_result = compute(stack(mine)) if mine in turn else None
+        computed = compute(stack(mine)) if mine in turn else None
         for owner, batch in enumerate(turn):
-            if size == 1:
-                yield own_result
-                continue
-            result = (own_result.contiguous() if batch == mine else
-                      torch.empty(shapes[batch], dtype=dtype, device=ranks.device))
-            with HEARTBEAT.waiting():
-                dist.broadcast(result, src=owner)
+            result = computed
+            if batch != mine:
+                result = torch.empty(shapes[batch], dtype=dtype, device=ranks.device)
+            if size > 1:
+                result = result.contiguous()
+                with HEARTBEAT.waiting():
+                    dist.broadcast(result, src=owner)
             yield result
 
 
 def _compute_rows(turn: range, shapes: Sequence[torch.Size], stack: Callable[[int], Tensor],
                   compute: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Return the rank's own rows of compute(batch), for at most as many batches as the group has ranks."""
-    rows = [stack(batch) for batch in turn]
-    row_shapes, results, parts = [each.shape for each in rows], [rows[0][:0]], []
+    rows, parts = [stack(batch) for batch in turn], []
+    own_shapes, results = [each.shape for each in rows], [rows[0][:0]]
     if group.rank() < len(turn):
-        count, height, columns = shapes[turn[group.rank()]]
-        bounds = [_rows_of(rank, height, group.size()) for rank in range(group.size())]
-        parts = [torch.Size((count, end - start, columns)) for start, end in bounds]
+        shape = shapes[turn[group.rank()]]
+        height = -(-shape[1] // group.size())  # of a rank's rows; the last ranks may have fewer, or none
+        parts = [part.shape for part in torch.empty(shape, device="meta").split(height, dim=1)]
     rows = _exchange(rows, parts, group)
     if parts:
-        results = compute(torch.cat(rows, dim=1)).split([part[1] for part in parts], dim=1)
-    return _exchange(results, row_shapes, group)
+        results = compute(torch.cat(rows, dim=1)).split(height, dim=1)
+    return _exchange(results, own_shapes, group)
 
 
 def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
@@ -311,14 +278,6 @@ def _exchange(sent: Sequence[Tensor], shapes: Sequence[torch.Size],
 
 
 # ------------------------------------------------------------------------------------- gradients
-
-
-def exchange_over_copies(model: nn.Module, exchange: bool) -> None:
-    """Choose whether the next backward sums gradients over the copies of a sharded model.
-
-    Within a shard group every backward does, because a rank has no memory for whole gradients.
-    """
-    model.set_requires_all_reduce(exchange)
 
 
 @collective
@@ -353,26 +312,19 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-class FiniteGradients:
-    """Watches, in a `with` block, whether the gradients of the rank's own rows are finite.
+@contextmanager
+def finite_gradients(model: nn.Module) -> Iterator[Callable[[], bool]]:
+    """A `with` block around a backward; yields a function: whether this rank's gradients are finite.
 
     The exchange of gradients mixes those of all ranks; this looks at them before it.
     """
-
-    def __init__(self, model: nn.Module):
-        self.finite, self.handles = [], []
+    finite: list[Tensor] = []
+    with ExitStack() as stack:
         for module in filter(is_sharded, model.modules()):
             module.unshard()  # each gathering fills the same parameters
-            self.handles += [parameter.register_hook(self._look) for parameter in module.parameters()
-                             if parameter.requires_grad and not is_divided(parameter)]
+            for parameter in module.parameters():
+                if parameter.requires_grad and not is_divided(parameter):
+                    stack.enter_context(parameter.register_hook(
+                        lambda gradient: finite.append(gradient.isfinite().all())))
             module.reshard()
-
-    def _look(self, gradient: Tensor) -> None:
-        self.finite.append(gradient.isfinite().all())
-
-    def __enter__(self) -> Callable[[], bool]:
-        return lambda: all(map(bool, self.finite))
-
-    def __exit__(self, *_) -> None:
-        for handle in self.handles:
-            handle.remove()
+        yield lambda: all(map(bool, finite))
