@@ -203,7 +203,7 @@ class Phases:
         own = [*table_of(steps, STEP_PHASES).sum(0) / max(1, len(steps)), *compared.sum(0) / max(1, count),
                *variances, self.own_pauses["evaluation"], self.own_pauses["save"],
                time.perf_counter() - self.compared_at]
-        every = np.array(self.run.ranks.all_gather_floats(own))
+        every = np.array(self.run.ranks.all_gather_json(own))
         means = dict(zip(STEP_PHASES, every[:, :len(STEP_PHASES)].mean(0).tolist()))
         step_seconds = sum(means.values())
         if count >= COMPARED_STEPS - 1:  # the first was left out

@@ -118,7 +118,7 @@ class Measurements:
         """
         reading = self.sampler.read() if self.sampler else Reading()
         size, ranks = len(Work._fields), self.run.ranks
-        gathered = ranks.all_gather_floats([*self.work, *(reading if self.is_sampled else ())])
+        gathered = ranks.all_gather_json([*self.work, *(reading if self.is_sampled else ())])
         work = Work(*(int(sum(column)) for column in zip(*(row[:size] for row in gathered))))
         self.work, metrics = Work(), {}
         if self.peak:

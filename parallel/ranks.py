@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Optional, TypeVar
@@ -80,14 +80,6 @@ class Ranks:
             return [float(value) for value in values]
         return self.tolist(self.all_reduce(torch.tensor(values, dtype=torch.float64, device=self.device)))
 
-    @collective
-    def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Return every rank's float64 values, equally many, in rank order."""
-        rows = [[0.0] * len(values) for _ in range(self.world_size)]
-        rows[self.rank] = [*values]
-        flat, size = self.all_reduce_floats([value for row in rows for value in row]), len(values)
-        return [flat[rank * size:(rank + 1) * size] for rank in range(self.world_size)]
-
     def tolist(self, tensor: torch.Tensor) -> list[float]:
         """Return tensor.tolist(). On a GPU this is where the host waits for the other ranks."""
         with HEARTBEAT.waiting():
@@ -101,14 +93,7 @@ class Ranks:
     @collective
     def broadcast(self, value):
         """Return rank 0's JSON-like value on every rank."""
-        if self.world_size == 1:
-            return value
-        data = json.dumps(value).encode() if self.is_rank0 else b""
-        size = int(self.all_reduce_floats([len(data)])[0])
-        with HEARTBEAT.waiting():
-            buffer = torch.frombuffer(bytearray(data.ljust(size)), dtype=torch.uint8).to(self.device)
-            dist.broadcast(buffer, src=0)
-            return json.loads(bytes(buffer.tolist()))
+        return self.all_gather_json(value if self.is_rank0 else None)[0]
 
     @collective
     def all_gather_json(self, value) -> list:
@@ -201,58 +186,49 @@ def joined_ranks(device_type: str, timeout_seconds: float) -> Iterator[Ranks]:
 
 def _init_process_group(ranks: Ranks, timeout_seconds: float) -> None:
     global watchdog
-    device, place = ranks.device, {"rank": ranks.rank, "world_size": ranks.world_size}
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ValueError("an address and a number are expected")
     restrict_interface(host, one_machine=os.environ.get("LOCAL_WORLD_SIZE") == str(ranks.world_size))
     store_on_rank0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    join_seconds = timeout_seconds if launched else min(timeout_seconds, JOIN_SECONDS)
-    with _default_signal_handlers():
-        # The rendezvous finds rank 0's store at the port; torch's own would listen on all interfaces.
-        _hosted = store_on_rank0 and ranks.is_rank0 and host_store(listen_at([host], int(port), join_seconds))
-        store, *_ = next(dist.rendezvous("env://", **place, timeout=timedelta(seconds=join_seconds)))
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ
+    join_seconds = timeout_seconds if is_launched else min(timeout_seconds, JOIN_SECONDS)
+    attempt = f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+    def connect(seconds: float) -> dist.Store:
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=seconds))
+        return dist.PrefixStore(attempt, store)
+
+    with ExitStack() as stack:
+        # No Python handler could run while C++ waits here: a stop signal ends the process.
+        for number in process.stop_signals():
+            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_DFL))
+        if store_on_rank0 and ranks.is_rank0:  # torch's own would listen on all interfaces
+            store = dist.PrefixStore(attempt, host_store(listen_at([host], int(port), join_seconds)))
+        else:
+            store = connect(join_seconds)
 
         # Wait for all ranks first: the group would wait for a missing one as long as for any collective.
         # Only rank 0 looks for every rank; if all did, the store would compare their number squared.
-        attempt = f"paddock-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        arrived = [f"{attempt}/here-{rank}" for rank in range(ranks.world_size)]
-        complete = f"{attempt}/complete"
-        store.set(arrived[ranks.rank], "yes")
+        store.set(f"here-{ranks.rank}", "yes")
         if ranks.is_rank0:
-            store.wait(arrived, timedelta(seconds=join_seconds))
-            store.set(complete, "yes")
-        store.wait([complete], timedelta(seconds=join_seconds))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, **place,
-                                device_id=device if device.type == "cuda" else None,
+            store.wait([f"here-{rank}" for rank in range(ranks.world_size)], timedelta(seconds=join_seconds))
+            store.set("complete", "yes")
+        store.wait(["complete"], timedelta(seconds=join_seconds))
+        is_cuda = ranks.device.type == "cuda"
+        dist.init_process_group("nccl" if is_cuda else "gloo", store=store, rank=ranks.rank,
+                                world_size=ranks.world_size, device_id=ranks.device if is_cuda else None,
                                 timeout=timedelta(seconds=timeout_seconds + GROUP_TIMEOUT_MARGIN_SECONDS))
-
-        # A separate connection for the watchdog, which must not wait behind a collective's request.
-        client = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_seconds))
-    watchdog = HangWatchdog(HEARTBEAT, client, (ranks.rank, ranks.world_size), timeout_seconds,
-                            store_on_rank0)
+        # The watchdog must not wait behind a collective's request: it has its own connection.
+        watchdog = HangWatchdog(HEARTBEAT, connect(timeout_seconds), (ranks.rank, ranks.world_size),
+                                timeout_seconds, store_on_rank0)
 
 
 def host_store(listening: socket.socket) -> dist.TCPStore:
-    """Return a TCPStore on a listening socket, which it takes over.
-
-    It lives as long as the returned object or another store of this process at that port.
-    """
+    """Return a TCPStore on a listening socket, which it takes over and closes when it is deleted."""
     host, port = listening.getsockname()[:2]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=True,
                          master_listen_fd=listening.detach())
-
-
-@contextmanager
-def _default_signal_handlers() -> Iterator[None]:
-    """A `with` block of C++ calls, where no Python handler could run: a stop signal ends the process."""
-    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in process.stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def stop_ranks() -> None:
@@ -289,17 +265,17 @@ CONNECTION_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote pro
 def classify_exception(error: Exception) -> Optional[ExitReport]:
     """Return how the process ends after an error, or None for a bug, which needs its traceback."""
     rank, text = os.environ.get("RANK", "0"), str(error)
-    reason = (text.splitlines() or [""])[0][:200]
+    reason, is_from_torch = (text.splitlines() or [""])[0][:200], isinstance(error, RuntimeError)
     if isinstance(error, PaddockError):
         return ExitReport(text, error.exit_code, on_all_ranks=error.on_all_ranks)
-    out_of_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if out_of_memory or getattr(error, "errno", None) == errno.ENOMEM or (
-            isinstance(error, RuntimeError) and "can't allocate memory" in text):
+    if (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or getattr(error, "errno", None) == errno.ENOMEM
+            or is_from_torch and "can't allocate memory" in text):
         return ExitReport(f"rank {rank} is out of memory ({reason or type(error).__name__}); set "
                           "ACTIVATION_CHECKPOINTING=selective (needs COMPILE=true) or block, lower "
                           "MICRO_BATCH_SIZE (the step stays the same), or lower MAX_SEQ_LEN; --check "
                           "estimates what is needed", 1)
-    if not isinstance(error, RuntimeError):
+    if not is_from_torch:
         return None
     if found := re.search(NOT_DETERMINISTIC, text):
         return ExitReport(f"DETERMINISTIC=true, but {found[1]} has no deterministic kernel here; "
@@ -307,8 +283,7 @@ def classify_exception(error: Exception) -> Optional[ExitReport]:
     if any(words in text for words in TIMED_OUT):
         return ExitReport(f"hang: rank {rank} waited in {HEARTBEAT.phase} (step {HEARTBEAT.step}) for "
                           f"another rank longer than DISTRIBUTED_TIMEOUT ({reason}); raise it if that is "
-                          "merely slow",
-                          HangError.exit_code)
+                          "merely slow", HangError.exit_code)
     if any(words in text for words in CONNECTION_LOST):
         return ExitReport(f"rank {rank} stops, because another rank has exited; see that rank's output for "
                           f"the cause ({reason})", 1, is_secondary=True)
@@ -322,8 +297,7 @@ class StopSignals:
     handlers.
     """
 
-    def __init__(self) -> None:
-        self.received: Optional[int] = None
+    received: Optional[int] = None
 
     def __enter__(self) -> "StopSignals":
         self.handlers = {number: signal.signal(number, self._handle) for number in process.stop_signals()}
@@ -347,10 +321,9 @@ class StopSignals:
     def _answer(self, readable: int) -> None:
         first_at = None
         while number := int.from_bytes(os.read(readable, 1), "little"):
-            now, rank = time.monotonic(), os.environ.get("RANK", 0)
             if number not in self.handlers:
                 continue
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            now, name = time.monotonic(), "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             if first_at is None:
                 first_at = now
                 if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -359,6 +332,7 @@ class StopSignals:
                     with suppress(OSError):
                         os.write(2, f"{line_end}{name}: {what_follows_a_signal()}\n".encode())
             elif now - first_at > process.SECOND_SIGNAL_SECONDS:
+                rank = os.environ.get("RANK", 0)
                 process.write_error_file(1, f"rank {rank} exited at a second {name}, without saving")
                 os._exit(128 + number)
         os.close(readable)

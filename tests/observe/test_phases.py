@@ -41,7 +41,7 @@ def marking(phases: Phases) -> Iterator[Phases]:
 
 def fake_run(world_size=1, device="cpu"):
     ranks = SimpleNamespace(rank=0, world_size=world_size, device=SimpleNamespace(type=device),
-                            all_gather_floats=lambda values: [values] * world_size)
+                            all_gather_json=lambda values: [values] * world_size)
     return SimpleNamespace(ranks=ranks, log=Log())
 
 

@@ -29,7 +29,7 @@ def talk() -> None:
 
         values = [None, {"what": "aé\u2028" * 100}, [1.5]]
         assert ranks.all_gather_json(values[ranks.rank]) == values
-        assert ranks.all_gather_floats([ranks.rank, 2.0**53 - 1]) == [[rank, 2.0**53 - 1] for rank in range(WORLD)]
+        assert ranks.all_gather_json([ranks.rank, 2.0**53 - 1]) == [[rank, 2.0**53 - 1] for rank in range(WORLD)]
 
         calls.clear()
         assert ranks.raise_on_all(fail(ranks, set())) == ranks.rank and calls == [1], "a word, when all is well"
