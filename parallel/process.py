@@ -70,14 +70,12 @@ def mark_joined() -> None:
 
 
 def write_error_file(code: int, sentence: str = "", trace: str = "", is_secondary: bool = False) -> bool:
-    """Report why this process ends, in the format of torch's launchers.
+    """Report why this process ends, in the format of torch's launchers; whether ours will print the sentence.
 
     Args:
         sentence: what went wrong.
         trace: details beside the sentence: a traceback or a table.
         is_secondary: the cause is on another rank.
-    Returns:
-        Whether scripts/launch.py will print the sentence.
     """
     if not os.environ.get(ERROR_FILE):
         return False
@@ -176,29 +174,24 @@ def interface_towards(host: str) -> Optional[str]:
         family, kind, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
-            own = probe.getsockname()[0]
-        return next((name for name, address in interface_addresses() if address == own), None)
+            local = probe.getsockname()[0]
+            if family == socket.AF_INET6:
+                lines = map(str.split, Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines())
+                return next((line[-1] for line in lines
+                             if socket.inet_ntop(family, bytes.fromhex(line[0])) == local), None)
+            for _, name in socket.if_nameindex():
+                with suppress(OSError):  # it has no IPv4 address
+                    reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    if socket.inet_ntoa(reply[20:24]) == local:  # of several addresses, the first
+                        return name
     return None
-
-
-def interface_addresses() -> Iterator[tuple[str, str]]:
-    """Yield (interface, address): the first IPv4 address of each interface and all IPv6 addresses (Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                yield name, socket.inet_ntoa(reply[20:24])
-    with suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, *_, name = line.split()
-            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
 # --------------------------------------------------------------------------------------- GPUs
 
 # What an idle GPU may show: the driver's own memory, and the utilization of a job that has just ended.
 IDLE_MEMORY_SHARE, IDLE_PERCENT = 0.05, 10
-VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # new and old names
 
 
@@ -257,65 +250,59 @@ class Gpu(NamedTuple):
 def read_gpus() -> list[Gpu]:
     """Return all GPUs of this machine, in the order of nvidia-smi."""
     with requires_package("nvidia-ml-py", "--gpus"):
-        import pynvml
-    try:
-        pynvml.nvmlInit()
-        try:
-            return [_read_gpu(pynvml, number) for number in range(pynvml.nvmlDeviceGetCount())]
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        raise SettingsError(f"--gpus: NVML cannot be asked ({error}); check that nvidia-smi works here, or "
-                            f"leave --gpus out and set {VISIBLE}") from error
+        import pynvml as nvml
 
-
-def _read_gpu(nvml, number: int) -> Gpu:
     def ask(question: str, otherwise=None):
         try:
-            return getattr(nvml, question)(handle)
+            return getattr(nvml, f"nvmlDeviceGet{question}")(handle)
         except nvml.NVMLError_NotSupported:
             return otherwise
 
-    handle = nvml.nvmlDeviceGetHandleByIndex(number)
-    memory, load = nvml.nvmlDeviceGetMemoryInfo(handle), ask("nvmlDeviceGetUtilizationRates")
-    is_partitioned = ask("nvmlDeviceGetMigMode", [0])[0] != 0
-    processes = ask("nvmlDeviceGetComputeRunningProcesses", [])
-    return Gpu(number, nvml.nvmlDeviceGetUUID(handle), is_partitioned, len(processes), memory.used,
-               memory.total, load.gpu if load else 0)
+    gpus = []
+    try:
+        nvml.nvmlInit()
+        for number in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            memory, load = nvml.nvmlDeviceGetMemoryInfo(handle), ask("UtilizationRates")
+            gpus.append(Gpu(number, nvml.nvmlDeviceGetUUID(handle), ask("MigMode", [0])[0] != 0,
+                            len(ask("ComputeRunningProcesses", [])), memory.used, memory.total,
+                            load.gpu if load else 0))
+        nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        raise SettingsError(f"--gpus: NVML cannot be asked ({error}); check that nvidia-smi works here, or "
+                            f"leave --gpus out and set {VISIBLE}") from error
+    return gpus
 
 
-def choose(wanted: Wanted, gpus: list[Gpu], visible: Optional[str]) -> list[int]:
+def choose_gpus(wanted: Wanted) -> list[int]:
     """Return the numbers of the chosen GPUs, among those that CUDA_VISIBLE_DEVICES names, if it is set."""
+    gpus, visible, place = read_gpus(), os.environ.get(VISIBLE), "this machine"
     if visible is not None:
-        names = [name.strip() for name in visible.split(",")]
+        place, names = f"{VISIBLE}={visible}", [name.strip() for name in visible.split(",")]
         if any(name.startswith("MIG") for name in names):
-            raise SettingsError(f"--gpus takes whole GPUs, but {VISIBLE}={visible} names parts of them; "
-                                "leave --gpus out")
+            raise SettingsError(f"--gpus takes whole GPUs, but {place} names parts of them; leave --gpus out")
         gpus = [gpu for gpu in gpus for name in names
                 if name == str(gpu.number) or name.startswith("GPU-") and gpu.uuid.startswith(name)]
-    if wanted.numbers:
-        found = {gpu.number: gpu for gpu in gpus}
-        for number in wanted.numbers:
-            if number not in found:
-                of_these = f"{VISIBLE}={visible}" if visible is not None else "this machine"
-                raise SettingsError(f"--gpus: there is no GPU {number} in {of_these}; choose from "
-                                    f"{', '.join(map(str, found)) or 'none'}")
-            if found[number].is_partitioned:
-                raise SettingsError(f"--gpus: GPU {number} is partitioned (MIG); set {VISIBLE} to the UUID "
-                                    "of a part (nvidia-smi -L), and leave --gpus out")
-        return list(wanted.numbers)
+    found = {gpu.number: gpu for gpu in gpus}
+    for number in wanted.numbers:
+        if number not in found:
+            raise SettingsError(f"--gpus: there is no GPU {number} in {place}; choose from "
+                                f"{', '.join(map(str, found)) or 'none'}")
+        if found[number].is_partitioned:
+            raise SettingsError(f"--gpus: GPU {number} is partitioned (MIG); set {VISIBLE} to the UUID of a "
+                                "part (nvidia-smi -L), and leave --gpus out")
     idle = [gpu.number for gpu in gpus if gpu.is_idle]
-    if len(idle) < wanted.count:
+    if not wanted.numbers and len(idle) < wanted.count:
         busy = "; ".join(str(gpu) for gpu in gpus if not gpu.is_idle)
         raise SettingsError(f"--gpus idle:{wanted.count}: of {len(gpus)} GPUs {len(idle)} are idle"
                             f"{f' ({busy})' if busy else ''}; wait, or name some with --gpus")
-    return idle[:wanted.count]
+    return [*wanted.numbers] or idle[:wanted.count]
 
 
-def take(wanted: Wanted) -> None:
+def take_gpus(wanted: Wanted) -> None:
     """Make the chosen GPUs the only ones that this process and its children see."""
-    numbers = choose(wanted, read_gpus(), os.environ.get(VISIBLE))
-    os.environ |= {VISIBLE: ",".join(map(str, numbers)), ORDER: "PCI_BUS_ID"}  # nvidia-smi's order
+    numbers = ",".join(map(str, choose_gpus(wanted)))
+    os.environ |= {VISIBLE: numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # nvidia-smi's order
 
 
 def number_of(rank: int) -> int:

@@ -100,7 +100,7 @@ def main() -> None:
         raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, and none is "
                             "named; give --source too, or leave it out")
     if launching.gpus:
-        process.choose(launching.gpus, process.read_gpus(), os.environ.get(process.VISIBLE))
+        process.choose_gpus(launching.gpus)
 
     # Prepare.
     if "sample" in values.get("preset", "").split(","):

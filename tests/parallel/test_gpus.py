@@ -9,7 +9,7 @@ from nvml_stub import GIB
 
 from common.errors import SettingsError
 from parallel import process
-from parallel.process import Gpu, Wanted, choose
+from parallel.process import Gpu, Wanted, choose_gpus
 
 
 def test_every_gpu_is_read_as_it_is(nvml):
@@ -31,7 +31,7 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
         monkeypatch.delenv(name)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    process.take(Wanted.parse(asked))
+    process.take_gpus(Wanted.parse(asked))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, taken))
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert len(taken) == Wanted.parse(asked).count
@@ -45,10 +45,13 @@ def test_those_that_are_asked_for_are_taken(asked, visible, taken, nvml, monkeyp
     ("1,2", "0,2", "there is no GPU 1 in CUDA_VISIBLE_DEVICES=0,2; choose from 0, 2"),
     ("5", None, "GPU 5 is partitioned (MIG); set CUDA_VISIBLE_DEVICES to the UUID"),
     ("idle:1", "MIG-7,1", "CUDA_VISIBLE_DEVICES=MIG-7,1 names parts of them; leave --gpus out")])
-def test_what_cannot_be_taken_is_refused_with_the_reason(asked, visible, reason, nvml):
+def test_what_cannot_be_taken_is_refused_with_the_reason(asked, visible, reason, nvml, monkeypatch):
     nvml()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(SettingsError) as refused:
-        choose(Wanted.parse(asked), process.read_gpus(), visible)
+        choose_gpus(Wanted.parse(asked))
     assert reason in str(refused.value)
 
 

@@ -10,7 +10,6 @@ from commands import listening
 from parallel import process
 from parallel.process import (
     LOOPBACK,
-    interface_addresses,
     interface_towards,
     listen_at,
     loopback_interface,
@@ -66,6 +65,8 @@ def test_ranks_of_one_machine_keep_to_loopback_and_others_to_the_way_to_the_firs
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_the_interface_that_leads_to_an_address_is_found(address):
-    if (loopback_interface(), address) not in {*interface_addresses()}:
+    try:
+        listen_at([address], 0).close()
+    except OSError:
         pytest.skip("this machine has no such address")
     assert interface_towards(address) == loopback_interface()
