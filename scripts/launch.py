@@ -14,7 +14,6 @@ settings, 3 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and 
 import argparse
 import errno
 import fcntl
-import ipaddress
 import itertools
 import json
 import logging
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import CheckpointError, SettingsError, run_script
+from common.http_server import is_loopback
 from common.text import print_safely, silence_unread_streams
 from config import Config
 from parallel import process
@@ -122,18 +122,12 @@ class Logs(NamedTuple):
         """Whether somebody deleted the folder while the ranks ran; an exiting rank makes its part again."""
         return os.fstat(self.lock.fileno()).st_nlink == 0
 
-    def of(self, local_rank: int) -> Path:
-        """The folder of one rank, which contains its error file."""
-        return next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank)
-
-    def joined(self, local_rank: int) -> bool:
-        """Whether a rank had something to save, as far as is known."""
-        return self.were_deleted or (self.of(local_rank) / process.JOINED).exists()
-
-    def report(self, local_rank: int) -> Any:
-        """Return the content of a rank's error file; None if it left none."""
+    def read(self, local_rank: int) -> tuple[Any, bool]:
+        """Return a rank's error file, None if it left none; and whether it had something to save."""
+        folder, report = next(iter(self.folder.glob("*/attempt_0")), self.folder) / str(local_rank), None
         with suppress(OSError):
-            return json.loads((self.of(local_rank) / "error.json").read_text(encoding="utf-8"))["message"]
+            report = json.loads((folder / "error.json").read_text(encoding="utf-8"))["message"]
+        return report, self.were_deleted or (folder / process.JOINED).exists()
 
 
 def open_logs(config: Config, node_rank: int) -> Logs:
@@ -150,20 +144,13 @@ def open_logs(config: Config, node_rank: int) -> Logs:
         lock = open(folder / LOCK, "w", encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR") from error
-    take(lock)
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT_FOLDERS]:
         with suppress(OSError), open(old / LOCK, "a", encoding="utf-8") as other:
-            if take(other):
-                shutil.rmtree(old)
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError if it is locked
+            shutil.rmtree(old)
     return Logs(folder, lock)
-
-
-def take(lock: TextIO) -> bool:
-    """Lock a file; False if another process has, or the file system has no locks."""
-    with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 class RankExit(NamedTuple):
@@ -180,10 +167,10 @@ class RankExit(NamedTuple):
 def rank_exit(rank: int, exit_code: Optional[int], at: int, report: Any, joined: bool) -> RankExit:
     """Return how a rank ended; `at` is when that was noticed, `joined` whether it had something to save.
 
-    An exit code is negative for a signal, and None if a signal ended the job before it was known. Without an
-    error file (process.write_error_file) the report is not a dictionary.
+    An exit code is negative for a signal, and None if a signal ended the job before it was known. The report
+    is what process.write_error_file wrote, None without it.
     """
-    if isinstance(report, dict):
+    if report is not None:
         return RankExit(report["is_secondary"], report["at"], rank, report["errorCode"], report["message"],
                         report["extraInfo"]["py_callstack"])
     was_signalled = exit_code is None or -exit_code in process.stop_signals()
@@ -212,8 +199,7 @@ def meeting_point(args: argparse.Namespace) -> tuple[str, int, Optional[socket.s
             "--master-addr must be an address of this machine, the first (0.0.0.0: all of them), and "
             "--master-port free") from error
     host, port = listening.getsockname()[:2]
-    if (args.nnodes > 1 and ipaddress.ip_address(host).is_loopback
-            and args.master_addr not in (*LOOPBACK, "localhost")):
+    if args.nnodes > 1 and is_loopback(host) and not is_loopback(args.master_addr):
         raise SettingsError(f"--master-addr {args.master_addr} is {host} on this machine, which other "
                             "machines cannot reach; give an address that they can")
     return host, port, listening
@@ -251,12 +237,11 @@ def launch(args: argparse.Namespace, flags: list[str], ranks_here: int, logs: Lo
     try:
         elastic_launch(config, sys.executable)("-u", str(TRAIN), *flags)
     except ChildFailedError as error:
-        return [rank_exit(rank, failure.exitcode, int(failure.timestamp), failure.error_file_data["message"],
-                          logs.joined(failure.local_rank)) for rank, failure in error.failures.items()]
+        return [rank_exit(rank, failure.exitcode, int(failure.timestamp), *logs.read(failure.local_rank))
+                for rank, failure in error.failures.items()]
     except SignalException:
         return [rank_exit(args.node_rank * ranks_here + local_rank, None, int(time.time()),
-                          logs.report(local_rank), logs.joined(local_rank))
-                for local_rank in range(ranks_here)]
+                          *logs.read(local_rank)) for local_rank in range(ranks_here)]
     except (DistError, RendezvousError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingsError(
@@ -294,7 +279,7 @@ def main() -> None:
     if args.gpus:
         if config.device == "cpu":
             raise SettingsError("--gpus and DEVICE=cpu contradict each other; leave one of them out")
-        process.take(args.gpus)
+        process.take_gpus(args.gpus)
 
     import torch  # only now: it takes seconds, and mistakes in the settings are reported at once
 

@@ -377,14 +377,14 @@ def test_the_first_machine_listens_where_the_others_can_come_or_says_why_not(nno
 
 
 def test_a_rank_that_was_killed_is_told_with_what_may_have_done_it(launcher):
-    told = launcher.rank_exit(1, -signal.SIGBUS, 0, "<NONE>", joined=True)
+    told = launcher.rank_exit(1, -signal.SIGBUS, 0, None, joined=True)
     assert told.code == 1 and told.sentence.startswith("rank 1 was killed by SIGBUS (data that was truncated while it was read?")
-    assert launcher.rank_exit(1, -signal.SIGTERM, 0, "<NONE>", joined=False).code == 143
+    assert launcher.rank_exit(1, -signal.SIGTERM, 0, None, joined=False).code == 143
     assert launcher.rank_exit(1, None, 0, None, joined=False).code == 143
     # With something to save that it did not save, it is not preempted.
     for exit_code, words in ((-signal.SIGTERM, "was killed by SIGTERM"), (None, "was killed before it had saved")):
         assert launcher.rank_exit(1, exit_code, 0, None, joined=True)[3:5] == (1, f"rank 1 {words}")
-    assert launcher.rank_exit(1, -40, 0, "<NONE>", joined=True).sentence == "rank 1 was killed by signal 40"
+    assert launcher.rank_exit(1, -40, 0, None, joined=True).sentence == "rank 1 was killed by signal 40"
 
 
 def test_the_cause_is_the_first_rank_that_did_not_only_lose_another(launcher):
@@ -393,7 +393,7 @@ def test_the_cause_is_the_first_rank_that_did_not_only_lose_another(launcher):
                                                 "extraInfo": {"py_callstack": ""}}, joined=True)
 
     first, lost, later = ended(2, at=5, is_secondary=False), ended(0, at=4, is_secondary=True), ended(1, at=6, is_secondary=False)
-    killed = launcher.rank_exit(3, -signal.SIGKILL, 7, "<NONE>", joined=True)
+    killed = launcher.rank_exit(3, -signal.SIGKILL, 7, None, joined=True)
     assert min(lost, later, first, killed) == first and min(lost, killed) == killed and (first.code, first.sentence) == (3, "rank 2")
 
 
