@@ -97,7 +97,7 @@ def is_divided(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return the rank's own rows of a sharded parameter or gradient: its memory, not a copy.
+    """Return the rank's own rows of a parameter or gradient: its memory, not a copy.
 
     A tensor that is not sharded is returned itself.
     """
@@ -148,9 +148,9 @@ def gather_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def same_on_all(model: nn.Module, tensor: Tensor) -> Tensor:
-    """Return rank 0's tensor on every rank, if the model is sharded: all must then take equal decisions.
+    """Return rank 0's tensor on every rank if the model is sharded, because all must take equal decisions.
 
-    Collective if the model is sharded: every rank must call it.
+    Collective if the model is sharded.
     """
     if is_sharded(model):
         with HEARTBEAT.waiting():
@@ -174,7 +174,7 @@ class RowServer:
         tensors: the rank's own rows by name, and the parameter that they are sharded like.
     """
 
-    END = -1
+    END = -1  # announced in place of an index
 
     def __init__(self, tensors: Mapping[str, tuple[Tensor, Tensor]], ranks: Ranks):
         self.tensors, self.ranks, self.names = tensors, ranks, [*tensors]
@@ -189,7 +189,7 @@ class RowServer:
 
     @collective
     def on_rank0(self, make: Callable[[], T]) -> Optional[T]:
-        """`Ranks.on_rank0`, where make() may `gather`."""
+        """`Ranks.on_rank0`, where make() may `read`."""
         def work() -> Optional[T]:
             if self.ranks.is_rank0:
                 try:
@@ -285,11 +285,9 @@ def average_vectors(model: nn.Module, ranks: Ranks) -> None:
     """Average the gradients that `fully_shard` ignores."""
     gradients = [parameter.grad for parameter in model.parameters()
                  if parameter.grad is not None and not is_divided(parameter)]
-    if not gradients:
-        return
-    together = ranks.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]) / ranks.world_size)
-    for gradient, mean in zip(gradients, together.split([gradient.numel() for gradient in gradients])):
-        gradient.copy_(mean.view_as(gradient))
+    if gradients:
+        mean = ranks.all_reduce(nn.utils.parameters_to_vector(gradients) / ranks.world_size)
+        nn.utils.vector_to_parameters(mean, gradients)
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
