@@ -135,7 +135,7 @@ class ModelConfig(Section):
         "none", "recompute each block in the backward, or (selective) as ACTIVATION_MEMORY_BUDGET allows")
     activation_memory_budget: float = safe(
         0.9, "share of activations that selective keeps; drops the cheapest to recompute first", ge=0, le=1)
-    head_chunk_tokens: int = safe(0, "tokens whose logits exist at once; 0 = by vocabulary size", ge=0)
+    head_chunk_tokens: int = safe(0, "tokens whose logits are held at one time; 0 = by vocabulary size", ge=0)
 
     @field_validator("attention_backend", mode="before")
     @classmethod
@@ -198,7 +198,7 @@ class OptimConfig(Section):
 
     total_batch_size: int = fixed(
         524_288, "tokens per step over all ranks; gradient accumulation follows from it", ge=1)
-    micro_batch_size: int = safe(8, "rows per forward on one rank; 0 = all of its rows at once", ge=0)
+    micro_batch_size: int = safe(8, "rows per forward pass on one rank; 0 = all rows of the rank", ge=0)
     max_seq_len: int = fixed(1024, "tokens in a row", ge=1)
     max_steps: int = curve(1000, "total number of optimizer steps", ge=0)
     optimizer: Literal["adamw", "muon"] = fixed("adamw", "muon = Muon for block matrices, AdamW for the rest")
@@ -525,7 +525,7 @@ def path_rules(c: Config) -> Iterator[str]:
             hub = " or a hub name" if setting[:-1].lower() in NAMES_OR_PATHS else ""
             yield (f"{setting}{value} is a URL, and must be a local path{hub}; mount or copy it")
         elif value and re.search(r"\$[\w({]|`", value):
-            yield (f"{setting}{value} has a variable or a command in it that nothing expands here; "
+            yield (f"{setting}{value} contains a variable or a command, which is not expanded here; "
                    "write its value (.env expands ${NAME})")
     if not c.output_dir:
         yield "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)"
@@ -554,12 +554,12 @@ def evaluation_rules(c: Config) -> Iterator[str]:
         if not path:
             yield f"EVAL_TASKS={name} is not of the form name:file; write for example arc:data/arc.jsonl"
         elif not re.fullmatch("[a-z][a-z0-9_]*", name):
-            yield (f"{setting}{path}: a name has lower-case letters, digits and _, and begins with a letter; "
-                   "choose another")
+            yield (f"{setting}{path}: a name starts with a lower-case letter, followed by lower-case "
+                   "letters, digits or _; choose another")
         elif names.count(name) > 1:
-            yield f"{setting}{path}: {name} is there {names.count(name)} times; choose another name"
+            yield f"{setting}{path}: {name} occurs {names.count(name)} times; rename all but one"
         elif re.fullmatch("hellaswag|(val|validation|generation)(_.*)?", name):
-            yield f"{setting}{path}: {name} is the name of other metrics; choose another"
+            yield f"{setting}{path}: {name} is already the name of another metric; choose another"
     if c.generation_eval_every and c.training_stage == "pretrain":
         yield (f"GENERATION_EVAL_EVERY={c.generation_eval_every} compares answers, which the stages sft and "
                "dpo have; set it to 0 with TRAINING_STAGE=pretrain")
@@ -578,7 +578,8 @@ def stage_rules(c: Config) -> Iterator[str]:
         yield ("LORA_ENABLED=true needs a base to adapt; set PRETRAIN_CHECKPOINT, INSTRUCT_CHECKPOINT or "
                "DPO_CHECKPOINT")
     if c.keep_layers and has_none:
-        yield f"KEEP_LAYERS={c.keep_layers} takes layers of a start; set PRETRAIN_CHECKPOINT, or remove it"
+        yield (f"KEEP_LAYERS={c.keep_layers} needs a checkpoint to take layers from; set "
+               "PRETRAIN_CHECKPOINT, or remove it")
     elif c.keep_layers and (c.lora_enabled or c.training_stage == "dpo"):
         other = "LORA_ENABLED=true" if c.lora_enabled else "TRAINING_STAGE=dpo"
         yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start as base; "

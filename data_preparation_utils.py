@@ -44,7 +44,7 @@ OUTPUTS = {"documents": "data/pretrain", "chats": "data/sft", "pairs": "data/dpo
 # Flags that describe a source: their field of `Source`.
 SOURCE_FIELDS = {"config_name": "config", "split": "split", "revision": "revision", "files": "files",
                  "map": "map", "column": "column", "documents": "documents"}
-count = number(int, "of 15 digits at most", lambda value: 0 <= value < 10**15)  # the type of a flag
+count = number(int, "with at most 15 digits", lambda value: 0 <= value < 10**15)  # the type of a flag
 # A source in the file of --mix: the fields of `Source`, its weight and its label.
 MixSource = create_model(
     "MixSource", __config__=ConfigDict(strict=True, extra="forbid"),
@@ -181,15 +181,15 @@ def flag_parser(kind: str, records: str) -> FlagParser:
     parser = FlagParser(
         records, prog=f"python {KINDS[kind][1]}",
         usage="%(prog)s\n         [--source SOURCE | --mix FILE] [--any-setting VALUE]",
-        epilog=f"""settings that count here, from .env, the environment or as flags:
+        epilog=f"""settings used here, from .env, the environment or as flags:
   TOKENIZER_PATH TOKENIZER_BACKEND SHARD_TOKENS VALIDATION_FRACTION
   PREPARATION_WORKERS {'' if is_text else 'SYSTEM_PROMPT '}HF_TOKEN
-A preparation that was stopped continues where it was.""")
+A stopped preparation continues where it stopped.""")
 
     def add(flag: str, metavar: str, meaning: str, **options) -> None:
         group.add_argument(flag, metavar=metavar, help=meaning, **{"type": some_text, **options})
 
-    group = parser.add_argument_group("where the records are")
+    group = parser.add_argument_group("where the records come from")
     add("--source", "SOURCE", f"{', '.join(NAMES[kind])}, the name of a dataset on the hub, or a file, "
         f"folder or glob of .jsonl .json .parquet .arrow{' .txt' if is_text else ''} (also compressed), a "
         f"folder that `datasets` saved; local or on any fsspec URL{' [fineweb-edu]' if is_text else ''}")
@@ -206,23 +206,23 @@ A preparation that was stopped continues where it was.""")
     add("--files", "PATTERN", "only these files of the dataset, such as en/c4-train.0000?-of-01024.json.gz")
     example = {"documents": "text=body", "chats": "prompt=problem,completion=solution",
                "pairs": "prompt=question,chosen=better,rejected=worse"}[kind]
-    add("--map", "NAME=COLUMN,...", f"other names of the columns, such as {example}; no others are read then")
+    add("--map", "NAME=COLUMN,...", f"names of the columns to read, such as {example}")
     if is_text:
         add("--column", "NAME", "the column that holds the text [text]")
         add("--documents", "HOW", "how plain text is split into documents: whole (a file is one), line, "
-            "blank (separated by blank lines), wikitext (each begins at a line like ' = Title = '), or a "
-            "separator line of your own, such as '<|endoftext|>' [whole]")
+            "blank (separated by blank lines), wikitext (each starts at a line like ' = Title = '), or any "
+            "other separator line, such as '<|endoftext|>' [whole]")
 
-    group = parser.add_argument_group("what is done with them")
+    group = parser.add_argument_group("how they are prepared")
     add(f"--max-{items}", "N", f"only the first N {items} of a source; 0 = all [0]", type=count, default=0)
     add("--near-duplicates", "SIMILARITY", f"drop {items} at least this similar to an earlier one, from "
-        "0.5 to 1, such as 0.8: the share of their runs of 5 words that both have (Jaccard, by MinHash)",
+        "0.5 to 1, such as 0.8: the share of 5-word runs that both have (Jaccard, by MinHash)",
         type=number(float, "from 0.5 to 1", lambda value: 0.5 <= value <= 1 or not value), default=0.0)
     add("--decontaminate", "FILE", f"drop {items} that share a 13-word span with an evaluation item; FILE is "
         "HELLASWAG_PATH's, or .jsonl .json .parquet .arrow of any columns; also a folder or glob")
-    add("--on-bad-record", "HOW", "fail, or skip to count and list records that cannot be used [fail]",
+    add("--on-bad-record", "HOW", "at a record that cannot be used: fail, or skip and list it [fail]",
         choices=("fail", "skip"), default="fail")
-    add("--output", "FOLDER", f"the folder for prepared sets, which have a folder each [{OUTPUTS[kind]}]",
+    add("--output", "FOLDER", f"folder for prepared sets; each gets its own subfolder [{OUTPUTS[kind]}]",
         default=OUTPUTS[kind])
     return parser
 

@@ -383,13 +383,13 @@ def open_example_set(path: str | Path, split: str, kind: str, tokenizer: Tokeniz
     valid = (counts == 3) & (targets == 2) if kind == "pairs" else targets > 0
     valid &= ~is_target[firsts] & (np.minimum.reduceat(lengths, firsts) > 0)
     if not valid.all():
-        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} is not cut into segments as {kind} "
-                        "are; prepare the data again")
+        raise DataError(f"{path}: {split} example {int(valid.argmin()):,} does not have the segments of "
+                        f"{kind}; prepare the data again")
     # The same in tokens, and each example's first target.
     borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     if borders[-1] != tokens.tokens:
-        raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in all, but there are "
-                        f"{tokens.tokens:,}; prepare the data again")
+        raise DataError(f"{path}: the {split} segments are {borders[-1]:,} tokens long in total, but the "
+                        f"shards have {tokens.tokens:,}; prepare the data again")
     starts = borders[segment_starts]
     first_targets = np.minimum.reduceat(np.where(is_target, borders[:-1], borders[-1]), firsts) - starts[:-1]
     fingerprint = hashlib.sha256((tokens.fingerprint + stored.fingerprint).encode()).hexdigest()

@@ -111,7 +111,7 @@ def read_items(path: str | Path, setting: str = HELLASWAG) -> list[Item]:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{setting}{path} cannot be read: {error}; {advice}") from error
     if not items:
-        raise DataError(f"{setting}{path} holds no items; {advice}")
+        raise DataError(f"{setting}{path} contains no items; {advice}")
     return items
 
 
@@ -168,7 +168,7 @@ def prepare_task(item: Item, tokenizer, max_seq_len: int) -> Task:
         raise DataError(f"{item.where}: an ending of {longest} tokens does not fit into "
                         f"MAX_SEQ_LEN={max_seq_len}; raise it, or remove the item")
     if not all(endings):
-        raise DataError(f"{item.where}: ending {endings.index([])} gives no token; remove the item")
+        raise DataError(f"{item.where}: ending {endings.index([])} has no tokens; remove the item")
     # The context's last token predicts each ending's first, so it begins each ending's document.
     context = [tokenizer.document_start_id, *context_ids]
     prefix, heads = context[:-1], [context[-1:]] * len(endings)

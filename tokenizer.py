@@ -328,8 +328,9 @@ class HuggingFaceTokenizer(BaseTokenizer):
         except BaseException as error:  # a panic of the Rust library is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
-            raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json fails on the text that begins "
-                            f"{text[:40]!r} ({error}); leave it out, or take another tokenizer") from None
+            raise DataError(f"TOKENIZER_PATH={self._name}: its tokenizer.json fails on the text that starts "
+                            f"with {text[:40]!r} ({error}); remove the text, or use another tokenizer"
+                            ) from None
         return ids[0] if len(ids) == 1 else [token for piece in ids for token in piece]
 
     @cached_property
@@ -413,7 +414,7 @@ def read_tiktoken(path: str | Path) -> dict[bytes, int]:
             raise DataError(f"{path}:{number}: expected a token in base64 and its rank, as in tiktoken's "
                             "files; a tokenizer.json needs TOKENIZER_BACKEND=huggingface") from error
         if token in ranks:
-            raise DataError(f"{path}:{number}: the token {token!r} was there before; get a new copy")
+            raise DataError(f"{path}:{number}: the token {token!r} occurs twice; get a new copy")
         ranks[token] = rank
     # The file must be complete: consecutive ranks, and a token for each byte.
     if sorted(ranks.values()) != list(range(len(ranks))):

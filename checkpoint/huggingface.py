@@ -447,7 +447,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object; copy or download it again")
+        raise CheckpointError(f"{path} does not contain a JSON object; copy or download it again")
     return content
 
 
@@ -467,7 +467,7 @@ def hub_model(name: str) -> Path:
     try:
         return hub_folder(repository, "config.json", is_complete, revision or None, **HUB_FILES)
     except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
-        raise CheckpointError(f"{name} is no local folder, and the hub gives no model of that name: "
+        raise CheckpointError(f"{name} is not a local folder, and the request to the hub failed: "
                               f"{why_not(error)} a path") from error
 
 

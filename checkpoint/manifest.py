@@ -32,7 +32,7 @@ def read_sealed(folder: Path) -> bytes:
         content = read_plain(path)
     except FileNotFoundError as error:
         problem = GONE if not os.path.isdir(folder) else (
-            f"has no {MANIFEST}: it is not a checkpoint of Paddock's, or an incomplete one; import a model "
+            f"has no {MANIFEST}: it is not a Paddock checkpoint, or it is incomplete; import a model "
             f"from elsewhere with {command('scripts/import_checkpoint.py')}")
         raise CheckpointError(f"{folder} {problem}") from error
     except OSError as error:

@@ -137,7 +137,7 @@ def check_targets(content: Mapping[str, Any], names: Collection[str], model_conf
     whole = content.get("modules_to_save") or []
     whole = [str(name).rpartition(".")[2] for name in whole] if isinstance(whole, list) else [str(whole)]
     if unknown := {*whole} - {*PEFT_LAYERS.values()}:
-        refuse("modules_to_save", "and of whole modules only embed_tokens and lm_head can be read, not "
+        refuse("modules_to_save", "but only embed_tokens and lm_head can be trained whole, not "
                f"{min(unknown)}")
     needed = {f"{layer}.weight": "modules_to_save" for layer, name in PEFT_LAYERS.items() if name in whole}
     needed |= {f"{layer}.rows": "trainable_token_indices" for layer in token_ids}

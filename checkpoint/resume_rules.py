@@ -66,15 +66,15 @@ def check_changes(state: Mapping[str, Any], config: Config, now_identity: Mappin
         raise CheckpointError(f"{folder} belongs to a different run: {differences(refused)}. {remedies}")
     titles = {"safe": "Changed since the checkpoint, safe",
               "curve": "changed since the checkpoint, and changes the curve",
-              "fixed": "different run than before, as ALLOW_RESUME_MISMATCH permits"}
+              "fixed": "different from the checkpoint, as ALLOW_RESUME_MISMATCH permits"}
     texts = {kind: f"{titles[kind]}: {differences(names)}" for kind, names in changed.items() if names}
     notes = [texts.pop("safe")] if "safe" in texts else []
     warnings = [*texts.values()]
     if state["world_size"] != config.world_size:
         has_dropout = config.lora_enabled and config.lora_dropout
-        dropout = ", and LoRA dropout draws other numbers" if has_dropout else ""
+        dropout = ", and LoRA dropout draws different numbers" if has_dropout else ""
         warnings.append(f"the number of ranks was {state['world_size']}, is {config.world_size}: each step "
-                        f"reads the same rows, but sums are rounded in another order{dropout}")
+                        f"reads the same rows, but sums are rounded in a different order{dropout}")
     return Changes(notes, warnings)
 
 
@@ -113,10 +113,10 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)
     if own and not by_path and can_begin:
-        ways.append(f"begin anew under another RUN_NAME{', with --reset-optimizer' if named else ''}")
+        ways.append(f"start a new run with another RUN_NAME{', with --reset-optimizer' if named else ''}")
     if fits and not (config.lora_enabled or state["settings"]["LORA_ENABLED"] or config.random_init):
         flags = f"--{(named or START_FROM)[0].replace('_', '-')} {folder} --reset-optimizer"
-        ways.append("take only its weights with "
+        ways.append("load only its weights with "
                     f"{f'--run-name NAME --resume auto {flags}' if own else flags}")
 
     # Accept the change.

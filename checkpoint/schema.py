@@ -293,4 +293,4 @@ def read_entries(path: Path, invalid: Optional[Counter[str]] = None) -> Iterator
             elif invalid is not None:
                 invalid[path.name] += 1
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; check what is at this path") from error
+        raise CheckpointError(f"{path} cannot be read: {error}; check this path") from error

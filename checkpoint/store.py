@@ -133,12 +133,12 @@ def check_room(folder: Path, needed_bytes: int, largest_file_bytes: int = 0) -> 
         raise CheckpointError(f"{folder} cannot be written to: {error}; set OUTPUT_DIR to a writable folder "
                               f"({_space(folder, needed_bytes)})") from error
     if free_bytes(folder) < needed_bytes:
-        raise CheckpointError(f"{folder} has too little room for a checkpoint: "
-                              f"{_space(folder, needed_bytes)}; free some, or set OUTPUT_DIR to another "
-                              "disk, or a smaller KEEP_LAST")
+        raise CheckpointError(f"{folder} has too little space for a checkpoint: "
+                              f"{_space(folder, needed_bytes)}; free some, set OUTPUT_DIR to another disk, "
+                              "or lower KEEP_LAST")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit not in (resource.RLIM_INFINITY, -1) and limit < largest_file_bytes:
-        raise CheckpointError(f"{folder}: a checkpoint has a file of {largest_file_bytes:,} bytes, and this "
+        raise CheckpointError(f"{folder}: a checkpoint has a file of {largest_file_bytes:,} bytes, but this "
                               f"shell allows {limit:,}; raise the limit with ulimit -f unlimited")
 
 
@@ -271,7 +271,7 @@ def locate(name: str, run_dir: Path, warn: Warn = warn_on_console,
         check(folder)
         return folder
     if (folder / "log").is_dir() and (folder / "metrics.jsonl").exists():
-        raise CheckpointError(f"the run {folder} has saved no checkpoint yet")
+        raise CheckpointError(f"the run {folder} has not saved a checkpoint yet")
     is_model = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
     if not is_model or (folder / STATE).exists():
         raise CheckpointError(f"{folder} is neither a Paddock checkpoint (no {MANIFEST}) nor a Hugging Face "

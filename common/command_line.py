@@ -49,7 +49,7 @@ class CommandParser(argparse.ArgumentParser):
         """As argparse's, but in no version of Python is `-hf-token` a call for help."""
         for argument in takewhile(lambda each: each != "--", sys.argv[1:] if args is None else args):
             if argument.startswith("-h") and argument != "-h":
-                self.error(f"{argument.partition('=')[0]}: the names of flags begin with two dashes")
+                self.error(f"{argument.partition('=')[0]}: flag names start with two dashes")
         return super().parse_known_args(args, namespace)
 
 
@@ -82,4 +82,4 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
                         help="sample from tokens of at least P times the highest probability (default: 0)")
     parser.add_argument("--repetition-penalty", type=number(float, "above 0", lambda value: 0 < value < inf),
                         default=1.0, metavar="R",
-                        help="above 1 makes tokens less likely that were there (default: 1)")
+                        help="above 1 makes tokens that already occur less likely (default: 1)")

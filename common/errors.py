@@ -78,8 +78,8 @@ def requires_package(package: str, feature: str) -> Iterator[None]:
 def local_path(text: str) -> Path:
     """Return a script flag's value as a local path. Raises SettingsError for a URL."""
     if is_url(text):
-        raise SettingsError(f"{text} is a URL, and must be a path on this machine; mount or copy what is "
-                            "there")
+        raise SettingsError(f"{text} is a URL, but must be a path on this machine; mount it or copy its "
+                            "contents")
     return Path(text)
 
 

@@ -98,7 +98,7 @@ def why_not(error: Exception) -> str:
     """Return why the hub refused a request, and what to check."""
     reason = first_line(error)
     if status_of(error) in (401, 403, 404):
-        reason = f"it has no such name, or not for this account (HTTP {status_of(error)})"
+        reason = f"the name does not exist, or this account has no access to it (HTTP {status_of(error)})"
     return f"{reason}; check the name, the network, HF_TOKEN and HF_HUB_OFFLINE, or give"
 
 
@@ -213,7 +213,7 @@ def hub_revision(name: str, revision: str, config: str = "") -> str:
             name, revision=revision or None, timeout=HUB_SECONDS).sha, only_if_answered=True)
     except Exception as error:  # its class differs between versions of the hub's HTTP library
         if status_of(error) is None and (copy := cached_dataset(name, config, revision)):
-            _say_once(f"{name}: the hub cannot be reached; its local copy is used, commit {copy.name}")
+            _say_once(f"{name}: the hub cannot be reached; using its local copy, commit {copy.name}")
             return copy.name
         without_copy = f" (no local copy has its config {config or 'default'!r})" * (status_of(error) is None)
         raise DataError(f"{name} is not a local file or folder, and the request to the hub failed: "

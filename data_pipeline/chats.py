@@ -38,7 +38,7 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
          "model": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # of OpenAI's chat completions, and of its responses
 TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
-UNPAIRED = ("has a label of its own (prompt, completion, label), and training on unpaired labels is not "
+UNPAIRED = ("is unpaired (prompt, completion, label), and training on unpaired labels is not "
             "supported; give ")
 SPOKEN_TURN = re.compile(r"\n\n(Human|Assistant):")  # Anthropic's format of a dialog in one text
 # Where a prompt may end within the prefix that two texts share, best place first.
@@ -92,7 +92,7 @@ def chats_of(where: str, record: Mapping[str, Any]) -> list[Example]:
                    for one in merged]
     elif {"prompt", "completion"} <= filled:
         if "label" in filled:
-            raise DataError(f"{UNPAIRED}the good ones without the label")
+            raise DataError(f"{UNPAIRED}the good answers without the label")
         dialogs = [[*messages_in("prompt", record["prompt"], "user"),
                     *messages_in("completion", record["completion"], "assistant")]]
     elif {"chosen", "rejected"} <= filled:
@@ -116,7 +116,8 @@ def pair_of(where: str, record: Mapping[str, Any]) -> Example:
     prompt = _prompt_in(record)
     chosen, rejected = (_spoken_turns(record[name]) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError("one of chosen and rejected is text, the other a dialog; expected the same of both")
+        raise DataError("one of chosen and rejected is text, the other a dialog; expected both to be of the "
+                        "same kind")
 
     # The shared beginning is the prompt, or part of it.
     if not isinstance(chosen, str):
@@ -179,7 +180,7 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
             parts = shared[:place], chosen[place:].strip(), rejected[place:].strip()
             if all(part.strip() for part in parts):
                 return parts
-    raise DataError("has no prompt, and chosen and rejected share no beginning that could be one; name the "
+    raise DataError("has no prompt, and chosen and rejected have no common beginning to use as one; name the "
                     "column prompt")
 
 
@@ -212,8 +213,8 @@ def _message_in(name: str, message: Any) -> dict[str, str]:
     if message.get("tool_calls") or message.get("function_call"):
         raise DataError(f"{name} calls a tool, which is not supported")
     if message.get("weight", 1) == 0 or message.get("train", True) is False:
-        raise DataError(f"{name} is excluded from training (weight, train), which is not supported; leave "
-                        "the mark out")
+        raise DataError(f"{name} is marked as excluded from training (weight, train), which is not "
+                        "supported; remove the mark")
     name = f"{name}.{content_name}"
     if isinstance(content, list):  # of parts, as OpenAI's API takes it
         for number, part in enumerate(content):
@@ -260,7 +261,7 @@ def check_turns(messages: Messages, last: str) -> Messages:
     """Return the messages after checking their roles; the last message must have the role `last`."""
     turns = messages[1:] if messages and messages[0]["role"] == "system" else messages
     if not turns:
-        raise DataError("has no messages" if not messages else "has nothing but a system message")
+        raise DataError("has no messages" if not messages else "has only a system message")
     for number, message in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
         if message["role"] != expected:
@@ -359,7 +360,7 @@ def _label_fault(example: Example, segments: Segments,
     if len(targets) != len(answers):
         return f"{len(targets)} runs of targets for {len(answers)} answers"
     if segments[0][1] or not all(ids for ids, _ in segments):
-        return "nothing comes before a target"
+        return "a target has no token before it"
     if not segments[-1][1]:
         return "the last tokens are not targets"
     # Each target is the words of its answer and the end of turn, nothing else.

@@ -34,8 +34,8 @@ BLOCK = 1024  # runs of words that are hashed at once: a megabyte
 BAND_RECALL = 0.95  # at least, of the pairs exactly as similar as the threshold
 WAYS = 8  # documents that a set of the table has room for
 SIGNATURES = "signatures.bin"
-REASONS = {"near_duplicates": "that nearly repeat an earlier one",
-           "overlaps": "with words of evaluation items"}
+REASONS = {"near_duplicates": "that nearly duplicate an earlier one",
+           "overlaps": "that share text with evaluation items"}
 
 
 class FilterOptions(NamedTuple):
@@ -161,7 +161,7 @@ class EvaluationItems:
                     hashes.append(hashes_of_runs(words, OVERLAP_WORDS))
         if not hashes:
             raise DataError(f"--decontaminate {source.path}: no item has a text of {OVERLAP_WORDS} words, "
-                            "and runs of so many are compared; give another file")
+                            "the length that is compared; give another file")
         self.hashes, first = np.unique(np.concatenate(hashes), return_index=True)
         ends = np.cumsum([len(found) for found in hashes])
         self.text_of = np.searchsorted(ends, first, side="right").astype(np.int32)

@@ -135,7 +135,7 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
     is_local = source.path and not is_url(source.path)
     if is_local and Path(realpath(output_dir)).is_relative_to(realpath(source.path)):
         raise SettingsError(f"--output {output_dir} is inside the source {source.path}, and would be read as "
-                            "a part of it the next time; choose a folder elsewhere")
+                            "part of it next time; choose a folder elsewhere")
     # The key names the folder; the first to get the lock builds it.
     inputs = [source, *([Source(path=options.decontaminate, column="")] if options.decontaminate else [])]
     with disk_errors(output_dir):
@@ -308,7 +308,7 @@ def wait_for_lock(path: Path) -> Iterator[None]:
     """Wait for a lock and hold it in the `with` block."""
     with FileLock(path) as lock:
         if holder := lock.take():
-            show(f"{path.parent}: {holder} prepares the same data; waiting for it")
+            show(f"{path.parent}: {holder} is preparing the same data; waiting for it")
             while lock.take():
                 time.sleep(LOCK_POLL_SECONDS)
         yield
@@ -359,7 +359,7 @@ def describe_counts(folder: Path, manifest: dict) -> list[str]:
     empty = "" if kind else f"{skipped['empty']:,} empty documents, "
     if dropped := skipped.get("dropped"):
         names = ", ".join(f"{name} {count:,} times" for name, count in dropped.items())
-        lines.append(f"Dropped: {names}; the chats are trained on without them")
+        lines.append(f"Dropped: {names}; training uses the chats without them")
     left_out = [(f"Skipped: {empty}{skipped['bad']:,} bad records", skipped["bad"], skipped["bad_records"])]
     left_out += [(f"Removed: {removed['count']:,} {kind or 'documents'} {REASONS[reason]}", removed["count"],
                   removed["listed"]) for reason, removed in manifest.get("removed", {}).items()]
@@ -374,8 +374,8 @@ def read_prepared(folder: Path) -> dict:
     """Return the manifest of a prepared set."""
     manifest = read_own_json(folder / MANIFEST)
     if missing := sorted({"splits", "skipped", "settings", "source", "vocab_size"} - manifest.keys()):
-        raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}, so it is not a prepared set's; prepare "
-                        "the data again")
+        raise DataError(f"{folder / MANIFEST}: has no {missing[0]!r}, so it does not belong to a prepared "
+                        "set; prepare the data again")
     return manifest
 
 

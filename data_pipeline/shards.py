@@ -153,8 +153,8 @@ class WatchedFile:
         except OSError as error:
             raise self._unreadable(error) from error
         if before is None:
-            raise DataError(f"{self.path}: is cut short; start again to recompute what is missing")
-        how = f"it had {before.st_size:,} bytes and has {now.st_size:,}"
+            raise DataError(f"{self.path}: is cut short; start again to recompute the missing rows")
+        how = f"it had {before.st_size:,} bytes and now has {now.st_size:,}"
         if before.st_ino != now.st_ino:
             how = "another file has its name"
         elif before.st_size == now.st_size:
@@ -190,7 +190,7 @@ class Stream(BaseModel, strict=True):
         if len({entry.file for entry in self.shards}) < len(self.shards):
             raise ValueError("a shard is listed twice")
         if (listed := sum(entry.tokens for entry in self.shards)) != self.tokens:
-            raise ValueError(f"the listed shards have {listed} tokens, and there should be {self.tokens}")
+            raise ValueError(f"the listed shards have {listed} tokens, expected {self.tokens}")
         return self
 
 
@@ -390,7 +390,7 @@ def open_token_set(path: str | Path, split: str, tokenizer: TokenizerFacts, *, k
                                 "TOKENIZER_PATH to it, or prepare the data again")
             if tokenizer.sha256 and kind == "documents" and begins not in (None, document_start_id):
                 raise DataError(f"{folder / MANIFEST}: document_start_id is {document_start_id}, but its "
-                                f"tokenizer begins a document with {begins}; prepare the data again")
+                                f"tokenizer starts a document with {begins}; prepare the data again")
             shards = _prepared_shards(folder, manifest, split)
             fingerprint = _fingerprint(shards)
         elif kind == "documents":
@@ -469,8 +469,8 @@ def _prepared_shards(folder: Path, manifest: Manifest, split: str, segments: boo
     shards = [_open_shard(folder / entry.file, entry.sha256) for entry in stream.shards]
     for shard, entry in zip(shards, stream.shards):
         if (shard.dtype, shard.tokens) != (dtype, entry.tokens):
-            raise DataError(f"{shard.path}: its header says {shard.tokens} tokens of {shard.dtype}, but "
-                            f"{MANIFEST} says {entry.tokens} of {dtype}; prepare the data again")
+            raise DataError(f"{shard.path}: its header gives {shard.tokens} tokens of {shard.dtype}, but "
+                            f"{MANIFEST} lists {entry.tokens} of {dtype}; prepare the data again")
     return shards
 
 
@@ -484,8 +484,9 @@ def _foreign_files(path: Path, split: str) -> list[Path]:
     if in_folder:
         files = sorted(file for file in path.iterdir() if file.suffix in (".bin", ".npy") and file.is_file())
         if own := next((file.name for file in files if PREPARED_NAME.fullmatch(file.name)), None):
-            raise DataError(f"{path}: {own} looks like a prepared set's, but there is no {MANIFEST}; restore "
-                            "it, or prepare the data again (files of another trainer need other names)")
+            raise DataError(f"{path}: {own} looks like part of a prepared set, but there is no {MANIFEST}; "
+                            "restore it, or prepare the data again (files of another trainer need other "
+                            "names)")
     else:
         files = [path] if path.is_file() else sorted(
             file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file())
@@ -517,7 +518,7 @@ def _unprepared(path: Path, what: str, kind: str = "documents") -> DataError:
     if path.is_dir() or any(map(os.path.isfile, [path, *glob.glob(str(path), recursive=True)])):
         name = "call it .txt or .jsonl, and " if path.is_file() and not path.suffix else ""
         return DataError(f"{path}: {what}; {name}{prepare}, or start with "
-                         f"{command('scripts/run.sh')}, which does so")
+                         f"{command('scripts/run.sh')}, which prepares it")
     on_hub = HUB_NAME.fullmatch(str(path)) and (path.parent == Path() or not path.parent.is_dir())
     advice = f"if it is a dataset on the hub, {prepare}" if on_hub else f"prepare data with {command(script)}"
     return DataError(f"{path}: no such file or folder; {advice}")
@@ -559,17 +560,17 @@ def _open_shard(path: Path, digest: str | None = None) -> Shard:
     elif b"\0" not in head or head.startswith((b"PAR1", b"\x1f\x8b")):  # Parquet, gzip
         raise _unprepared(path, "holds text or records, not tokens")
     else:
-        raise DataError(f"{path}: wrong magic: begins with {head[:4].hex(' ')}, which is not a header of "
-                        f"llm.c ({' or '.join(map(str, known))}) or .npy; files without a header are called "
-                        "train.bin or val.bin")
+        raise DataError(f"{path}: wrong magic: starts with {head[:4].hex(' ')}, which is not a header of "
+                        f"llm.c ({' or '.join(map(str, known))}) or .npy; files without a header must be "
+                        "called train.bin or val.bin")
     shard = Shard(path, dtype, offset, tokens, digest, status)
     size, expected = status.st_size, offset + tokens * shard.ids_dtype.itemsize
     if size != expected:
         what = "is cut short" if size < expected else "is too long"
-        raise DataError(f"{path}: {what}: {size:,} bytes, but its header promises {tokens:,} tokens of "
+        raise DataError(f"{path}: {what}: {size:,} bytes, but its header gives {tokens:,} tokens of "
                         f"{dtype}, {expected:,} bytes; copy or prepare it again")
     if tokens <= 0:
-        raise DataError(f"{path}: is empty, its header says {tokens} tokens; prepare it again")
+        raise DataError(f"{path}: is empty, but its header gives {tokens} tokens; prepare it again")
     return shard
 
 
@@ -615,8 +616,8 @@ def _verify(token_set: TokenSet, verification: Verification) -> None:
         for shard in shards:
             facts = known[shard.path.name]
             if shard.sha256 is not None and facts["sha256"] != shard.sha256:
-                raise DataError(f"{shard.path}: is damaged: its SHA-256 begins {facts['sha256'][:12]}, "
-                                f"{MANIFEST} says {shard.sha256[:12]}; copy or prepare it again")
+                raise DataError(f"{shard.path}: is damaged: its SHA-256 starts with {facts['sha256'][:12]}, "
+                                f"{MANIFEST} lists {shard.sha256[:12]}; copy or prepare it again")
             if facts["max_id"] >= token_set.vocab_size:
                 for start, ids in shard.blocks():
                     shard.check_ids(start, ids, token_set.vocab_size)  # raises with the position of the id
@@ -676,7 +677,8 @@ class ShardWriter:
         if self.in_shard:
             self.file, size = open(self.path, "r+b"), HEADER_BYTES + self.in_shard * self.dtype.itemsize
             if os.fstat(self.file.fileno()).st_size < size:
-                raise DataError(f"{self.path} is shorter than its journal says; delete {folder}, start again")
+                raise DataError(f"{self.path} is shorter than its journal records; delete {folder} and start "
+                                "again")
             self.file.truncate(size)
             self.file.seek(0, os.SEEK_END)
 

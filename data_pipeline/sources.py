@@ -217,7 +217,7 @@ def list_files(path: str, split: str = "train") -> list[StoredFile]:
     with reading_errors(path):
         files = retry(path, lambda: _find_files(path, split))
     if not files:
-        raise DataError(f"{path}: no such file or folder, or nothing that matches; check the path")
+        raise DataError(f"{path}: no such file or folder, or nothing matches; check the path")
     readable = [file for file in files if file.kind]
     if not readable:
         raise DataError(f"{path}: no file of a kind that can be read; give {READABLE}")
@@ -385,7 +385,7 @@ def _read_array(file: StoredFile, raw: Any, stream: Any, reading: Reading) -> Re
             sign = text[at:at + 1]
             if not expected:
                 if sign:
-                    raise fault("more follows after the end of the array")
+                    raise fault("there is text after the end of the array")
                 return
             if expected == "item" and (number or sign != "]"):
                 try:
@@ -547,9 +547,9 @@ def read_texts(source: Source, reading: Reading) -> Iterator[Document]:
             else:
                 reading.empty += 1
     if source.documents not in SPLITTERS and not reading.separators:
-        raise DataError(f"{without_passwords(source.path) or source.name}: no line is {source.documents!r}, "
-                        "the separator of its documents; set --documents to a line that is there, or to "
-                        f"{', '.join(SPLITTERS)}")
+        raise DataError(f"{without_passwords(source.path) or source.name}: no line equals "
+                        f"{source.documents!r}, the document separator; set --documents to a line that "
+                        f"occurs, or to {', '.join(SPLITTERS)}")
 
 
 def _documents(records: Records, source: Source, join: bool, reading: Reading) -> Iterator[Document]:

@@ -108,7 +108,7 @@ class TemplateFormat:
         # Its control tokens, each with the spaces around it that it absorbs.
         longest_first = sorted(tokenizer.special_tokens, key=lambda token: -len(token["content"]))
         if not longest_first or len(longest_first[-1]["content"]) < 2:
-            raise DataError("the chat template cannot be used: its tokenizer needs control tokens, of two "
+            raise DataError("the chat template cannot be used: its tokenizer needs control tokens of two "
                             "characters or more")
         names = [re.escape(token["content"]) for token in longest_first]
         self._control = re.compile("|".join(
@@ -142,8 +142,8 @@ class TemplateFormat:
             # Where the answer begins.
             before = self._render(messages[:index], True)
             if not rendered.startswith(before):
-                raise DataError("its rendering up to an answer is not how the whole begins, so training "
-                                "and generation would differ")
+                raise DataError("its rendering up to an answer differs from the start of the whole chat, so "
+                                "training and generation would differ")
             # Where the control token that follows it ends.
             end = self._control.search(rendered, len(before))
             if end is None:
@@ -190,9 +190,9 @@ class TemplateFormat:
         found = [name.strip() for name in self._control.findall(rendered)]
         if found != expected:
             more, fewer = Counter(found) - Counter(expected), Counter(expected) - Counter(found)
-            raise DataError("the chat template rewrites its text so that other control tokens result than "
-                            f"from plain words ({' '.join(sorted(more | fewer)) or 'in another order'}); "
-                            "leave that text out, or correct the template")
+            raise DataError("the chat template rewrites the text in a way that changes its control tokens "
+                            f"({' '.join(sorted(more | fewer)) or 'in another order'}); leave that text out, "
+                            "or correct the template")
         return rendered
 
     def _render_controls(self, words: tuple[tuple[str, str], ...], add_generation_prompt: bool) -> list[str]:
@@ -206,7 +206,8 @@ class TemplateFormat:
                                          add_generation_prompt=add_generation_prompt,
                                          **self.tokenizer.control_tokens)
         except Exception as error:  # a template raises whatever Python's operators raise
-            raise DataError(f"the chat template refuses it: {str(error) or type(error).__name__}") from error
+            raise DataError("the chat template rejects this chat: "
+                            f"{str(error) or type(error).__name__}") from error
 
     def _encode_parts(self, rendered: str, cuts: Sequence[int], mark: str) -> list[list[int]]:
         """Return the ids of a rendering's parts between ascending cuts: one part more than there are cuts.
@@ -228,7 +229,7 @@ class TemplateFormat:
                 if ids[:len(head)] != head or control and end < cut < control.end():
                     raise DataError("a token straddles the border between "
                                     f"{rendered[max(0, cut - 20):cut]!r} and the answer "
-                                    f"{rendered[cut:cut + 20]!r}; the answer must begin otherwise")
+                                    f"{rendered[cut:cut + 20]!r}; the answer must begin with other text")
                 if head:
                     parts[part] += ids[done:len(head)]
                     done = len(head)

@@ -98,8 +98,8 @@ def open_workers(workers: int) -> Iterator[InOrder]:
             for future, more in pending:
                 yield future.result(), more
         except BrokenProcessPool as error:
-            raise PaddockError("a worker process was killed, maybe for lack of memory; set "
-                               f"PREPARATION_WORKERS={workers // 2} and start again, it continues there"
+            raise PaddockError("a worker process was killed, perhaps because memory ran out; set "
+                               f"PREPARATION_WORKERS={workers // 2} and start again to continue"
                                ) from error
 
     try:

@@ -262,7 +262,7 @@ def open_data(folder: Path, config: Config) -> DataReport:
         manifest = read_prepared(first)
     elif not os.path.exists(folder):
         raise DataError(f"{folder}: no such folder; "
-                        f"{command('scripts/inspect_data.py', '--list')} shows those below data/")
+                        f"{command('scripts/inspect_data.py', '--list')} lists those below data/")
     # Steps of one row, so that no set is too small for a step.
     changes = {"training_stage": STAGES[manifest.get("kind", "documents")], "micro_batch_size": 1,
                "total_batch_size": config.max_seq_len, "world_size": 1}

@@ -236,7 +236,7 @@ def read_settings(run_dir: Path, flags: Layer, step: int) -> tuple[Config, int]:
     parts = [file for begins, file in segment_files(run_dir) if begins <= step]
     file = parts[-1] if parts else run_dir / "config.json"
     if not file.is_file():
-        raise SettingsError(f"{run_dir} is no run's folder, or the run has taken no step: it holds no "
+        raise SettingsError(f"{run_dir} is not a run's folder, or the run has not taken a step: it has no "
                             "config.json; name a run's folder, such as runs/first")
     saved = read_json_file(file)
     merged = {**saved.values, **flags.values, "world_size": (1, "replay"), "sharding": ("none", "replay"),
@@ -273,7 +273,7 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
     context = RunContext(ranks, StopSignals(), log)
     run = build_run(start, context, inputs, RunFolder(run_dir), for_replay=True)
     if run.progress.step >= step:
-        raise SettingsError(f"--step {step}: this run began with step {run.progress.step + 1} (START_STEP, "
+        raise SettingsError(f"--step {step}: this run started with step {run.progress.step + 1} (START_STEP, "
                             "or a checkpoint's)")
     return run
 
@@ -364,7 +364,7 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
         return ("The step is not finite, but each of its rows alone is: lower LEARNING_RATE, or set "
                 "PRECISION=bf16.")
     if then["loss"] is None or then["grad_norm"] is None:
-        cause = "it has other rows or weights than then"
+        cause = "its rows or weights differ from the recorded ones"
         if is_same:
             cause = "data and weights are not the cause. Suspect the machine that it ran on, or its kernels"
         return f"It is finite now, but was not then: {cause}."
@@ -381,10 +381,10 @@ def conclude(result: StepResult, then: dict[str, Any], reports: list[RowReport],
     numbers = {"loss": (result.loss, then["loss"]), "gradient norm": (result.grad_norm, then["grad_norm"])}
     apart = [name for name, pair in numbers.items() if difference(*pair) > ROUNDING]
     if apart or not is_same:
-        why = f"another {' and '.join(apart)}" if is_same else "other rows or weights"
-        return (f"This is not the recorded step, as it has {why}. Now all is finite and {found}, which says "
-                "nothing about the recorded step.")
-    return f"All is finite; {found}." if outliers else f"Nothing is wrong: all is finite, and {found}."
+        why = f"a different {' and '.join(apart)}" if is_same else "different rows or weights"
+        return (f"This is not the recorded step: it has {why}. Everything is finite now and {found}, which "
+                "does not explain the recorded step.")
+    return f"Everything is finite; {found}." if outliers else f"Nothing is wrong: all is finite, and {found}."
 
 
 def print_wrapped(text: str) -> None:

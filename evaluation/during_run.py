@@ -106,8 +106,8 @@ def evaluate(run: Run) -> None:
             best = " | best so far" if is_best and loss <= first else ""
         run.log.info(f"{title} [{progress.step}/{config.max_steps}] | {result.summary}{best}")
         if not math.isfinite(result.metrics.get("val_loss", 0)):
-            run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be a "
-                         "best one")
+            run.log.warn(f"the validation loss after step {progress.step} is not finite, and cannot be the "
+                         "best")
     if progress.step > 0 and due(config.sample_every, progress.step, run.finished):
         HEARTBEAT.enter("samples", progress.step)
         for prompt, text in samples(run.model, run.inputs.tokenizer, config, progress.step):

@@ -109,7 +109,7 @@ class LanguageModel:
 
     def __post_init__(self):
         if self.pretrained_only:
-            self.why_no_chat = "it was pretrained only, and has seen no chats"
+            self.why_no_chat = "it was only pretrained, not trained on chats"
         # Llama 3's format would fit the tokenizer of its base model too, which has no template.
         elif getattr(self.tokenizer, "chat_template", CHAT_TEMPLATE) is None:
             self.why_no_chat = "its tokenizer has no chat template"
@@ -126,7 +126,7 @@ class LanguageModel:
     def chat_prompt(self, messages: Messages) -> Prompt:
         """The prompt that answers a chat."""
         if self.chat_format is None:
-            raise DataError(f"{self.name} answers no chats, it continues texts: {self.why_no_chat}")
+            raise DataError(f"{self.name} cannot chat, it continues text: {self.why_no_chat}")
         return Prompt(self.chat_format.encode_prompt(messages), self.chat_format.stop_ids)
 
 
@@ -233,7 +233,7 @@ def read_prompts(name: str, chat: bool = False, system_prompt: str = "") -> list
         raise DataError(f"{name}:{line}: is not UTF-8; convert the file") from error
     filled = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
-        raise DataError(f"--prompts {name} has no prompts; write one in each line")
+        raise DataError(f"--prompts {name} has no prompts; write one per line")
     is_json = Path(name).suffix == ".jsonl" if name != "-" else filled[0][1].lstrip().startswith("{")
     prompts = []
     for number, line in filled:

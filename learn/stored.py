@@ -89,12 +89,12 @@ class OutputStore:
             path = Path(place) / key
             if why and why not in self.announced:
                 self.announced.add(why)
-                context.log.info(f"{why}; what is computed once is stored in {self.cache.fallback} (or set "
-                                 "CACHE_DIR)")
+                context.log.info(f"{why}; storing the results in {self.cache.fallback} (set CACHE_DIR to "
+                                 "choose another folder)")
             # Polled, so that a signal can end the wait.
             while holder := ranks.broadcast(ranks.on_rank0(take_lock)):
                 if not waiting:
-                    context.log.info(f"{holder} computes the same ({path}); waiting for it")
+                    context.log.info(f"{holder} is computing the same ({path}); waiting for it")
                 waiting = True
                 context.leave_if_stopped()
                 time.sleep(WAIT_SECONDS)
@@ -146,13 +146,13 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
         if not may_write:
             return None
         if why_not:
-            log.info(f"{path} {why_not}; it is computed again")
+            log.info(f"{path} {why_not}; computing it again")
 
         # Every rank computes equally many batches; a pair that is left out keeps 0.
         model, size = load_model(), micro_batch_size
         HEARTBEAT.enter("reference")
         batches = -(-len(rows) // (size * ranks.world_size))
-        log.info(f"Reference: the log-probabilities of {rows.examples:,} pairs are computed once")
+        log.info(f"Reference: the log-probabilities of {rows.examples:,} pairs, computed once")
         logprob_E2 = torch.zeros(len(rows.example_set), 2)
         for number in store.context.progress(range(batches), batches, "Reference"):
             first = (ranks.rank * batches + number) * size
@@ -165,8 +165,8 @@ def with_reference(store: OutputStore, rows: ExampleRows, split: str, facts: Map
                 logprob_E2[examples] = logprob_BP2[row, :len(examples)]
         logprob_E2 = ranks.all_reduce_sum(logprob_E2)
         if error := ranks.broadcast(ranks.on_rank0(lambda: write(path, logprob_E2))):
-            log.info(f"{path} cannot be written: {error}; this run uses what it has computed, and the next "
-                     "one computes it again")
+            log.info(f"{path} cannot be written: {error}; this run uses the results in memory, and the next "
+                     "run computes them again")
         return ReferencedRows(rows, logprob_E2)
 
     def write(path: Path, logprob_E2: Tensor) -> str:
@@ -344,8 +344,8 @@ class TeacherRows:
         try:
             yield
         except OSError as error:
-            raise DataError(f"{self.folder} cannot be written: {error}; make room there, or make it writable "
-                            "(what is stored is kept), or set CACHE_DIR to another folder, or "
+            raise DataError(f"{self.folder} cannot be written: {error}; free some space there, or make it "
+                            "writable (stored rows are kept), or set CACHE_DIR to another folder, or "
                             "DISTILLATION_TOP_K=0 to run the teacher in each step") from error
 
 
@@ -460,13 +460,13 @@ def _complete(rows: TeacherRows, indices: np.ndarray, load_teacher: Callable[[],
         ranks.raise_on_all(lambda: stack.enter_context(rows.writing()))
         damaged, total = _find_damaged(rows, context)
         if total:
-            log.info(f"Teacher: {total:,} rows in {rows.folder} are damaged or of other data; recomputing "
-                     "them")
+            log.info(f"Teacher: {total:,} rows in {rows.folder} are damaged or belong to other data; "
+                     "recomputing them")
         ranks.raise_on_all(lambda: rows.commit(strike_out=damaged.tolist()))
         own = rows.missing(np.array_split(indices, ranks.world_size)[ranks.rank])
         missing = ranks.all_gather_json(len(own))
         if any(missing):
-            log.info(f"Teacher: the {k} most likely tokens of {sum(missing):,} rows are computed once")
+            log.info(f"Teacher: the {k} most likely tokens of {sum(missing):,} rows, computed once")
             ranks.raise_on_all(check_room)
             teacher = ranks.raise_on_all(load_teacher)
             HEARTBEAT.enter("teacher")
@@ -485,7 +485,7 @@ def _find_damaged(rows: TeacherRows, context: RunContext) -> tuple[np.ndarray, i
     HEARTBEAT.enter("teacher")
     own, damaged = np.array_split(np.flatnonzero(rows.read_checksums()), ranks.world_size)[ranks.rank], []
     blocks = slices(max(ranks.all_gather_json(len(own))), BLOCK_ROWS)
-    for block in context.progress(blocks, len(blocks), "Teacher: verifying what is stored"):
+    for block in context.progress(blocks, len(blocks), "Teacher: verifying the stored rows"):
         damaged.append(ranks.raise_on_all(partial(rows.damaged, own[block])))
     total = sum(ranks.all_gather_json(sum(map(len, damaged))))
     if not total:

@@ -227,8 +227,8 @@ def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: 
         raise SettingsError(f"{name} reads {longest} tokens at most; lower MAX_SEQ_LEN={config.max_seq_len}, "
                             "or choose another teacher")
     if kind not in transformers.CONFIG_MAPPING:
-        raise SettingsError(f"{name}: transformers {transformers.__version__} knows no {kind!r} models, and "
-                            "code that comes with a model is never run; choose another teacher")
+        raise SettingsError(f"{name}: transformers {transformers.__version__} does not support {kind!r} "
+                            "models, and code that comes with a model is never run; choose another teacher")
     # What its weights rule out; from_pretrained would initialize missing ones randomly.
     try:
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
@@ -245,8 +245,8 @@ def _load_with_transformers(folder: Path, described: Mapping[str, Any], config: 
     model.to(device)
     teacher = HFTeacher(model, vocab_size)
     if not is_causal(model, vocab_size):
-        raise SettingsError(f"{name} sees the tokens that it should predict: it is no causal language model; "
-                            "choose another teacher")
+        raise SettingsError(f"{name} sees the tokens that it should predict: it is not a causal language "
+                            "model; choose another teacher")
     return teacher
 
 

@@ -73,9 +73,9 @@ class GpuMeter:
             pynvml.nvmlInit()
             self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         except pynvml.NVMLError as error:
-            raise UnreadableError(f"NVML does not give it for GPU-{uuid}: {error}") from error
+            raise UnreadableError(f"NVML does not report it for GPU-{uuid}: {error}") from error
         if self._watts() is None:
-            raise UnreadableError(f"NVML does not give it for GPU-{uuid}")
+            raise UnreadableError(f"NVML does not report it for GPU-{uuid}")
 
     def _ask(self, question: str, *arguments) -> Any:
         """The answer; None if there is none. What is not supported is not asked again."""
@@ -125,7 +125,7 @@ class CpuMeter:
     def __init__(self) -> None:
         self.counters = [*packages()]
         if not self.counters:
-            raise UnreadableError("there is no RAPL counter that can be read")
+            raise UnreadableError("no RAPL counter can be read")
         self.last, self.total, self.time = None, 0, 0.0
 
     def read(self) -> Sample:
@@ -174,7 +174,7 @@ class RotatedFile:
             size, content = os.fstat(self.file.fileno()).st_size, lines.encode()
             if self.file.write(content) < len(content):
                 os.ftruncate(self.file.fileno(), size)
-                raise OSError("there is no room for the whole text")
+                raise OSError("there is not enough space for the whole text")
             if size + len(content) >= MOST_BYTES:
                 self.close()
                 stem, _, suffix = self.name.rpartition(".")

@@ -140,7 +140,7 @@ class Measurements:
                 first = readings[slow[0]]
                 names = ", ".join(f"GPU{number_of(rank)}" for rank in slow)
                 self.run.log.warn(f"{names}: slowed down by {cause}, to {first.sm_clock_mhz:,.0f} MHz at "
-                                  f"{first.watts:,.0f} W and {first.temperature:.0f} °C; this is said once")
+                                  f"{first.watts:,.0f} W and {first.temperature:.0f} °C; reported once")
                 self.run.log.event("throttled", HEARTBEAT.step, ranks=slow, cause=cause)
 
 
@@ -156,7 +156,7 @@ class Profiling:
         for name, steps in (("PROFILE_STEPS", self.window), ("POWER_STEPS", step_window(config.power_steps)),
                             ("MEMORY_SNAPSHOT", self.snapshot and [self.snapshot])):
             if steps and (steps[-1] < left.start or steps[0] >= left.stop):
-                run.log.info(f"{name} names no step that is left ({left.start:,} to {config.max_steps:,})")
+                run.log.info(f"{name} has none of the steps left ({left.start:,} to {config.max_steps:,})")
         if not run.ranks.is_rank0:
             self.window, self.snapshot = range(0), None
 
@@ -279,6 +279,6 @@ def compare_flops(run: Run, batch: Batch) -> str:
     attention = sum(counts.values()) - matmuls
     lines += [f"{'counted by FlopCounterMode':36}{matmuls:12.4e}{attention:12.4e}",
               f"Of the computed matmuls {matmuls / (computed.matmuls + computed.head):.2%} are counted.",
-              "The formula has attention in full. The counter has it as the kernel computes it: not at all",
+              "The formula counts attention in full, the counter as the kernel computes it: not at all",
               "on a CPU, within documents (varlen), or with the scores that a backward computes again.", ""]
     return "\n".join(lines)

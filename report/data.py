@@ -192,7 +192,7 @@ class RunReader:
             self.power.read()
         except OSError as error:
             raise CheckpointError(f"{error.filename or self.folder} cannot be read: "
-                                  f"{error.strerror or error}; check what is at this path") from error
+                                  f"{error.strerror or error}; check this path") from error
 
     def signature(self) -> tuple:
         """What differs when the run has written something, or has ended."""
@@ -330,7 +330,7 @@ class RunReader:
             if silent < FRESH_SECONDS:
                 return "running", f"running on another machine: {done} are done"
             return "unknown", (f"no sign of life for {duration(silent)} after {done}; it ran on another "
-                               "machine, where it may go on")
+                               "machine, where it may still be running")
         if reason == "finished" or (reason is None and step >= max_steps > 0):
             return "finished", f"finished after {done}"
         if reason == "early stopping":
@@ -394,7 +394,7 @@ class RunReader:
         """What went wrong, in the order of the steps."""
         alarms = []
         for line in self.bad_steps:
-            left_out = "" if line.updated else "; its update was left out"
+            left_out = "" if line.updated else "; its update was skipped"
             kind, text = "update left out", f"the loss was {line.loss}"
             if "spike" in line.model_extra:
                 kind, score = "loss spike", number(line.model_extra["spike"])

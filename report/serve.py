@@ -77,5 +77,5 @@ def serve(report: Report, port: int) -> None:
         # Without a time for graceful endings: an open stream of events would hold up Ctrl-C.
         server = uvicorn.Server(uvicorn.Config(
             app, log_config=None, log_level="critical", timeout_graceful_shutdown=0))
-        show(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C ends it)")
+        show(f"http://{HOST}:{listening.getsockname()[1]}/  (Ctrl-C stops it)")
         server.run(sockets=[listening])

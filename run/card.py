@@ -184,7 +184,7 @@ def run_card(run: Any) -> str:
 
 def merged_card(output: str, adapters: Path, base: Path, dtype: torch.dtype) -> str:
     """Return the card of adapters that were merged into their base, with what their own card says."""
-    rest = "What follows is from their card." if inherited(adapters) else "They had no card."
+    rest = "The text below is from their card." if inherited(adapters) else "They had no card."
     return derived_card(output, base, adapters, (
         f"The model {model_name(str(base))} with the adapters {code(run_and_step(str(adapters)))} merged "
         f"into it, in {str(dtype).removeprefix('torch.')}. {rest}"))
@@ -194,7 +194,7 @@ def imported_card(output: str, source: Path, weights_sha256: str, longest: int) 
     """Return the card of a model from elsewhere."""
     name = hub_name_of(str(source))
     where = f"[{name}](https://huggingface.co/{name})" if name else code(run_and_step(str(source)))
-    rest = "What follows is from its card." if inherited(source) else "Its card tells what it was trained on."
+    rest = "The text below is from its card." if inherited(source) else "Its card names its training data."
     return derived_card(output, source, source, (
         f"The weights of {where}, imported unchanged. {rest}\n\n- context length: {longest:,} tokens\n"
         f"- SHA-256 of the weights: {code(weights_sha256)}"))

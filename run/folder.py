@@ -160,8 +160,8 @@ def make_again(run_dir: Path) -> Iterator[None]:
         try:
             run_dir.mkdir(parents=True)
         except FileExistsError as error:
-            raise CheckpointError(f"{run_dir} is another folder than the one that this run began in, which "
-                                  "was deleted, or moved to where this job cannot see it; nothing more can "
+            raise CheckpointError(f"{run_dir} is not the folder that this run started in, which was deleted, "
+                                  "or moved to where this job cannot see it; nothing more can "
                                   "be saved") from error
     with lock_run(run_dir):
         yield

@@ -314,7 +314,7 @@ class RunLog:
         self.append("samples", {"step": step, "prompt": prompt, "text": text})
         self._send("table", "samples", ("step", "prompt", "text"), [(step, prompt, text)], step)
         between = " -> " if prompt and self.config.training_stage != "pretrain" else ""
-        self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (end of text at once)")
+        self.info(f"Sample: {prompt}{between}{text}" if text else f"Sample: {prompt} (ends at once)")
 
     def close(self, finished: bool = True) -> None:
         """Finish the trackers, which get less time if the run is not finished, and close the files."""

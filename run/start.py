@@ -268,7 +268,7 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
     if not resumed:
         warnings = warnings + model_utils.check_model(folder, config, loaded.sources)
         part = f"the first {config.keep_layers} layers of " if config.keep_layers else ""
-        notes.append(f"weights from {part}{folder}; optimizer, schedule and step start anew")
+        notes.append(f"weights from {part}{folder}; optimizer, schedule and step restart")
         if inputs and not state:  # a model from elsewhere may have another vocabulary
             notes += model_utils.check_vocabulary(folder, inputs.tokenizer.vocab_size)
     allowed = {*loaded.warnings} if loaded.is_plan else ()
@@ -331,12 +331,12 @@ def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], 
         how = f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"
         ways.append(f"to resume it, {how}")
     if not (is_inside(folder, run_dir) and config.lora_enabled):
-        ways.append(f"to start anew, choose another RUN_NAME with {setting}={folder}")
+        ways.append(f"to start a new run, choose another RUN_NAME with {setting}={folder}")
         if not by_path and not is_inside(folder, run_dir):
             ways.append("RESUME=never moves the old one aside")
     advice = "; or ".join(ways)
-    return (f"{run_dir} has a run at {newest.name} that began from {begun or 'initial weights'}, and the "
-            f"settings would start it anew from {folder}. {advice[0].upper()}{advice[1:]}")
+    return (f"{run_dir} has a run at {newest.name} that started from {begun or 'initial weights'}, but the "
+            f"settings would restart it from {folder}. {advice[0].upper()}{advice[1:]}")
 
 
 def forbid_overwriting_source(state: Mapping[str, Any], folder: Path, run_dir: Path, config: Config) -> None:
@@ -344,7 +344,7 @@ def forbid_overwriting_source(state: Mapping[str, Any], folder: Path, run_dir: P
     of_another_stage = bool(state) and state["settings"]["TRAINING_STAGE"] != config.training_stage
     whole = not state.get("settings", {}).get("LORA_ENABLED")
     if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
-        raise CheckpointError(f"{folder} lies in the folder of RUN_NAME={run_dir.name}, which this run would "
+        raise CheckpointError(f"{folder} is in the folder of RUN_NAME={run_dir.name}, which this run would "
                               f"overwrite. Choose another RUN_NAME, and set {start_setting(config)}={folder}")
 
 
@@ -394,7 +394,7 @@ def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Pat
     if wanted is None:  # older versions stored no hash
         place = next((place for place in (*remembered, *named) if place.is_dir()), None)
         if place in named and place not in remembered:
-            warn(f"{place} is assumed to be the model that this run began with; its hash was not stored")
+            warn(f"{place} is assumed to be the model that this run started from; its hash was not stored")
         if place:
             return place
     for place in dict.fromkeys(path.resolve() for path in (*named, *remembered)):
@@ -408,7 +408,7 @@ def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Pat
             failures.append(str(error))
     raise CheckpointError("the base of this "
                           f"run{f', whose weights have SHA-256 {wanted},' if wanted else ''} was not found: "
-                          f"{'; '.join(failures) or 'no place is known'}. Bring it back, or {advice}")
+                          f"{'; '.join(failures) or 'no place is known'}. Restore it, or {advice}")
 
 
 @collective

@@ -4,9 +4,9 @@
     python scripts/chat.py runs/chat --system "You answer in one sentence."
     python scripts/chat.py runs/chat runs/preferred --serve    two, side by side
 
-Of a run it takes the newest good checkpoint. Adapters are applied to the base that they were trained on. A
-model that was pretrained only continues what you write. Without a terminal each line of stdin is a message,
-and stdout has the answers. Nothing is written to the disk but what /save writes.
+For a run, the newest good checkpoint is used. Adapters are applied to the base that they were trained on. A
+model without chat training continues your text. Without a terminal, each line of stdin is a message, and the
+answers go to stdout. Only /save writes to the disk.
 """
 
 import argparse
@@ -37,12 +37,12 @@ OF_TERMINAL = ("system", "temperature", "top_p", "top_k", "min_p", "repetition_p
 OF_SERVER = ("host", "port", "api_key", "concurrency")
 HELP = """\
 /retry            answer again
-/undo             take back a message
-/reset            begin anew
+/undo             remove your last message
+/reset            start a new chat
 /system [TEXT]    the system prompt
-/temperature [T]  0 = the likeliest
-/seed [N]         of the next answer
-/save FILE        as a .jsonl of chats
+/temperature [T]  0 = most likely
+/seed [N]         seed of the next answer
+/save FILE        save as .jsonl
 /help             this list
 /quit             leave, or Ctrl-D
 Ctrl-C stops an answer. A line that
@@ -52,39 +52,42 @@ ends in \\ goes on in the next one."""
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("second", nargs="?", help="another, beside it on the page (with --serve)")
-    parser.add_argument("--base", metavar="MODEL", help="the base of adapters (default: where it was)")
+    parser.add_argument("second", nargs="?", help="a second model, side by side on the page (with --serve)")
+    parser.add_argument("--base", metavar="MODEL", help="base of the adapters (default: as in training)")
     # A cache for all that some models allow would fill the memory.
     parser.add_argument("--context-length", default=8192, metavar="N",
                         type=number(int, "from 16 on", lambda value: value >= 16),
-                        help="the most tokens of a chat, if the model has as many (default: %(default)s)")
+                        help="maximum tokens of a chat, up to the model's context length (default: "
+                             "%(default)s)")
     answers = parser.add_argument_group("answers in the terminal")
     answers.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
     add_sampling_flags(answers)
     answers.add_argument("--max-new-tokens", default=512, metavar="N",
                          type=number(int, "from 1 on", lambda value: value > 0),
-                         help="the longest answer (default: %(default)s)")
+                         help="maximum tokens of an answer (default: %(default)s)")
     answers.add_argument("--seed", type=SEED, metavar="S",
-                         help="of the first answer; each further one has the next (default: a random one)")
+                         help="random seed of the first answer; later answers count up from it (default: "
+                              "random)")
     answers.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
-                         help="end an answer before any of these")
+                         help="end an answer before any of these texts")
     server = parser.add_argument_group("the server")
-    server.add_argument("--serve", action="store_true", help="serve a page and the API instead")
+    server.add_argument("--serve", action="store_true", help="serve a chat page and an API")
     server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                        help=f"where to listen; any but loopback needs a key in {KEY_VARIABLE} (default: "
-                             "%(default)s)")
-    server.add_argument("--port", default=8000, help="0 takes a free one (default: %(default)s)",
+                        help=f"address to listen on; any but loopback needs a key in {KEY_VARIABLE} "
+                             "(default: %(default)s)")
+    server.add_argument("--port", default=8000, help="0 = any free port (default: %(default)s)",
                         type=number(int, "from 0 to 65535", lambda value: 0 <= value < 2**16))
     server.add_argument("--api-key", action="store_true",
-                        help=f"demand the key that the environment variable {KEY_VARIABLE} holds")
+                        help=f"require the API key in the environment variable {KEY_VARIABLE}")
     server.add_argument("--concurrency", default=8, metavar="N",
                         type=number(int, "from 1 on", lambda value: value > 0),
-                        help="answers that a model writes at once (default: %(default)s)")
+                        help="number of answers that a model generates at the same time (default: "
+                             "%(default)s)")
     args = parser.parse_args()
     if not all(args.stop):
         parser.error("an empty --stop would end every answer at once")
     if args.second and not args.serve:
-        parser.error("a second model goes with --serve, which shows them side by side")
+        parser.error("a second model needs --serve, which shows both side by side")
     if args.second == args.model:
         parser.error("name two different models")
     for name in OF_TERMINAL if args.serve else OF_SERVER:
@@ -189,7 +192,7 @@ class Chat:
         name, *value = line.split(maxsplit=1)
         if name not in self.commands:
             raise SettingsError(f"there is no {name}; the commands are {' '.join(self.commands)} (a message "
-                                "that begins with / needs a space in front)")
+                                "that starts with / needs a space in front)")
         try:
             self.commands[name](value[0].strip() if value else "")
         except argparse.ArgumentTypeError as error:
@@ -217,7 +220,8 @@ class Chat:
             prompt = self.conversation.prompt(min(self.max_new_tokens, length // ANSWER_SHARE))
             if self.conversation.left_out and not self.said_full:
                 self.said_full = True
-                note(f"The context of {length:,} tokens is full: what is oldest is left out from now on.")
+                note(f"The context of {length:,} tokens is full: the oldest messages are left out from now "
+                     "on.")
             room = length - len(prompt.ids)
             request = Request(prompt.ids, min(self.max_new_tokens, room), self.sampling, prompt.stop_ids)
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)
@@ -261,8 +265,8 @@ class Chat:
 
     def undo(self, _: str) -> None:
         if not self.conversation.turns:
-            raise SettingsError("there is no message to take back")
-        note(f"Taken back: {textwrap.shorten(self.conversation.turns.pop().words, 60)}")
+            raise SettingsError("there is no message to remove")
+        note(f"Removed: {textwrap.shorten(self.conversation.turns.pop().words, 60)}")
 
     def reset(self, _: str) -> None:
         self.conversation.turns.clear()
@@ -272,7 +276,8 @@ class Chat:
     def system(self, value: str) -> None:
         """Set the system prompt, for what follows. Raises SettingsError if there can be none."""
         if self.model.why_no_chat:
-            raise SettingsError(f"{self.model.name} takes no system prompt: {self.model.why_no_chat}")
+            raise SettingsError(f"{self.model.name} does not accept a system prompt: "
+                                f"{self.model.why_no_chat}")
         self.conversation.system = value
         note(f"System prompt: {value or 'none'}")
 
@@ -298,7 +303,7 @@ class Chat:
             with open(path, "x", encoding="utf-8") as file:
                 file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         except FileExistsError as error:
-            raise SettingsError(f"{path} exists, and is left as it is; name another file") from error
+            raise SettingsError(f"{path} already exists; name another file") from error
         except OSError as error:
             raise SettingsError(f"{path} cannot be written: {error.strerror}; name another file") from error
         note(f"Saved to {path}")
@@ -310,7 +315,7 @@ class Chat:
 def talk(model: Any, args: argparse.Namespace) -> None:
     """Talk to a model at the terminal, or answer the lines of stdin."""
     if sys.stdin is None:
-        raise SettingsError("stdin is closed; run it in a terminal, or give it messages, a line each")
+        raise SettingsError("stdin is closed; run it in a terminal, or pipe in one message per line")
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace")
     chat = Chat(model, args)

@@ -5,8 +5,8 @@
     python scripts/convert_to_gguf.py runs/first --llama-cpp llama.cpp \\
         --output first.gguf
 
-llama.cpp's converter knows a tokenizer by a hash of the ids that it gives for a text, so it refuses one of
-your own. This script tells it that a tokenizer which splits text as Llama 3's does is of that kind.
+llama.cpp's converter identifies a tokenizer by a hash of the ids that it gives for a text, so it rejects a
+tokenizer that you trained. This script registers a tokenizer that splits text as Llama 3's does.
 """
 
 import runpy
@@ -48,8 +48,8 @@ def convert(folder: Path, llama_cpp: Path, output: Path, dtype: str) -> None:
     refuse_adapters(folder)
     tokenizer = read_json(folder / "tokenizer.json")
     if not (tokenizer.get("model") or {}).get("merges"):
-        raise CheckpointError(f"{folder / 'tokenizer.json'} has no merges, without which llama.cpp opens no "
-                              "model; train a larger vocabulary")
+        raise CheckpointError(f"{folder / 'tokenizer.json'} has no merges, without which llama.cpp cannot "
+                              "load a model; train a larger vocabulary")
     sys.path[:0] = [str(llama_cpp), str(llama_cpp / "gguf-py")]
     for package in ("transformers", "sentencepiece"):
         with requires_package(package, CONVERTER):
@@ -68,7 +68,7 @@ def main() -> None:
                         help="a clone of llama.cpp")
     parser.add_argument("--output", type=local_path, required=True, metavar="FILE", help="the .gguf to write")
     parser.add_argument("--dtype", choices=("f32", "f16", "bf16", "q8_0"), default="f16",
-                        help="of the matrices (default: %(default)s)")
+                        help="dtype of the matrices (default: %(default)s)")
     args = parser.parse_args()
     convert(find_model(args.model), args.llama_cpp.expanduser(), args.output.expanduser(), args.dtype)
     show(f"{args.output} is ready. In llama.cpp: llama-cli -m {args.output}",

@@ -5,10 +5,10 @@
     python scripts/evaluate.py owner/Llama --data data/pretrain/0123
     python scripts/evaluate.py runs/first --tasks arc_easy,winogrande,piqa
 
-Of a run it takes the newest good checkpoint, evaluates what the run evaluates, and finds the numbers that it
-logged. Of another model, flags say what is evaluated. Further flags are settings, which change the run's:
+For a run, the newest good checkpoint is evaluated with the run's own data and settings, which gives the
+numbers that the run logged. For another model, choose the data with flags. Settings can be changed by flag:
 --validation-rows 1000, --hellaswag-batch-tokens 4096, --max-seq-len 512, --generation-eval-every 1, or
---validate-every 0. --tasks are those of lm-evaluation-harness, which downloads their data.
+--validate-every 0. --tasks names tasks of lm-evaluation-harness, which downloads their data.
 """
 
 import json
@@ -27,22 +27,22 @@ def parse_args():
     """Return the arguments, and the settings among the flags."""
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("--base", metavar="MODEL", help="the base of adapters (default: where it was)")
+    parser.add_argument("--base", metavar="MODEL", help="base of the adapters (default: as in training)")
     parser.add_argument("--data", metavar="FOLDER",
                         help="prepared data, whose validation split is used (default: the run's)")
     parser.add_argument("--hellaswag", metavar="FILE", help="HellaSwag's items (default: the run's)")
     parser.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness")
     parser.add_argument("--include-path", metavar="FOLDER", help="further tasks for --tasks (YAML files)")
     parser.add_argument("--num-fewshot", type=int, metavar="N",
-                        help="examples before each item of --tasks (default: as the task says)")
-    parser.add_argument("--limit", type=int, metavar="N", help="items of each of --tasks (default: all)")
+                        help="examples before each item of --tasks (default: set by the task)")
+    parser.add_argument("--limit", type=int, metavar="N", help="number of items of each task (default: all)")
     parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results as JSON")
     args, rest = parser.parse_known_args()
     if args.hellaswag is not None:
         rest.append(f"--hellaswag-path={args.hellaswag}")
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
-        raise SettingsError("command line: give only flags of settings that are to differ from the run's")
+        raise SettingsError("command line: give only flags of settings that should differ from the run's")
     if flags.layer.problems:
         raise SettingsError(*flags.layer.problems)
     if not args.tasks and (args.include_path or args.limit is not None or args.num_fewshot is not None):
@@ -108,7 +108,7 @@ def main() -> None:
     if not is_rank0:
         return
     if not rows and problem is None:
-        raise SettingsError(f"nothing to evaluate: {folder} comes with no settings that name something; name "
+        raise SettingsError(f"nothing to evaluate: {folder} has no settings that name evaluation data; name "
                             "prepared data with --data, HellaSwag's items with --hellaswag, other items with "
                             "--eval-tasks name:file, or tasks of lm-evaluation-harness with --tasks")
     dtype = str(choose_dtype(config, device.type)).removeprefix("torch.")

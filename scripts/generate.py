@@ -5,9 +5,9 @@
     python scripts/generate.py runs/first --prompts in.jsonl --output out.jsonl
     shuf -n 5 prompts.txt | python scripts/generate.py runs/first --prompts -
 
-Of a run it takes the newest good checkpoint. Adapters are applied to the base that they were trained on.
-A file of prompts has a text in each line; a .jsonl file has {"prompt": TEXT} or {"messages": [...]} in each,
-and with --chat a text is the user's message in a chat of its own. The output has the same order.
+For a run, the newest good checkpoint is used. Adapters are applied to the base that they were trained on.
+A file of prompts has one text per line; a .jsonl file has {"prompt": TEXT} or {"messages": [...]} per line.
+With --chat, each text is the user's message in a separate chat. The output keeps the order of the input.
 """
 
 import argparse
@@ -147,25 +147,26 @@ def with_progress(parts: Iterable[Part], count: int) -> Iterator[Part]:
 def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name of a Llama")
-    parser.add_argument("--base", metavar="MODEL", help="the base of adapters (default: where it was)")
+    parser.add_argument("--base", metavar="MODEL", help="base of the adapters (default: as in training)")
     group = parser.add_argument_group("what is continued")
     group.add_argument("--prompt", nargs="+", metavar="TEXT",
                        help="texts to continue (default: one empty text)")
     group.add_argument("--prompts", metavar="FILE", help="one prompt in each line; - = stdin")
     group.add_argument("--chat", action="store_true",
-                       help="the prompts are the user's turns in one chat; those of a file, each in its own")
+                       help="take each --prompt as a user's turn of one chat, or each line of --prompts as a "
+                            "chat")
     group.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
     group = parser.add_argument_group("how the next token is chosen")
     add_sampling_flags(group)
     group.add_argument("--seed", type=SEED, default=0, metavar="S", help="(default: %(default)s)")
-    group = parser.add_argument_group("how much, and where to")
+    group = parser.add_argument_group("length and output")
     group.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     group.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
-                       help="texts that end a continuation, and do not belong to it")
+                       help="texts that end a continuation and are not part of it")
     group.add_argument("--batch-size", type=int, default=8, metavar="N",
-                       help="how many prompts are continued at once (default: %(default)s)")
+                       help="number of prompts continued at the same time (default: %(default)s)")
     group.add_argument("--output", metavar="FILE.jsonl",
-                       help="write what follows the --prompts there, one JSON object in each line")
+                       help="write the continuations of --prompts to this file, one JSON object per line")
     args = parser.parse_args()
     if not 0 <= args.max_new_tokens <= 1_000_000:
         parser.error("--max-new-tokens must be at least 0 and at most 1,000,000")

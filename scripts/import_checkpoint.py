@@ -4,8 +4,8 @@
     python scripts/import_checkpoint.py meta-llama/Llama-3.2-1B models/start
     python scripts/import_checkpoint.py ~/.llama/Llama3.2-1B models/start
 
-PRETRAIN_CHECKPOINT takes a Hugging Face folder or name directly, too; an import is verified at each start.
-A Hugging Face folder must have safetensors. Meta's consolidated.00.pth is read without running code from it.
+PRETRAIN_CHECKPOINT also accepts a Hugging Face folder or name; an imported copy is verified at each start. A
+Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running code from it.
 """
 
 import os
@@ -60,7 +60,7 @@ def read_meta(file: Path,
         raise CheckpointError(f"{file} holds no plain weights, or is damaged "
                               f"({str(error).splitlines()[0]:.60} ...); download it again") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise CheckpointError(f"{file} is no dictionary of tensors; download it again")
+        raise CheckpointError(f"{file} is not a dictionary of tensors; download it again")
     state, settings = from_meta(tensors, params)
     if rope_scaling_factor is not None:
         settings["rope_scaling_factor"] = rope_scaling_factor

@@ -1,11 +1,11 @@
-"""Show what prepared data is: its source, lengths and repeats, and a batch as the model sees it.
+"""Describe prepared data: its source, lengths and repeats, and a batch as the model sees it.
 
     python scripts/inspect_data.py data/sample/pretrain
     python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8
     python scripts/inspect_data.py --list
 
 FOLDER is a prepared set or mixture, a folder with one of them, or a file or folder of another trainer's
-tokens. MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED count here, from .env, the environment or as
+tokens. MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED are used here, from .env, the environment or
 flags.
 """
 
@@ -90,7 +90,7 @@ def main() -> None:
                         help="list all prepared sets and mixtures below a folder [data]")
     parser.add_argument("--batch", type=count, default=1, metavar="N",
                         help="show the first N rows that a run reads [1]")
-    parser.add_argument("--json", action="store_true", help="print the facts as JSON, without rows")
+    parser.add_argument("--json", action="store_true", help="print the statistics as JSON, without rows")
     folder, rest = split_folder(sys.argv[1:])
     flags, config = parser.parse(rest)
     if (folder is None) == (flags.list is None):

@@ -6,9 +6,9 @@
     python scripts/launch.py --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 \\
         --master-port 29500 --preset 1.3b
 
-It runs torch's elastic launcher, prints a mistake in the settings once and at once, and passes signals to the
-ranks, which save. The last line names the rank that failed first and why. Exit codes: 0 done, 1 crash, 2
-settings, 3 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
+It runs torch's elastic launcher, reports a settings error once before the ranks start, and passes signals to
+the ranks, which then save. The last line names the rank that failed first and why. Exit codes: 0 done, 1
+crash, 2 settings, 3 data, 4 non-finite, 5 checkpoint or disk, 6 hang, 143 preempted and saved.
 """
 
 import argparse
@@ -53,12 +53,12 @@ def make_parser() -> CommandParser:
                            usage="%(prog)s [flags below] [train.py] [settings]")
     group = parser.add_argument_group("on this machine")
     group.add_argument("--nproc-per-node", "--nproc_per_node", type=int, metavar="N",
-                       help="ranks (default: the GPUs, or 1)")
+                       help="number of ranks (default: one per GPU, or 1)")
     group.add_argument("--gpus", type=Wanted.parse, metavar="WHICH",
-                       help="numbers of nvidia-smi, such as 3,5, or idle:2 for two that nobody uses; of "
-                            "those in CUDA_VISIBLE_DEVICES, if it is set (default: all)")
+                       help="GPU numbers as in nvidia-smi, such as 3,5, or idle:2 for two idle GPUs, among "
+                            "those in CUDA_VISIBLE_DEVICES if it is set (default: all)")
     group.add_argument("--shutdown-timeout", "--shutdown_timeout", type=int, default=600, metavar="S",
-                       help="seconds that ranks have to save after a signal (default: %(default)s)")
+                       help="seconds that ranks get to save after a signal (default: %(default)s)")
     group = parser.add_argument_group(
         "several machines", "With --nnodes the environment may give NODE_RANK, MASTER_ADDR and MASTER_PORT, "
                             "and .env the last two.")

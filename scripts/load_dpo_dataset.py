@@ -1,7 +1,8 @@
 """Prepare preference pairs: read, tokenize, and write them as token shards.
 
-A record has the columns chosen and rejected, texts or lists of messages, and may have a column prompt (text
-or messages); without it the prompt is the beginning that both have. A column system is put in front.
+A record has the columns chosen and rejected, which are texts or lists of messages. The prompt is in the
+column prompt (text or messages), or else it is the common beginning of both answers. A column system comes
+first.
 """
 
 import sys

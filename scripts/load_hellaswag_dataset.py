@@ -18,7 +18,7 @@ from data_preparation_utils import FlagParser, some_text
 
 def main(argv: list[str]) -> None:
     parser = FlagParser(__doc__, prog="python scripts/load_hellaswag_dataset.py",
-                        epilog="Of the settings only HF_TOKEN counts here.")
+                        epilog="The only setting used here is HF_TOKEN.")
     for flag, metavar, meaning, default in (
             ("--source", "SOURCE", "a dataset on the hub, or a .jsonl or .parquet file, local or on any "
              "fsspec URL [Rowan/hellaswag]", "Rowan/hellaswag"),
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> None:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}; choose another --output") from error
-    show(f"{count:,} items, every one checked. The line for .env:", f"HELLASWAG_PATH={output}")
+    show(f"{count:,} items, all checked. The line for .env:", f"HELLASWAG_PATH={output}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Prepare chats for supervised fine-tuning: read, tokenize, and write them as token shards.
 
-The columns of a record tell its format: messages [{role, content}], conversations [{from, value}] (ShareGPT),
-instruction, input and output (Alpaca), or prompt and completion. A column system is put in front.
+The columns of a record determine its format: messages [{role, content}], conversations [{from, value}]
+(ShareGPT), instruction, input and output (Alpaca), or prompt and completion. A column system comes first.
 """
 
 import sys

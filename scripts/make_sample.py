@@ -1,8 +1,8 @@
 """Make the embedded sample under data/sample: stories, items, questions, preferences, a tokenizer for them,
 and the prepared sets of each stage.
 
-It needs no network and less than a minute; a second call returns at once. --stories and --folder make a
-smaller one elsewhere.
+It needs no network and takes less than a minute. A second call returns immediately. --stories and --folder
+make a smaller sample elsewhere.
 """
 
 import hashlib

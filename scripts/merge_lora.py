@@ -3,7 +3,8 @@
     python scripts/merge_lora.py runs/my-run --output models/merged
     python scripts/merge_lora.py ADAPTER --base models/start --output FOLDER
 
-The adapters may be Paddock's or PEFT's. The merged weights are loaded and compared before the folder appears.
+The adapters can come from Paddock or PEFT. The merged model is loaded and compared before the folder is
+created.
 """
 
 import sys
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--output", type=local_path, required=True, metavar="FOLDER",
                         help="the new model's folder")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32",
-                        help="of the merged weights (default: %(default)s)")
+                        help="dtype of the merged weights (default: %(default)s)")
     args = parser.parse_args()
     difference = merge(find_model(args.adapter), args.output.expanduser(), args.base, DTYPES[args.dtype])
     show(f"{args.output} is ready; its logits differ by at most {difference:.2g} from base and adapters.")

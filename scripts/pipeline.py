@@ -3,7 +3,7 @@
     python scripts/pipeline.py            (bash scripts/run_pipeline.sh sets up)
     NPROC=2 python scripts/pipeline.py    on two ranks
 
-All flags are passed to every training run. A second call resumes where the first was stopped. The figures are
+All flags are passed to every training run. A second call resumes where the first stopped. The results are
 written to runs/pipeline/summary.json, and the table with its plots to runs/pipeline/pipeline.md.
 """
 
@@ -64,8 +64,8 @@ def run_python(*arguments: object, ranks: int = 1) -> None:
         arguments = ("scripts/launch.py", "--nproc-per-node", ranks, *arguments[1:])
     code = subprocess.run([sys.executable, *map(str, arguments)]).returncode
     if code:
-        raise PaddockError(f"{' '.join(map(str, arguments))} ended with exit code {code}; its output above "
-                           "says why, and the same command resumes from here")
+        raise PaddockError(f"{' '.join(map(str, arguments))} ended with exit code {code}; see its output "
+                           "above; the same command resumes from here")
 
 
 class Pipeline:
@@ -270,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, "Stopped. The same command resumes where it was.")
+    run_script(main, "Stopped. The same command resumes it.")

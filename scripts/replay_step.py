@@ -3,7 +3,7 @@
     python scripts/replay_step.py runs/first --step 512
     python scripts/replay_step.py runs/first --step 512 --rows 9 --at-checkpoint
 
-The run's folder is not changed, and the run may continue meanwhile. Further flags change the run's settings.
+The run's folder is not changed, and the run can continue meanwhile. Other flags change the run's settings.
 """
 
 import sys
@@ -19,16 +19,16 @@ from settings.load import find_run, read_flags  # noqa: E402
 def main() -> None:
     parser = CommandParser(__doc__, allow_abbrev=False)
     parser.add_argument("run", help="the run: its folder or name, or one of its checkpoints")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="counted as on the console")
+    parser.add_argument("--step", type=int, required=True, metavar="K", help="step number, as on the console")
     parser.add_argument("--rows", type=int, default=3, metavar="N",
-                        help="rows to describe, the worst first (default: %(default)s)")
+                        help="number of rows to describe, worst first (default: %(default)s)")
     parser.add_argument("--at-checkpoint", action="store_true",
                         help="use the weights of the last checkpoint, without replaying the steps after it")
     args, rest = parser.parse_known_args()
     flags = read_flags(rest)
     if flags.env_file or flags.config_files or flags.check:
         raise SettingsError("command line: the run's folder has its settings; give only flags of settings "
-                            "that are to differ")
+                            "that should differ")
 
     # Here, because torch's import takes seconds.
     from debug.replay import replay

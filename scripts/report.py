@@ -5,8 +5,8 @@
     python scripts/report.py first --serve       the page follows the run
     python scripts/report.py first --plot curves.png
 
-With several runs, their curves are overlaid, their settings and results are compared, and evaluations of the
-same items are tested in pairs: is one better than the other?
+For several runs, the report overlays their curves and compares settings and results. Paired tests on the same
+items show whether one run is better than another.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def parse_args() -> argparse.Namespace:
     parser = CommandParser(__doc__)
     parser.add_argument("run", nargs="+", help="the folder of a run, or the name of a run in OUTPUT_DIR")
     parser.add_argument("--output", metavar="FILE", type=local_path,
-                        help="the page (default: report.html in the run's folder; of several runs, in the "
-                             "folder that holds the first one)")
+                        help="file to write (default: report.html in the run's folder; for several runs, in "
+                             "the folder that holds the first one)")
     parser.add_argument("--plot", metavar="FILE", type=local_path,
                         help="draw the first run's loss and HellaSwag into this picture instead")
     parser.add_argument("--serve", action="store_true",
                         help="show the page on this machine only, and keep it up to date; writes nothing")
     parser.add_argument("--port", type=int, metavar="N", default=DEFAULT_PORT,
-                        help="of --serve; 0 = a free one (default: %(default)s)")
+                        help="port for --serve; 0 = any free port (default: %(default)s)")
     parser.add_argument("--in-background", action="store_true",
                         help="as REPORT=true writes it: print nothing, and ignore stop signals")
     args = parser.parse_args()

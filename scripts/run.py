@@ -4,14 +4,14 @@
     python scripts/run.py --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
     python scripts/run.py --source corpus/ --documents blank
 
-Where PRETRAIN_DATA_PATH (SFT_DATA_PATH, DPO_DATA_PATH) names no prepared set but text or records (a file,
-folder, glob or URL, or a dataset of the hub such as fineweb-edu), these are prepared first. Later runs find
-the set, and continue a preparation that was interrupted. --source names them too. Without .env and any data
-it trains the embedded sample.
+If PRETRAIN_DATA_PATH (SFT_DATA_PATH, DPO_DATA_PATH) or --source names text or records instead of a prepared
+set (a file, folder, glob or URL, or a hub dataset such as fineweb-edu), the data is prepared first. Later
+runs reuse the prepared set, and an interrupted preparation continues. Without .env and data, the embedded
+sample is trained.
 
 The flags are those of train.py, of scripts/launch.py, and of the script that prepares: load_pretrain_dataset,
 load_instruct_dataset or load_dpo_dataset. NPROC=N in the environment starts N ranks. With --check it
-prepares, and checks the run instead of training.
+prepares the data and checks the run without training.
 """
 
 import os
@@ -97,8 +97,8 @@ def main() -> None:
         exit_with(error)
     given = [name for name, value in vars(how).items() if value != parser.get_default(name)]
     if given and not to_prepare:
-        raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, and none is "
-                            "named; give --source too, or leave it out")
+        raise SettingsError(f"command line: {flag(given[0])} describes a source to prepare, but no source is "
+                            "given; add --source, or remove it")
     if launching.gpus:
         process.choose_gpus(launching.gpus)
 

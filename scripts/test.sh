@@ -6,9 +6,9 @@
 #   bash scripts/test.sh tests/test_model.py -x
 #   bash scripts/test.sh --torch 2.12               with another torch
 #
-# --torch VERSION (2.15.0, or 2.12 for its newest) comes first, and makes an
-# environment of its own. All other flags are those of pytest, which runs the
-# files in three processes, as many wait (-n 0 for one, as --pdb needs).
+# --torch VERSION (2.15.0, or 2.12 for its newest) must come first and makes a
+# separate environment. All other flags go to pytest, which runs the files in
+# three processes (-n 0 for one process, which --pdb needs).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh

@@ -3,9 +3,9 @@
     python scripts/verify_checkpoint.py runs/first
     python scripts/verify_checkpoint.py copies/step-00000200 --model-only
 
-Of a run, all of its checkpoints are verified. A copy needs nothing but the folder and Python's standard
-library: no run, no package, no GPU. Where the run is beside it, its ledger is compared with the digest in
-the model card, too.
+For a run, all checkpoints are verified. A copy can be verified with the folder and Python's standard library
+alone: no run, no packages, no GPU. If the run is beside it, its ledger is also compared with the digest in
+the model card.
 Exit codes: 0 intact, 5 damaged, incomplete, or nothing to compare with.
 """
 
@@ -35,7 +35,7 @@ OF_TRAINING = ("optimizer.safetensors", "trainer_state.json")
 def checkpoints_in(folder: Path) -> list[Path]:
     """Return the checkpoints that a path means: itself, or those of a run, oldest first."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; give the path of a checkpoint, or of a run")
+        raise CheckpointError(f"{folder} is not a folder; give the path of a checkpoint, or of a run")
     if (folder / MANIFEST).exists():
         return [folder]
     found = sorted(place for inner in (folder, folder / "checkpoints") for place in inner.glob("step-*"))
@@ -60,13 +60,13 @@ def verify(folder: Path, model_only: bool) -> bool:
     bad = [name for name, fault in faults.items() if fault]
     of_model = [name for name in bad if name not in OF_TRAINING]
     if bad and not of_model:
-        show("The model's files are intact; what resuming needs is not (--model-only leaves that out).")
+        show("The model's files are intact, but files needed for resuming are not (--model-only skips them).")
     show(described(manifest, folder))
     same = ledger_is_same(folder, manifest["step"])
     if same is not None:
-        show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, "
-             f"{'as' if same else 'not as'} the model card says")
-    show(f"{folder} {'is intact' if not bad and same is not False else 'is NOT as it was written'}.")
+        show(f"  {'ok' if same else 'BAD':4} ledger.jsonl of the run, which "
+             f"{'matches' if same else 'differs from'} the model card")
+    show(f"{folder} {'is intact' if not bad and same is not False else 'is NOT intact'}.")
     return not bad and same is not False
 
 
@@ -118,7 +118,7 @@ def ledger_is_same(folder: Path, step: int) -> Optional[bool]:
                 if step_of(line) <= step:
                     digest.update(line)
     except OSError as error:
-        raise CheckpointError(f"{ledger} cannot be read: {error}; check what is at this path") from error
+        raise CheckpointError(f"{ledger} cannot be read: {error}; check this path") from error
     return digest.hexdigest() == wanted
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=local_path, metavar="FOLDER",
                         help="a checkpoint, adapters, a merged or imported model, or a run")
     parser.add_argument("--model-only", action="store_true",
-                        help="leave out what only resuming needs: optimizer.safetensors, trainer_state.json")
+                        help="skip files that only resuming needs: optimizer.safetensors, trainer_state.json")
     args = parser.parse_args()
     damaged, count = [], 0
     for folder in args.folders:
@@ -148,8 +148,8 @@ def main() -> None:
                 show(f"{checkpoint}: {error}")
                 damaged.append(str(checkpoint))
     if damaged:
-        raise CheckpointError(f"{len(damaged)} of {count} not as written: {', '.join(damaged)}; copy what is "
-                              "BAD again from where it is intact")
+        raise CheckpointError(f"{len(damaged)} of {count} damaged: {', '.join(damaged)}; copy the "
+                              "files marked BAD again from an intact copy")
 
 
 if __name__ == "__main__":

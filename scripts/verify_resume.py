@@ -4,9 +4,9 @@
     python scripts/verify_resume.py --nproc-per-node 2 --steps 20
     python scripts/verify_resume.py --layouts 1x4,1x2,2x2
 
-Settings are read as train.py reads them (.env, environment, flags), except how long it trains and how often
-it saves. Both runs must end with the same bits. With --layouts, each RANKSxMICRO_BATCH_SIZE also takes one
-step of the same batch, and the gradients are compared; --steps 0 does only that. Everything is written to a
+Settings are read as in train.py (.env, environment, flags), except for the number of steps and how often
+checkpoints are saved. Both runs must end with the same bits. With --layouts, each RANKSxMICRO_BATCH_SIZE also
+takes one step of the same batch, and the gradients are compared; --steps 0 does only that. All files go to a
 new folder in OUTPUT_DIR, which is removed at the end unless something differs.
 
 The exit code is 0 if everything is the same, 1 if something differs, 2 if a setting is wrong.

@@ -272,7 +272,7 @@ class Api:
         asked = await read(request, ChatAsked)
         batcher = self.batcher(asked.model)
         if batcher.model.chat_format is None:
-            raise ApiError(400, f"{asked.model} answers no chats: {batcher.model.why_no_chat}; use "
+            raise ApiError(400, f"{asked.model} cannot answer chats: {batcher.model.why_no_chat}; use "
                                 "/v1/completions", "model")
         batcher.check_room(1)
         try:

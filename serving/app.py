@@ -67,7 +67,7 @@ async def refuse(request: Request, error: Exception) -> Response:
                          headers=error.headers)
     elif not isinstance(error, ApiError):
         print_traceback(type(error), error, error.__traceback__)
-        error = ApiError(500, f"the server failed ({type(error).__name__}); its output says more")
+        error = ApiError(500, f"the server failed ({type(error).__name__}); see its output")
     return error.response()
 
 
@@ -143,7 +143,7 @@ def serve(models: Iterable[LanguageModel], options: ServeOptions) -> None:
             host, port = listening.getsockname()[:2]
             if host in ("0.0.0.0", "::"):
                 host = socket.gethostname()
-            show(f"http://{f'[{host}]' if ':' in host else host}:{port}/  (Ctrl-C ends it)")
+            show(f"http://{f'[{host}]' if ':' in host else host}:{port}/  (Ctrl-C stops it)")
             Server(app).run(sockets=[listening])
     except KeyboardInterrupt:
         # Python's own way to end would abort in a thread that is within torch.

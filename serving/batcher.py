@@ -193,11 +193,10 @@ class Batcher:
         print_safely(f"{self.model.name} failed; its requests are ended with an error:", sys.stderr)
         print_traceback(type(error), error, error.__traceback__)
         if is_out_of_memory(error):
-            reported = ApiError(500, "the server is out of memory; a shorter prompt may pass",
+            reported = ApiError(500, "the server is out of memory; a shorter prompt may fit",
                                 code="out_of_memory")
         else:
-            reported = ApiError(500, f"the model failed ({type(error).__name__}); the server's output says "
-                                     "more")
+            reported = ApiError(500, f"the model failed ({type(error).__name__}); see the server's output")
         answers = {answer for answer, *_ in self._writing.values()}
         self.failed, self._engine = True, None
         self._writing.clear()

@@ -420,8 +420,8 @@ def describe_settings() -> Iterator[SettingLine]:
 def help_text(usage: str) -> str:
     """Return what --help prints: every setting with its default and meaning."""
     lines = [*filled(f"usage: {usage}", subsequent_indent="  "), "",
-             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset that .env names "
-                     "lies below .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
+             *filled("Order: defaults < .env < preset < JSON < environment < flags; a preset named in .env "
+                     "has lower priority than .env. MAX_STEPS in .env is --max-steps as a flag."), ""]
 
     def add(flag: str, meaning: str) -> None:
         lines.extend(filled(meaning, initial_indent=f"  {flag:<27} ", subsequent_indent=" " * 30))

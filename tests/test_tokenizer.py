@@ -135,7 +135,7 @@ def test_a_pattern_that_explodes_is_an_error_that_names_the_tokenizer(ours, tmp_
     (tmp_path / "tokenizer.json").write_text(json.dumps(document))
     foreign = HuggingFaceTokenizer(tmp_path / "tokenizer.json", "theirs")
     assert foreign.decode(foreign.encode("some words")) == "some words"
-    with pytest.raises(DataError, match="TOKENIZER_PATH=theirs: its tokenizer.json fails on the text that begins 'xxx"):
+    with pytest.raises(DataError, match="TOKENIZER_PATH=theirs: its tokenizer.json fails on the text that starts with 'xxx"):
         foreign.encode("x" * 100)
 
 

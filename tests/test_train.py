@@ -302,7 +302,7 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     with stop_at(2):
         assert run.train(**settings, SEED=3) == train.EXIT_PREEMPTED
     told = capsys.readouterr()
-    assert "start anew" in told.out and not told.err, "it is what was asked for, and nothing to warn of"
+    assert "schedule and step restart" in told.out and not told.err, "it is what was asked for, and nothing to warn of"
     assert run.column("val_loss")[0] == pytest.approx(whole.column("val_loss")[6], rel=1e-6)
     assert list(run.column("train_loss")) == [1, 2] and run.column("learning_rate")[1] == 0.005
     # After a pre-emption the same command continues the run and resets nothing.
@@ -380,7 +380,7 @@ def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     with_validation_losses(monkeypatch, dict(enumerate([9.0, math.nan, 4.0, math.nan])))
     run = tiny_run(KEEP_LAST=1, SAVE_EVERY=6)
     assert run.train() == 0
-    assert capsys.readouterr().err.count("is not finite, and cannot be a best one") == 2
+    assert capsys.readouterr().err.count("is not finite, and cannot be the best") == 2
     assert run.steps_saved() == [4, 6]
     progress = store.read_state(run.checkpoint(6))["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)

@@ -264,7 +264,7 @@ function draw() {
   byId("turns").classList.toggle("wide", chosen.length > 1);
   fill(byId("turns"), chat.turns.map(turnElement));
   fill(byId("mode"), [...new Set(chosen)].filter((model) => !model.chat).map(({id}) => h("span", {},
-    h("bdi", {}, id), " answers no chats: it continues your text, without a system prompt. ")));
+    h("bdi", {}, id), " cannot chat: it continues your text, without a system prompt. ")));
   fill(byId("notice"), notice && [notice.words, " ", notice.label && button("notice", notice.label)]);
   byId("panel").hidden = !chat.panel;
   document.querySelector("[data-do=toggle]").setAttribute("aria-expanded", chat.panel);

@@ -31,7 +31,7 @@ def test_a_model_is_found_by_its_name_and_by_a_revision(cached, tmp_path):
 
 @pytest.mark.parametrize("name", ["acme/tiny-2", "acme/tiny-1@v2"])
 def test_a_name_that_the_hub_does_not_give_is_refused_with_the_reason(name, cached, tmp_path):
-    with pytest.raises(CheckpointError, match=f"{name} is no local folder, and the hub gives no model.*offline.*HF_TOKEN"):
+    with pytest.raises(CheckpointError, match=f"{name} is not a local folder, and the request to the hub failed.*offline.*HF_TOKEN"):
         store.locate(name, tmp_path / "run")
 
 

@@ -141,4 +141,4 @@ def test_another_number_of_ranks_is_a_warning():
     assert "the number of ranks was 1, is 2" in warning and "dropout" not in warning
     lora = dict(lora_enabled=True, lora_dropout=0.1)
     (warning,) = changes(Config(**lora), Config(**lora, world_size=2)).warnings
-    assert warning.endswith("LoRA dropout draws other numbers")
+    assert warning.endswith("LoRA dropout draws different numbers")

@@ -177,7 +177,7 @@ def test_the_hub_is_asked_again_where_it_may_help(hub, tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("error", "tries", "told"), [
-    (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "no such name.*HTTP 404"),
+    (ConnectionRefusedError("no network"), 1, "no network"), (hub_error(404), 1, "does not exist.*HTTP 404"),
     (hub_error(503), TRIES, "503 from the hub")], ids=["network", "404", "503"])
 def test_what_may_be_a_mistyped_path_is_asked_for_once(monkeypatch, error, tries, told, capfd):
     asked = []

@@ -63,7 +63,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"messages": "Why?"}, "messages is str, expected a list"),
     ({"messages": [ASK, "So."]}, r"messages\[1\] is str, expected a message"),
     ({"messages": [None]}, r"messages\[0\] is null, expected a message"),
-    ({"messages": [SYSTEM]}, "nothing but a system message"),
+    ({"messages": [SYSTEM]}, "only a system message"),
     ({"messages": [ASK]}, "has no assistant turn"),
     ({"messages": [SYSTEM, ASK]}, "has no assistant turn"),
     ({"messages": [SAY]}, "message 1 is the assistant's, expected the user's"),
@@ -97,7 +97,7 @@ def test_an_instruction_with_several_instances_is_as_many_chats(tmp_path):
     ({"prompt": "Why?"}, "is not a chat"),
     ({"prompt": "Why?", "completion": ""}, "completion is empty"),
     ({"prompt": "Why?", "completion": "So.", "label": True}, "unpaired labels is not supported"),
-    *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is excluded from training") for mark in (
+    *(({"messages": [ASK, {**SAY, **mark}]}, r"messages\[1\] is marked as excluded from training") for mark in (
         {"weight": 0}, {"weight": 0.0}, {"train": False})),
     ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "load_dpo_dataset.py"),
 ])
@@ -160,8 +160,8 @@ def test_every_shape_of_a_pair_is_a_prompt_and_two_answers(tmp_path, record, pro
     ({"chosen": [SAY], "rejected": [{**SAY, "content": NO}]}, "has no messages"),
     ({"chosen": [ASK, SAY], "rejected": [ASK, SAY]}, "are equal"),
     ({"prompt": "What?", "chosen": [ASK, SAY], "rejected": [ASK, {**SAY, "content": NO}]}, "its prompt is not in the messages"),
-    ({"chosen": SO, "rejected": NO}, "share no beginning"),
-    ({"chosen": "Sonne", "rejected": "Sonntag"}, "share no beginning"),
+    ({"chosen": SO, "rejected": NO}, "have no common beginning"),
+    ({"chosen": "Sonne", "rejected": "Sonntag"}, "have no common beginning"),
     ({"chosen": "Human: a\n\nHuman: b\n\nAssistant: c", "rejected": "Human: a\n\nHuman: b\n\nAssistant: d"}, "2 is the user's"),
     ({"chosen": "Human: a\n\nAssistant:", "rejected": "Human: a\n\nAssistant: d"}, r"chosen\[1\].content is empty"),
 ])

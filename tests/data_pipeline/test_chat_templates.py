@@ -251,12 +251,12 @@ def test_a_tokenizer_that_puts_a_space_before_a_beginning_does_so_where_transfor
     ("{% for message in messages %}", "cannot be read"),
     (CHATML.replace("<|im_end|>", "END").replace("<|im_start|>", "BEGIN "), "ends an answer in no control token"),
     (CHATML.replace("message['content']", "'words: ' + message['content']"), "writes something else than the assistant's words"),
-    ("{{ messages | length }}" + CHATML, "is not how the whole begins"),
+    ("{{ messages | length }}" + CHATML, "differs from the start of the whole chat"),
     (CHATML.replace("'<|im_end|>'", "('</s>' if loop.index == 4 else '<|im_end|>')"), "in any of"),
     (CHATML.replace("'<|im_end|>'", "'<odd>'"), "name that as eot_token in the tokenizer_config.json"),
     (CHATML + "{{ strftime_now('%Y') }}", "'strftime_now' is undefined"),
-    (CHATML + "{{ messages[0].content.__class__.__mro__ }}", "refuses it: .*unsafe"),
-    (CHATML + "{% set _ = messages.append(1) %}", "refuses it: .*unsafe"),
+    (CHATML + "{{ messages[0].content.__class__.__mro__ }}", "rejects this chat: .*unsafe"),
+    (CHATML + "{% set _ = messages.append(1) %}", "rejects this chat: .*unsafe"),
 ])
 def test_a_template_whose_answers_cannot_be_told_is_refused(template, complaint, with_template):
     with pytest.raises(DataError, match=complaint):
@@ -310,7 +310,7 @@ def test_words_that_a_template_turns_into_a_control_token_are_refused(filters, h
             assert "x" not in chat_format.tokenizer.decode(chat_format.encode_prompt(chat[:1]))
             continue
         for encode in (chat_format.encode_chat, chat_format.encode_prompt):
-            with pytest.raises(DataError, match=r"rewrites its text so that other control tokens result .*<\|im_(end|start)\|>"):
+            with pytest.raises(DataError, match=r"rewrites the text in a way that changes its control tokens .*<\|im_(end|start)\|>"):
                 encode(chat)
     assert chat_format.encode_prompt([{"role": "user", "content": "<|im_end|"}]), "half a name is text"
 

@@ -112,9 +112,9 @@ def flip(position, bit):
     (flip(0, 3), "wrong magic"),
     (flip(4, 1), "version 3"),
     (flip(8, 0), "is cut short|is too long"),
-    (lambda data: header_bytes(0, "uint16"), "is empty, its header says 0 tokens"),
-    (lambda data: header_bytes(4, "uint16") + bytes(8), "its header says 4 tokens of uint16, but manifest.json says 5"),
-    (lambda data: header_bytes(5, "uint32") + bytes(20), "5 tokens of uint32, but manifest.json says 5 of uint16"),
+    (lambda data: header_bytes(0, "uint16"), "is empty, but its header gives 0 tokens"),
+    (lambda data: header_bytes(4, "uint16") + bytes(8), "its header gives 4 tokens of uint16, but manifest.json lists 5"),
+    (lambda data: header_bytes(5, "uint32") + bytes(20), "5 tokens of uint32, but manifest.json lists 5 of uint16"),
 ])
 def test_a_spoilt_shard_is_refused_by_every_rank(prepared, change, message):
     spoil(prepared / "train-00001.bin", change)
@@ -216,7 +216,7 @@ def swap(path):
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("change, how", [
-    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and has 1,030; restore the file"),
+    (lambda path: os.truncate(path, HEADER_BYTES + 6), r"it had 1,084 bytes and now has 1,030; restore the file"),
     (lambda path: spoil(path, flip(HEADER_BYTES + 7, 7)), "it was written to; restore the file"),
     (swap, "another file has its name"),
     (lambda path: os.utime(path, ns=(1, 1)), None),
@@ -340,7 +340,7 @@ def npy(array) -> bytes:
 @pytest.mark.parametrize("name, data, message", [
     ("train.bin", b"\1\0\2", "odd size \\(3 bytes\\)"),
     ("train.bin", b"", "is empty"),
-    ("x_train.bin", np.arange(800, dtype="<u2").tobytes(), "wrong magic: begins with 00 00 01 00"),
+    ("x_train.bin", np.arange(800, dtype="<u2").tobytes(), "wrong magic: starts with 00 00 01 00"),
     ("train.bin", b"\1\2\3\4\1\0\0\0\4\0\0\0" + bytes(1020), "wrong magic"),
     ("x_train.npy", b"\0" * 200, "wrong magic"),
     ("x_train.npy", b"\x93NUMPY\1\0\x10\0{'descr': ", "header cannot be read"),

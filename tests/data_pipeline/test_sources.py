@@ -95,7 +95,7 @@ def test_text_is_cut_into_documents_as_asked(tmp_path, documents, expected, newl
     path = tmp_path / "x.txt"
     path.write_text(" = A = \n\none\ntwo\n\n = = sub = = \n---\n = B = \nthree", newline=newline)
     assert texts_of(path, documents=documents)[0] == expected
-    with pytest.raises(DataError, match="no line is 'paragraphs'.* whole, line, blank, wikitext"):
+    with pytest.raises(DataError, match="no line equals 'paragraphs'.* whole, line, blank, wikitext"):
         texts_of(path, documents="paragraphs")
 
 
@@ -159,7 +159,7 @@ def test_an_array_is_what_json_reads_in_it_however_it_is_written_and_cut(tmp_pat
     ('[{"a": 1},\n {"b": "2', ":2: not valid JSON: Unterminated string"),
     ('[{"a": 1}\n {"b": 2}]', ":2: not valid JSON: expected , or ], got '{'"),
     ('[{"a": 1},\n]', ":2: not valid JSON: Expecting value"),
-    ('[{"a": 1}]\n[]', ":2: more follows after the end of the array"),
+    ('[{"a": 1}]\n[]', ":2: there is text after the end of the array"),
     ("[" * 100_000, ":1: not valid JSON: "),
     ('[\n{"a": ' + "1" * 5000 + "}]", ":2: not valid JSON: "),
 ], ids=["value", "cut off", "string", "comma", "last comma", "two", "deep", "digits"])

@@ -247,7 +247,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bytes_and_counts(tmp_pat
 def test_what_the_template_refuses_is_a_bad_record_by_file_and_line(tmp_path, folder_path):
     source = write_jsonl(tmp_path / "x.jsonl", [*chats(9)[1:3], *chats(1), *chats(9)[3:5]])
     for workers in (1, 2):
-        with pytest.raises(DataError, match=f"{source}:3: the chat template refuses it: no system role; correct it, or"):
+        with pytest.raises(DataError, match=f"{source}:3: the chat template rejects this chat: no system role; correct it, or"):
             prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, workers=workers)
     folder = prepare("chats", source, folder_path, tmp_path / "out", validation_fraction=0, on_bad_record="skip")
     manifest = files_of(folder)[MANIFEST]
@@ -275,8 +275,8 @@ def test_answers_of_the_same_tokens_are_refused(tmp_path, folder_path, tokenizer
     (lambda asked, said, *more: [(asked[:3], False), (asked[3:] + said, True), *more], "a control token is a target"),
     (lambda asked, said, *more: [(asked[:-1], False), (asked[-1:] + [120] + said, True), *more], "the targets are"),
     (lambda asked, said, *more: [(asked + said, False), *more], "0 runs of targets for|1 runs of targets for"),
-    (lambda asked, said, *more: [(asked + said, True), *more], "nothing comes before a target"),
-    (lambda asked, said, *more: [([], False), (said, True), *more], "nothing comes before a target"),
+    (lambda asked, said, *more: [(asked + said, True), *more], "a target has no token before it"),
+    (lambda asked, said, *more: [([], False), (said, True), *more], "a target has no token before it"),
     (lambda asked, said, *more: [(asked, False), (said, True), *more, ([10], False)], "the last tokens are not targets"),
 ])
 @pytest.mark.parametrize("skipping", ["fail", "skip"])
@@ -373,5 +373,5 @@ def test_tools_and_reasoning_that_are_not_trained_on_are_counted_and_told(tmp_pa
     folders = [prepare("chats", write_jsonl(tmp_path / f"{name}.jsonl", records), tokenizer_path, tmp_path / name)
                for name, records in (("plain", plain), ("thoughtful", thoughtful))]
     assert "Dropped" not in describe_prepared(folders[0])
-    assert "Dropped: tools 1 times, reasoning_content 39 times; the chats are trained on without them" in describe_prepared(folders[1])
+    assert "Dropped: tools 1 times, reasoning_content 39 times; training uses the chats without them" in describe_prepared(folders[1])
     assert [path.read_bytes() for path in sorted(folders[0].glob("*.bin"))] == [path.read_bytes() for path in sorted(folders[1].glob("*.bin"))]

@@ -147,7 +147,7 @@ def test_of_a_step_that_is_not_the_one_that_was_nothing_is_concluded(in_parts):
     check_same(replayed(in_parts, 6))
     text = replayed(in_parts, 2)
     assert "DIFFERENT" in text and NOTHING not in text
-    assert text.splitlines()[-1].startswith("This is not the recorded step, as it has another loss")
+    assert text.splitlines()[-1].startswith("This is not the recorded step: it has a different loss")
     assert in_parts.train(MAX_STEPS=7) == 0
     assert sorted(path.name for path in (in_parts.folder / "configs").iterdir()) == ["step-00000001.json", "step-00000007.json"]
     check_same(replayed(in_parts, 6))
@@ -300,7 +300,7 @@ def test_what_is_finite_now_and_was_not_then_is_no_fault_of_the_data(tiny_run, m
     assert "Suspect the machine" in text.splitlines()[-1]
     shutil.rmtree(run.checkpoint(2))
     older = replayed(run, 3, at_checkpoint=True)
-    assert "of step 0, older than" in older and "it has other rows or weights than then" in older.splitlines()[-1]
+    assert "of step 0, older than" in older and "its rows or weights differ from the recorded ones" in older.splitlines()[-1]
 
 
 # ------------------------------------------------------------------------------------------------------------- what is refused
@@ -324,7 +324,7 @@ def test_a_step_that_never_was_is_refused_with_those_that_were(finished):
 
 
 def test_other_folders_flags_and_data_are_refused(finished, poisoned, tmp_path):
-    with pytest.raises(SettingsError, match="no run's folder"):
+    with pytest.raises(SettingsError, match="not a run's folder"):
         read_settings(tmp_path, Layer({}, []), 1)
     assert "unknown flag --mx-steps" in refused(SettingsError, finished, 2, "--mx-steps", "3")
     assert "must be a multiple" in refused(SettingsError, finished, 2, "--micro-batch-size", "3")

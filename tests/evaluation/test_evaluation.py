@@ -220,13 +220,13 @@ def test_what_a_signal_cut_off_between_two_sets_is_evaluated_once(sets, tiny_run
 
 @pytest.mark.parametrize(("tasks", "words"), [
     ("arc.jsonl", "EVAL_TASKS=arc.jsonl is not of the form name:file"),
-    ("ARC:a", "EVAL_TASKS=ARC:a: a name has lower-case letters, digits and _"),
-    ("a:x,b:y,a:z", "EVAL_TASKS=a:x: a is there 2 times; choose another name"),
-    ("hellaswag:x", "hellaswag is the name of other metrics"),
-    ("val_loss:x", "val_loss is the name of other metrics"),
-    ("generation:x", "generation is the name of other metrics"),
+    ("ARC:a", "EVAL_TASKS=ARC:a: a name starts with a lower-case letter"),
+    ("a:x,b:y,a:z", "EVAL_TASKS=a:x: a occurs 2 times; rename all but one"),
+    ("hellaswag:x", "hellaswag is already the name of another metric"),
+    ("val_loss:x", "val_loss is already the name of another metric"),
+    ("generation:x", "generation is already the name of another metric"),
     ("a:s3://bucket/x", "EVAL_TASKS=a:s3://bucket/x is a URL, and must be a local path"),
-    ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x has a variable or a command in it")])
+    ("a:$HOME/x", "EVAL_TASKS=a:$HOME/x contains a variable or a command")])
 def test_a_set_that_cannot_be_meant_is_named(tasks, words, tiny_run, capsys):
     assert tiny_run(EVAL_TASKS=tasks).train() == 2
     assert words in capsys.readouterr().err

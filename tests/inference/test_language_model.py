@@ -66,9 +66,9 @@ def test_a_model_that_answers_no_chats_says_why_and_continues_texts(folder, tmp_
     store.publish(tmp_path / "pretrained", write, {"step": 1})
     broken = changed(folder, tmp_path / "broken", "{% for %}")
     for name, why in ((str(without), "its tokenizer has no chat template"), (broken, "chat template cannot be read"),
-                      (str(tmp_path / "pretrained"), "it was pretrained only, and has seen no chats")):
+                      (str(tmp_path / "pretrained"), "it was only pretrained, not trained on chats")):
         model = open_model(name)
         assert model.chat_format is None and why in model.why_no_chat
-        with pytest.raises(DataError, match=f"continues texts: .*{why}"):
+        with pytest.raises(DataError, match=f"continues text: .*{why}"):
             model.chat_prompt(MESSAGES)
         assert model.text_prompt("Hi").ids

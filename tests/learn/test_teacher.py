@@ -218,7 +218,7 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path, tokenizer, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         find_teacher(settings(tmp_path / "nothing" / "here"), tokenizer)
-    with pytest.raises(CheckpointError, match="TEACHER_MODEL=nobody/nothing: nobody/nothing is no local folder"):
+    with pytest.raises(CheckpointError, match="TEACHER_MODEL=nobody/nothing: nobody/nothing is not a local folder"):
         find_teacher(settings("nobody/nothing", output_dir=str(tmp_path)), tokenizer)
 
 
@@ -293,7 +293,7 @@ def refused(folder: Path, tokenizer, match: str, error=SettingsError, **changes)
 def test_foreign_models_that_cannot_teach_are_refused(tmp_path, tokenizer, monkeypatch, copied):
     gpt2 = transformers_model("GPT2", tokenizer, tmp_path / "gpt2")
     refused(gpt2, tokenizer, "reads 32 tokens at most; lower MAX_SEQ_LEN=64", max_seq_len=64)
-    refused(transformers_model("Bert", tokenizer, tmp_path / "bert"), tokenizer, "no causal language model")
+    refused(transformers_model("Bert", tokenizer, tmp_path / "bert"), tokenizer, "not a causal language model")
     with monkeypatch.context() as patched:
         patched.setitem(__import__("sys").modules, "transformers", None)
         refused(gpt2, tokenizer, "pip install transformers")
@@ -608,7 +608,7 @@ def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, mo
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full_after_five_rows)
-        with pytest.raises(DataError, match="No space left on device; make room"):
+        with pytest.raises(DataError, match="No space left on device; free some space"):
             stored(rows, tmp_path, tokenizer, teacher)
     again = CountingTeacher(tokenizer)
     stored(rows, tmp_path, tokenizer, again)

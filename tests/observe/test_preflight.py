@@ -259,7 +259,7 @@ def test_a_change_since_the_checkpoint_ends_with_5(trained, capsys):
 def test_weights_of_another_run_start_anew_if_they_have_the_shape(trained, tmp_path, capsys):
     changes = dict(OUTPUT_DIR=tmp_path, PRETRAIN_CHECKPOINT=trained.checkpoint(4), RESET_OPTIMIZER="true")
     checked = Checked(trained, capsys, **changes)
-    assert checked.code == 0 and "start anew" in checked.text("ok") and list(tmp_path.iterdir()) == []
+    assert checked.code == 0 and "schedule and step restart" in checked.text("ok") and list(tmp_path.iterdir()) == []
     checked = Checked(trained, capsys, **changes, N_LAYERS=3, DIM=64)
     assert checked.code == 5
     assert "DIM is 32 there and 64 here (command line); N_LAYERS is 2 there and 3 here (command line); FFN_DIM is 96 " in checked.text("FAIL")

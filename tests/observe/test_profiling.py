@@ -85,12 +85,12 @@ def test_the_metrics_have_power_and_both_utilizations(measured):
 
 def test_a_run_that_ends_or_resumes_within_the_window_profiles_its_part(tiny_run, capsys):
     run = tiny_run(**UNMEASURED, MAX_STEPS=3, PROFILE_STEPS="2:9", POWER_STEPS="7:8")
-    assert run.train() == 0 and "POWER_STEPS names no step that is left (1 to 3)" in capsys.readouterr().out
+    assert run.train() == 0 and "POWER_STEPS has none of the steps left (1 to 3)" in capsys.readouterr().out
     assert run.train(MAX_STEPS=4, PROFILE_STEPS="2:4") == 0
     assert sorted(path.name for path in (run.folder / "profile").glob("*.txt")) == ["rank-0-steps-2-3.txt", "rank-0-steps-4-4.txt"]
     capsys.readouterr()
     assert run.train(MAX_STEPS=5, PROFILE_STEPS="2:4") == 0
-    assert "PROFILE_STEPS names no step that is left (5 to 5)" in capsys.readouterr().out
+    assert "PROFILE_STEPS has none of the steps left (5 to 5)" in capsys.readouterr().out
 
 
 def test_at_a_stop_signal_the_run_is_saved_before_the_profile_is_written(tiny_run, capsys):
@@ -154,7 +154,7 @@ def test_the_readings_of_all_ranks_are_one_and_a_slowdown_is_said_once(tmp_path)
     told = SimpleNamespace(run=run, warned_of=0)
     for _ in range(2):
         Measurements._warn_of_slowdowns(told, [one, other])
-    assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; this is said once"
+    assert run.said == [f"GPU1: slowed down by {cause}, to 1,200 MHz at 500 W and 80 °C; reported once"
                         for cause in ("its power limit", "heat")]
 
 

@@ -347,5 +347,5 @@ def test_a_run_does_not_save_into_the_folder_of_another(tiny_run, capsys):
 
     with at_step(3, replace):
         assert run.train() == 5
-    assert "is another folder than the one that this run began in" in capsys.readouterr().err
+    assert "is not the folder that this run started in" in capsys.readouterr().err
     assert run.steps_saved() == [1]

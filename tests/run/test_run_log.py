@@ -93,7 +93,7 @@ def test_what_others_write_stays_on_its_line_and_commands_no_terminal(capsys, tm
 
 
 @pytest.mark.parametrize(("stage", "text", "shown"), [
-    ("pretrain", "\nO me!", r"ROMEO:\nO me!"), ("pretrain", "", "ROMEO: (end of text at once)"), ("sft", "O me!", "ROMEO: -> O me!")])
+    ("pretrain", "\nO me!", r"ROMEO:\nO me!"), ("pretrain", "", "ROMEO: (ends at once)"), ("sft", "O me!", "ROMEO: -> O me!")])
 def test_a_sample_is_one_line_that_says_what_follows_the_prompt(stage, text, shown, tmp_path, capsys):
     log = make_log(tmp_path, training_stage=stage)
     log.sample(3, "ROMEO:", text)

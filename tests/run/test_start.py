@@ -144,7 +144,7 @@ def test_a_run_with_steps_is_not_begun_anew_from_something_else_and_every_way_ou
     before = contents(run.folder)
     assert run.train(**{named: stages.teacher}, MAX_STEPS=2) == 5
     error = capsys.readouterr().err
-    assert "began from" in error and contents(run.folder) == before
+    assert "started from" in error and contents(run.folder) == before
     assert train.main([*run.argv(**{named: stages.teacher}), "--check"]) == 5
     offered = ways_out(error)
     assert len(offered) == (3 if named == "PRETRAIN_CHECKPOINT" else 2)

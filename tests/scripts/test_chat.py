@@ -118,7 +118,7 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
     assert code == 0 and first == again != second == undone
     assert "The next answer has seed 7." in err and f"Saved to {file}" in err and "\x1b" not in err
     assert chat(f"Hi\n/save {file.with_suffix('')}\n", folder, "--max-new-tokens", 5)[::2] == (
-        2, f"error: {file} exists, and is left as it is; name another file\n")
+        2, f"error: {file} already exists; name another file\n")
     record = json.loads(file.read_text())
     assert [message["content"] for message in record["messages"]][0] == "Hi"
     file.write_text(file.read_text() * 30)
@@ -128,7 +128,7 @@ def test_commands_in_a_pipe(chat, folder, tmp_path, prepared):
 @pytest.mark.parametrize("line, words", [
     ("/rest", "there is no /rest; the commands are /retry /undo /reset"), ("/temperature -1", "/temperature: expected a number from 0 on, not '-1'"),
     ("/temperature nan", "not 'nan'"), ("/seed x", "expected a number from 0 to 4,294,967,295, not 'x'"), ("/save", "/save needs the name"),
-    ("/save x", "no answer to save"), ("/retry", "no message to answer"), ("/undo", "no message to take back"),
+    ("/save x", "no answer to save"), ("/retry", "no message to answer"), ("/undo", "no message to remove"),
     ("word " * 4096, "that is too long: ")])
 def test_a_wrong_line_of_a_pipe_ends_it_with_a_word(chat, folder, line, words):
     code, out, err = chat(f"{line}\nHi\n", folder)
@@ -143,7 +143,7 @@ def test_a_model_without_a_template_continues_text_and_says_so_once(chat, folder
     model = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[tokenizer.bos_id, *tokenizer.encode("The cat")]])
     assert out.startswith(shown([tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1]:].tolist())]))
-    assert "takes no system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
+    assert "does not accept a system prompt: its tokenizer" in chat("", base, "--system", "x")[2]
 
 
 def test_a_full_context_is_said_once(chat, folder):
@@ -152,7 +152,7 @@ def test_a_full_context_is_said_once(chat, folder):
 
 
 @pytest.mark.parametrize("argv, code, words", [
-    (["nowhere"], 5, "no checkpoint 'nowhere'"), (["MODEL", "OTHER"], 2, "goes with --serve"), (["MODEL", "--port", "1"], 2, "--port goes with --serve"),
+    (["nowhere"], 5, "no checkpoint 'nowhere'"), (["MODEL", "OTHER"], 2, "needs --serve"), (["MODEL", "--port", "1"], 2, "--port goes with --serve"),
     (["MODEL", "MODEL", "--serve"], 2, "two different models"), (["MODEL", "--serve", "--seed", "1"], 2, "--seed is for the terminal"),
     (["MODEL", "--serve", "--api-key"], 2, "PADDOCK_API_KEY"), (["MODEL", "--top-p", "0"], 2, "--top-p: expected a number above 0"),
     (["MODEL", "--min-p", "2"], 2, "--min-p: expected a number from 0 to 1, not '2'"), (["MODEL", "--stop", ""], 2, "empty --stop")])
@@ -176,7 +176,7 @@ def test_a_person_is_told_of_a_mistake_and_goes_on(chat, folder, monkeypatch):
     monkeypatch.setattr(io, "TextIOWrapper", Person)
     code, out, err = chat("/rest\n/undo\nThe cat\n", folder, "--temperature", 0, "--max-new-tokens", 4)
     assert code == 0 and out.endswith("\n") and len(out) > 1
-    assert "there is no /rest" in err and "no message to take back" in err and "error" not in err
+    assert "there is no /rest" in err and "no message to remove" in err and "error" not in err
 
 
 @pytest.mark.parametrize("env, dim", [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, False)])
@@ -250,7 +250,7 @@ def test_a_conversation_in_a_terminal(folder, tmp_path):
         assert "The next answer has seed 5." in terminal.send("/seed 5\r")
         terminal.send("\x1b[200~two\nlines\x1b[201~\r", "two\nlines\n.{40}")
         assert "tokens/s, seed 5)" in terminal.send("\x03")
-        assert "Taken back: two lines\n" in terminal.send("/undo\r")
+        assert "Removed: two lines\n" in terminal.send("/undo\r")
         assert "A new conversation." in terminal.send("/reset\r")
         assert "there is no /rest; the commands are /retry" in terminal.send("/rest\r")
         assert "/save FILE" in terminal.send("/help\r")

@@ -109,5 +109,5 @@ def test_one_dash_is_no_call_for_help(capsys):
         with pytest.raises(SystemExit) as ended:
             CommandParser("").parse_known_args(flags)
         error = capsys.readouterr().err
-        assert ended.value.code == 2 and "-hf-token: the names of flags begin with two dashes" in error and "canary" not in error
+        assert ended.value.code == 2 and "-hf-token: flag names start with two dashes" in error and "canary" not in error
     assert CommandParser("").parse_known_args(["--", "-hot"])[1][-1] == "-hot"

@@ -181,7 +181,7 @@ def test_a_busy_port_is_told_with_what_to_do(folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         said = report(folder, "--serve", "--port", port, code=2).stderr
-    assert said == f"error: --port {port} is in use; --port 0 takes a free one\n"
+    assert said == f"error: --port {port} is in use; --port 0 picks a free one\n"
 
 
 def test_missing_packages_are_told(folder, tmp_path):

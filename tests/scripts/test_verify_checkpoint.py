@@ -27,15 +27,15 @@ def verify(*arguments, code: int = 0) -> str:
 def test_a_run_is_verified_with_all_of_its_checkpoints_and_its_ledger(whole, tmp_path):
     run = whole.copy(tmp_path / "runs")
     text = verify(run.folder)
-    assert text.count("is intact.") == 3 == text.count("ledger.jsonl of the run, as the model card says")
+    assert text.count("is intact.") == 3 == text.count("ledger.jsonl of the run, which matches the model card")
     assert f"step 6, tokens 1536, license unknown, validation loss {run.metrics()[-1]['val_loss']:.4f}" in text
     ledger = run.folder / "ledger.jsonl"
     lines = ledger.read_text().splitlines(keepends=True)
     ledger.write_text("".join([*lines[:4], lines[4].replace("true", "false"), *lines[5:]]))
     text = verify(run.folder, code=5)
-    assert text.count("is intact.") == 2 and text.count("ledger.jsonl of the run, not as the model card says") == 1
+    assert text.count("is intact.") == 2 and text.count("ledger.jsonl of the run, which differs from the model card") == 1
     ledger.write_text("".join(lines[:2]))  # a copy of the run's beginning
-    assert "ledger.jsonl of the run, not as" in verify(run.checkpoint(6), code=5)
+    assert "ledger.jsonl of the run, which differs" in verify(run.checkpoint(6), code=5)
 
 
 def test_a_copy_needs_no_run_and_nothing_but_the_standard_library(copy):
@@ -57,7 +57,7 @@ def test_damage_is_named(copy, name, damage, told):
 
 def test_what_only_resuming_needs_may_be_left_out(copy):
     (copy / "optimizer.safetensors").unlink()
-    assert "The model's files are intact; what resuming needs is not" in verify(copy, code=5)
+    assert "The model's files are intact, but files needed for resuming are not" in verify(copy, code=5)
     text = verify(copy, "--model-only")
     assert "optimizer" not in text and f"{copy} is intact." in text
 
@@ -67,7 +67,7 @@ def test_without_a_manifest_there_is_nothing_to_compare_with(copy, whole, tmp_pa
     assert "a model that Paddock did not write" in verify(copy, code=5)
     (tmp_path / "empty").mkdir()
     assert "nothing to compare with" in verify(tmp_path / "empty", code=5)
-    assert "is no folder" in verify(tmp_path / "missing", code=5)
+    assert "is not a folder" in verify(tmp_path / "missing", code=5)
     # One of several: the others are verified all the same.
     assert "1 of 2" in verify(whole.checkpoint(4), flipped(whole, tmp_path), code=5)
 

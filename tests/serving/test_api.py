@@ -211,7 +211,7 @@ def test_a_model_that_has_no_chat_template_says_what_to_use(prepared):
     model.tokenizer.special_ids = {}
     with serving([dataclasses.replace(model)]) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
         assert not client.models.list().data[0].chat
-        with pytest.raises(openai.BadRequestError, match="tiny answers no chats: .*; use /v1/completions"):
+        with pytest.raises(openai.BadRequestError, match="tiny cannot answer chats: .*; use /v1/completions"):
             chat(client)
         assert complete(client).choices[0].text
 

@@ -397,7 +397,7 @@ def test_texts_are_text(chat, stub):
 def test_a_model_without_a_template_is_continued(chat, stub):
     stub.models = [model("base", chat=False)]
     page = chat()
-    page.sees("base answers no chats: it continues your text, without a system prompt. ", where="#mode")
+    page.sees("base cannot chat: it continues your text, without a system prompt. ", where="#mode")
     page.fill("[name=system]", "Be kind.")
     page.fill("[name=stop]", "\\n\\n\nEnd")
     for count, text in enumerate(["Once", "and then"], 1):

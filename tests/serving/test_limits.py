@@ -275,9 +275,9 @@ def test_a_client_that_leaves_frees_its_row_also_with_a_further_request_waiting(
 
 
 @pytest.mark.parametrize("error, code, message", [
-    (MemoryError(), "out_of_memory", "the server is out of memory; a shorter prompt may pass"),
+    (MemoryError(), "out_of_memory", "the server is out of memory; a shorter prompt may fit"),
     (RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"), "out_of_memory", "out of memory"),
-    (ValueError("planted"), None, r"the model failed \(ValueError\); the server's output says more")])
+    (ValueError("planted"), None, r"the model failed \(ValueError\); see the server's output")])
 def test_a_failure_of_the_model_ends_its_requests_and_not_the_server(client, server, capfd, error, code, message):
     batcher, said = server[1][0], []
     wait_until(lambda: is_free(batcher))
@@ -309,5 +309,5 @@ def test_a_fault_of_the_server_is_told_without_its_details(client, monkeypatch, 
     monkeypatch.setattr(Api, "describe", lambda *_: 1 / 0)
     response = client.get("/v1/models")
     assert response.status_code == 500 and response.headers["X-Content-Type-Options"] == "nosniff"
-    assert response.json()["error"]["message"] == "the server failed (ZeroDivisionError); its output says more"
+    assert response.json()["error"]["message"] == "the server failed (ZeroDivisionError); see its output"
     assert "ZeroDivisionError: division by zero" in capfd.readouterr().err

@@ -51,7 +51,7 @@ def serve_tiny(tokenizer_path, stuck: bool = False) -> None:
 def job(request, prepared, tmp_path):
     """A server in a process of its own."""
     job = start(serve_tiny, prepared.tokenizer, getattr(request, "param", False), folder=tmp_path)
-    wait_until(lambda: "(Ctrl-C ends it)" in job.text())
+    wait_until(lambda: "(Ctrl-C stops it)" in job.text())
     yield job
     job.processes[0].kill()
     job.processes[0].join()
@@ -72,7 +72,7 @@ def test_the_log_handlers_of_other_packages_stay_open(page, monkeypatch):
 
 
 def url_of(job) -> str:
-    return job.text().split("  (Ctrl-C ends it)")[0].rstrip("/")
+    return job.text().split("  (Ctrl-C stops it)")[0].rstrip("/")
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def test_a_signal_ends_streams_with_an_error_and_the_process(job, number, code):
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
     job.processes[0].join(PATIENCE)
     assert job.processes[0].exitcode == code
-    assert job.text().partition("(Ctrl-C ends it)")[2].strip() == ("Stopped." if code == 130 else "")
+    assert job.text().partition("(Ctrl-C stops it)")[2].strip() == ("Stopped." if code == 130 else "")
 
 
 @pytest.mark.parametrize("job", [True], indirect=True)
@@ -123,7 +123,7 @@ def test_what_cannot_be_served_is_one_sentence(prepared):
     model = tiny_model(prepared.tokenizer)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        cases = [(ServeOptions(port=port), f"--port {port} is in use; --port 0 takes a free one"),
+        cases = [(ServeOptions(port=port), f"--port {port} is in use; --port 0 picks a free one"),
                  (ServeOptions(host="0.0.0.0"), "--host 0.0.0.0 lets other machines in, so it needs a key; set the environment variable "
                                                 "PADDOCK_API_KEY"),
                  (ServeOptions(host="192.0.2.7", api_key="x", port=0), "--host 192.0.2.7 is not an address of this machine; 0.0.0.0"),

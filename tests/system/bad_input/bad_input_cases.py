@@ -273,7 +273,7 @@ SHARDS = group(
     npy_huge=(npy(b"\x01\x00\x76\0" + b"{'descr': '<u2', 'fortran_order': False, 'shape': (9999999999,), }".ljust(117) + b"\n"),
               "is cut short")) + group(
     "manifest", TRAIN, 3,
-    gone=(gone(MANIFEST), "looks like a prepared set's, but there is no manifest.json"),
+    gone=(gone(MANIFEST), "looks like part of a prepared set, but there is no manifest.json"),
     empty=(put(MANIFEST), "invalid JSON: EOF"), torn=(cut(MANIFEST, 200), "invalid JSON"),
     list=(put(MANIFEST, "[]"), "an object"),
     null=(put(MANIFEST, "null"), "an object"), binary=(put(MANIFEST, b"\xff\xfe\0"), "invalid JSON"),
@@ -301,11 +301,11 @@ SHARDS = group(
     one_more=(manifest(lambda m: (shards_of(m).append({"file": "x.bin", "tokens": 5, "sha256": ""}),
                                   m["splits"]["train"].update(tokens=3965))), "x.bin: is missing"),
     twice=(manifest(lambda m: shards_of(m).append(shards_of(m)[0])), "a shard is listed twice"),
-    one_less=(manifest(lambda m: shards_of(m).pop()), "have 3000 tokens, and there should be 3960"),
-    sum=(manifest(lambda m: m["splits"]["train"].update(tokens=5)), "there should be 5")) + group(
+    one_less=(manifest(lambda m: shards_of(m).pop()), "have 3000 tokens, expected 3960"),
+    sum=(manifest(lambda m: m["splits"]["train"].update(tokens=5)), "expected 5")) + group(
     "segments", SFT, 3,
-    sum=(segments(8, 15), "tokens long in all, but there are"), no_end=(segments(8, 13), "has no end"),
-    no_target=(segments(8, 14), "not cut into segments as chats are"),
+    sum=(segments(8, 15), "tokens long in total, but the shards have"), no_end=(segments(8, 13), "has no end"),
+    no_target=(segments(8, 14), "does not have the segments of chats"),
     none=(lambda: json_of("chats/manifest.json", lambda m: m["splits"][
         "train"].pop("segments") and None)(), "lists no segments of train"),
         cut=(cut("chats/train-segments-00000.bin", -2), "is cut short"),
@@ -344,7 +344,7 @@ RECORDS = group(
         ("n.txt", b"a\n\0\n", "n.txt:2: .*NUL"), ("e.txt", b"", "e.txt: no document is left.* the source is empty; give more"),
         ("l.txt", b"caf\xe9\n", "l.txt: is not UTF-8 text"),
         ("b.txt --on-bad-record skip", bytes(range(256)), "b.txt: is not UTF-8 text: 2 of its first 2 lines"))] + commands(
-    "source", 3, none=(f"scripts/load_pretrain_dataset.py --source 'q*.jsonl' {PREPARE}", "nothing that matches"),
+    "source", 3, none=(f"scripts/load_pretrain_dataset.py --source 'q*.jsonl' {PREPARE}", "nothing matches"),
     protocol=(f"scripts/load_pretrain_dataset.py --source nosuch://x/y.jsonl {PREPARE}", "Protocol not known"),
     closed=(f"scripts/load_pretrain_dataset.py --source nope/ {PREPARE}", "nope/: no such file or folder"),
     deep=(f"scripts/load_dpo_dataset.py --source a/b/c {PREPARE}", "a/b/c: no such file or folder"),
@@ -471,7 +471,7 @@ TOKENIZERS = group(
     cut=(cut(TOKENIZER, -900), "a line is missing|tokenizer.model:"),
     junk=(put(TOKENIZER, b"\xfe\xed" * 999), "tokenizer.model:1: expected"),
     first_gone=(edit(TOKENIZER, lambda c: b"".join(c.splitlines(True)[1:])), "each once"),
-    twice=(edit(TOKENIZER, lambda c: c + c.split()[0] + b" 260\n"), "was there before"),
+    twice=(edit(TOKENIZER, lambda c: c + c.split()[0] + b" 260\n"), "occurs twice"),
     rank=(add(TOKENIZER, "eHh4 -1\n"), "each once"),
     digits=(add(TOKENIZER, "eHh4 " + "9" * 5000 + "\n"), "tokenizer.model:261"),
     columns=(add(TOKENIZER, "eHh4 260 1\n"), "tokenizer.model:261"), json=(put(TOKENIZER, "{}"), "TOKENIZER_BACKEND=huggingface"),
@@ -525,7 +525,7 @@ TOKENIZERS = group(
 MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("ask", ASK), ("import", IMPORT),
     ("start", START)) for name, spoil, words in (
     ("config_empty", put(CONFIG), "config.json cannot be read"), ("config_deep", put(CONFIG, DEEP), "config.json cannot be read"),
-    ("config_list", put(CONFIG, "[]"), "holds no JSON object"),
+    ("config_list", put(CONFIG, "[]"), "does not contain a JSON object"),
     ("config_gpt2", json_of(CONFIG, lambda d: d.update(model_type="gpt2")), "'gpt2' model"),
     ("heads_0", json_of(CONFIG, lambda d: d.update(num_attention_heads=0)), "num_attention_heads=0"),
     ("heads_null", json_of(CONFIG, lambda d: d.update(num_attention_heads=None)), "lacks num_attention_heads"),
@@ -569,7 +569,7 @@ MODELS = [Case(f"{by}-{name}", command, 5, spoil, words) for by, command in (("a
     empty=(put("meta/consolidated.00.pth"), "is damaged"), junk=(put("meta/consolidated.00.pth", b"PK\3\4junk"), "is damaged"),
     pickle=(put("meta/consolidated.00.pth", pickle.dumps(Bomb())), "is damaged"),
     bomb=(lambda: torch.save({"tok_embeddings.weight": Bomb()}, "meta/consolidated.00.pth"), "holds no plain weights"),
-    list=(lambda: torch.save([1], "meta/consolidated.00.pth"), "no dictionary of tensors"),
+    list=(lambda: torch.save([1], "meta/consolidated.00.pth"), "not a dictionary of tensors"),
     keys=(lambda: torch.save({1: torch.ones(1)}, "meta/consolidated.00.pth"), "not Meta's Llama 3"),
     nan=(meta_of(lambda t: t["norm.weight"].fill_(torch.nan)), "norm.weight holds numbers that are not finite"),
     scalar=(meta_of(lambda t: t.update({"tok_embeddings.weight": torch.ones(())})), "does not fit"),

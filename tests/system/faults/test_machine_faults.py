@@ -103,7 +103,7 @@ def test_a_disk_with_no_byte_left_is_told_before_the_first_step(tiny_run, mount,
     run = tiny_run()
     fill(mount(run.folder, 100_000))
     assert run.train() == 5
-    assert_one_sentence(capsys.readouterr().err, str(run.folder), "too little room", "0 free")
+    assert_one_sentence(capsys.readouterr().err, str(run.folder), "too little space", "0 free")
 
 
 @needs_mounts

@@ -296,7 +296,7 @@ def test_what_cannot_be_kept_beside_the_data_is_kept_under_the_runs_or_where_the
         assert here.train() == 0
         told = capsys.readouterr().out
         assert "are computed once" in told
-        assert told.count(f"Permission denied; what is computed once is stored in {place} (") == (not more)
+        assert told.count(f"Permission denied; storing the results in {place} (") == (not more)
         assert here.train(RESUME="never") == 0
         assert "are computed once" not in capsys.readouterr().out
         assert list(place.rglob("reference-*" if mode == "dpo-stored" else "teacher-*")) and list(place.rglob(".verified.json"))
@@ -420,7 +420,7 @@ def test_each_stage_begins_with_the_weights_of_the_one_before_and_nothing_else(s
     learned = run("dpo-stored", INSTRUCT_CHECKPOINT=finished("sft").folder, RUN_NAME="preferences")
     del learned.settings["PRETRAIN_CHECKPOINT"]
     assert learned.train() == 0
-    assert "start anew" in capsys.readouterr().out
+    assert "schedule and step restart" in capsys.readouterr().out
     assert list(learned.column("train_loss")) == [1, 2, 3, 4] and learned.column("learning_rate")[1] == 0.01
     assert learned.column("val_loss")[0] == pytest.approx(math.log(2), abs=1e-6)
 
