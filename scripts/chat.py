@@ -57,8 +57,7 @@ def parse_args() -> argparse.Namespace:
     # A cache for all that some models allow would fill the memory.
     parser.add_argument("--context-length", default=8192, metavar="N",
                         type=number(int, "from 16 on", lambda value: value >= 16),
-                        help="maximum tokens of a chat, up to the model's context length (default: "
-                             "%(default)s)")
+                        help="maximum tokens of a chat, if the model allows as many (default: %(default)s)")
     answers = parser.add_argument_group("answers in the terminal")
     answers.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
     add_sampling_flags(answers)
@@ -66,23 +65,20 @@ def parse_args() -> argparse.Namespace:
                          type=number(int, "from 1 on", lambda value: value > 0),
                          help="maximum tokens of an answer (default: %(default)s)")
     answers.add_argument("--seed", type=SEED, metavar="S",
-                         help="random seed of the first answer; later answers count up from it (default: "
-                              "random)")
+                         help="seed of the first answer; later answers count up from it (default: random)")
     answers.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
                          help="end an answer before any of these texts")
     server = parser.add_argument_group("the server")
     server.add_argument("--serve", action="store_true", help="serve a chat page and an API")
     server.add_argument("--host", default="127.0.0.1", metavar="ADDRESS",
-                        help=f"address to listen on; any but loopback needs a key in {KEY_VARIABLE} "
-                             "(default: %(default)s)")
+                        help=f"other than loopback needs a key in {KEY_VARIABLE} (default: %(default)s)")
     server.add_argument("--port", default=8000, help="0 = any free port (default: %(default)s)",
                         type=number(int, "from 0 to 65535", lambda value: 0 <= value < 2**16))
     server.add_argument("--api-key", action="store_true",
                         help=f"require the API key in the environment variable {KEY_VARIABLE}")
     server.add_argument("--concurrency", default=8, metavar="N",
                         type=number(int, "from 1 on", lambda value: value > 0),
-                        help="number of answers that a model generates at the same time (default: "
-                             "%(default)s)")
+                        help="answers that a model generates at the same time (default: %(default)s)")
     args = parser.parse_args()
     if not all(args.stop):
         parser.error("an empty --stop would end every answer at once")
@@ -220,8 +216,7 @@ class Chat:
             prompt = self.conversation.prompt(min(self.max_new_tokens, length // ANSWER_SHARE))
             if self.conversation.left_out and not self.said_full:
                 self.said_full = True
-                note(f"The context of {length:,} tokens is full: the oldest messages are left out from now "
-                     "on.")
+                note(f"The context of {length:,} tokens is full: the oldest messages are now left out.")
             room = length - len(prompt.ids)
             request = Request(prompt.ids, min(self.max_new_tokens, room), self.sampling, prompt.stop_ids)
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % SEEDS)

@@ -153,8 +153,7 @@ def parse_args() -> argparse.Namespace:
                        help="texts to continue (default: one empty text)")
     group.add_argument("--prompts", metavar="FILE", help="one prompt in each line; - = stdin")
     group.add_argument("--chat", action="store_true",
-                       help="take each --prompt as a user's turn of one chat, or each line of --prompts as a "
-                            "chat")
+                       help="each --prompt is a user's turn of one chat; each line of --prompts is a chat")
     group.add_argument("--system", default="", metavar="TEXT", help="the system prompt (default: none)")
     group = parser.add_argument_group("how the next token is chosen")
     add_sampling_flags(group)
