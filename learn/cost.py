@@ -292,10 +292,8 @@ def muon_batch(count: int, numel: int) -> int:
 
 
 def muon_bytes(config: Config, device_type: str) -> float:
-    """Return the bytes that Muon's update needs besides its state.
-
-    They are those of a batch of gates and up projections: four tensors of their size, and two of their Gram
-    matrices, in bf16 on a GPU after two in float32.
+    """Return the bytes that Muon's update needs besides its state: for a batch of gates and up projections
+    four tensors of their size, and two of their Gram matrices, in bf16 on a GPU after two in float32.
     """
     if config.optimizer != "muon" or config.lora_enabled:
         return 0
@@ -308,9 +306,8 @@ def muon_bytes(config: Config, device_type: str) -> float:
 
 def peak_of_step(config: Config, vocab_size: int, compute_bytes: int, device_type: str,
                  gradients: float) -> tuple[float, float, float]:
-    """Return the bytes of gradients, activations and work at the peak of a step, which is not the first.
-
-    A rank's gradients have so many bytes when all are there.
+    """Return the bytes of gradients, activations and work at the peak of a step, which is not the first; a
+    rank's gradients are `gradients` bytes when all are there.
     """
     sizes = sizes_of(config, vocab_size, compute_bytes, device_type)
     tokens, sharded = config.micro_batch_size * config.max_seq_len, config.sharding != "none"

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from config import Config, DistillationConfig, PreferenceConfig
 from fused.head import IGNORE_INDEX, LOWEST_LOGPROB, add_at, slices
+from learn.cost import reference_is_live
 
 CACHE_BYTES = 2**19  # of logits that a CPU, where memory is slower than arithmetic, computes on at a time
 # From a batch to the (B, P, 2) log-probabilities of the reference model, without a graph.
@@ -232,8 +233,7 @@ PREFERENCE_OBJECTIVES: dict[str, type[PairwiseObjective]] = {"dpo": DPO, "orpo":
 def reference_is_stored(config: Config) -> bool:
     """Return whether the settings ask for reference log-probabilities that are computed before the run."""
     objective = PREFERENCE_OBJECTIVES[config.preference_objective]
-    return (config.training_stage == "dpo" and objective.needs_reference
-            and config.dpo_reference in (("stored",) if config.lora_enabled else ("stored", "auto")))
+    return config.training_stage == "dpo" and objective.needs_reference and not reference_is_live(config)
 
 
 # ------------------------------------------------------------------------------------------ distillation

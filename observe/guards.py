@@ -85,10 +85,7 @@ class FirstBad:
 
     `module` is the first with such an output, `gradient` the first such gradient of the backward. `token` is
     the first token of a row with such an output, as later ones attend to it; or else the last one whose
-    embedding gets such a gradient, as gradients flow to earlier tokens.
-
-    Args:
-        gradients: also watch the gradients.
+    embedding gets such a gradient, as gradients flow to earlier tokens. Only `gradients` watches these.
     """
 
     def __init__(self, model: nn.Module, gradients: bool = False):
@@ -246,9 +243,8 @@ def stop_non_finite(run: Run, batches: list[Batch], result: StepResult, first_ba
                     recheck_locally: Callable[[], bool]) -> None:
     """Keep what is known of a non-finite step, and the last good state.
 
-    Args:
-        recheck_locally: computes this rank's part of the step again, because the exchange of gradients has
-            mixed those of all ranks; returns whether it is finite.
+    `recheck_locally` computes this rank's part again and returns whether it is finite: the exchange of
+    gradients has mixed those of all ranks.
     """
     folder, reports, saved = dump_step(run, batches, result, first_bad, recheck_locally)
     for line in banner(reports):

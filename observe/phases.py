@@ -55,8 +55,7 @@ class SlowRanks:
 
         Args:
             own: by phase, the seconds of each rank without its waits: of a step, or of all evaluations or
-                saves since the last comparison.
-            variances: of these means over the steps.
+                saves since the last comparison; `variances` are those of the means over the steps.
             seconds: by group, those of which LOST is a share.
         """
         news = []
@@ -131,10 +130,8 @@ class Phases:
     """The seconds that a run's steps spend in each phase, as the heartbeat tells them in a `with` block.
 
     Time in which a rank waits for others outside the backward is "communication". On a GPU nothing waits for
-    a mark: they are read when the step after them begins, and the loop has waited for the GPU.
-
-    Args:
-        on_mark: called late, but in order, with the Unix time, phase and step of each mark.
+    a mark: they are read when the step after them begins, and the loop has waited for the GPU. `on_mark` is
+    called late, but in order, with the Unix time, phase and step of each mark.
     """
 
     def __init__(self, run: Run, on_mark: Optional[Callable[[float, str, int], None]] = None):

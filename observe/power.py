@@ -56,11 +56,7 @@ class GpuMeter:
 
     Power is the field NVML_FI_DEV_POWER_INSTANT where the driver has it, because nvmlDeviceGetPowerUsage is
     the mean of a second since Ampere. Energy is the driver's counter, which sees what lies between samples.
-
-    Args:
-        uuid: as torch spells it, without "GPU-"; it is right whatever CUDA_VISIBLE_DEVICES says.
-    Raises:
-        UnreadableError: package, driver or GPU are missing, or it is a part of a GPU (MIG).
+    `uuid` has no "GPU-", as torch spells it. Raises UnreadableError, also for a part of a GPU (MIG).
     """
 
     def __init__(self, uuid: str):
@@ -118,8 +114,7 @@ class GpuMeter:
 class CpuMeter:
     """All packages of a machine's CPUs, through RAPL; their cores and memory are parts of them.
 
-    Raises:
-        UnreadableError: there is no such counter, or only root may read it.
+    Raises UnreadableError if there is no such counter, or only root may read it.
     """
 
     def __init__(self) -> None:
@@ -142,7 +137,7 @@ class CpuMeter:
         return Sample(watts, self.total / 1e6)
 
     def close(self) -> None:
-        """There is nothing to close."""
+        pass
 
 
 def packages() -> Iterator[tuple[Path, int]]:
@@ -158,10 +153,8 @@ def packages() -> Iterator[tuple[Path, int]]:
 class RotatedFile:
     """A CSV file to which lines are appended. At MOST_BYTES it becomes number 1, which becomes number 2 ...
 
-    What cannot be written, on a full disk for example, is dropped with one warning.
-
-    Args:
-        folder: returns the folder, which may be renamed.
+    What cannot be written, on a full disk for example, is dropped with one warning. `folder` is a function,
+    because the folder may be renamed.
     """
 
     def __init__(self, folder: Callable[[], Path], name: str, warn: Callable[[str], None]):
@@ -258,11 +251,8 @@ class Moment(NamedTuple):
 class PowerSampler:
     """A thread that samples a meter into a file: once a second, or `hz` times in the steps of the window.
 
-    Args:
-        open_meter: is called in the thread; may raise UnreadableError.
-        gpu: its name in the file.
-        window: the steps in which `hz` holds and phases are marked; None: never.
-        note: is called once if there is nothing to measure.
+    Phases are marked in the window only. `open_meter` is called in the thread and may raise UnreadableError;
+    then `note` is called once. `gpu` is the name in the file.
     """
 
     def __init__(self, open_meter: Callable[[], Any], gpu: str, window: Optional[Container[int]], hz: float,

@@ -111,11 +111,7 @@ class Measurements:
 
     @collective
     def read_utilization(self, tokens_per_second: float) -> dict[str, float]:
-        """Return the metrics of utilization and power since the last reading, over all ranks.
-
-        Args:
-            tokens_per_second: of all ranks since the last call.
-        """
+        """Return the metrics of utilization and power since the last reading, over all ranks."""
         reading = self.sampler.read() if self.sampler else Reading()
         size, ranks = len(Work._fields), self.run.ranks
         gathered = ranks.all_gather_json([*self.work, *(reading if self.is_sampled else ())])
