@@ -14,30 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from checkpoint import store
-from checkpoint.huggingface import (
-    hub_model,
-    is_model_name,
-    load_model_weights,
-    model_settings_from_huggingface,
-    read_json,
-    weights_sha256,
-)
+from checkpoint.huggingface import hub_model, is_model_name, load_model_weights, read_json, weights_sha256
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.text import command, pip_install
-from config import Config, ModelConfig
+from config import Config
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from fused.matmul import linear
 from model import Transformer
-from model_utils import allocate_model, compile_where_possible, load_weights, model_on_meta
+from model_utils import (
+    DTYPES,
+    allocate_model,
+    compile_where_possible,
+    load_weights,
+    model_on_meta,
+    read_model_config,
+)
 from parallel.fsdp import is_sharded
 from parallel.ranks import Ranks, collective
 from tokenizer import load_tokenizer
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 UNREADABLE_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 LogitsOfPart = Callable[[slice], Tensor]  # (M, V) float32, from a slice of a batch's target positions
+
 
 def find_teacher(config: Config, tokenizer) -> Path:
     """Return the folder of TEACHER_MODEL: a checkpoint or model folder, given by path or by its name in
@@ -177,13 +177,13 @@ def load_teacher(folder: Path, config: Config, vocab_size: int, ranks: Ranks) ->
     """
     described = read_json(folder / "config.json")
     try:
-        settings = model_settings_from_huggingface(described)
+        shape = read_model_config(folder)
     except CheckpointError:  # not a Llama, or one that we cannot represent
         return ranks.raise_on_all(lambda: _load_with_transformers(folder, described, config, vocab_size,
                                                                   ranks.device))
     stored = ranks.raise_on_all(lambda: next(iter(load_model_weights(folder).values())).dtype)
     dtype = _dtype(config, stored, ranks.device)
-    model = model_on_meta(ModelConfig(**settings), described["vocab_size"], dtype)
+    model = model_on_meta(shape, described["vocab_size"], dtype)
     model.requires_grad_(False).to(dtype)
     if config.distillation_top_k:
         config = config.model_copy(update={"sharding": "none"})
@@ -197,7 +197,7 @@ def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
     """Return the teacher in a folder of `find_teacher` without its weights."""
     described = read_json(folder / "config.json")
     try:
-        shape = ModelConfig(**model_settings_from_huggingface(described))
+        shape = read_model_config(folder)
     except CheckpointError:
         with requires_package("transformers", f"TEACHER_MODEL={folder}"):
             from transformers import AutoConfig, AutoModelForCausalLM
@@ -209,7 +209,7 @@ def teacher_on_meta(folder: Path, vocab_size: int) -> LlamaTeacher | HFTeacher:
 
 def _dtype(config: Config, own: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype of TEACHER_PRECISION; on a CPU, which is slow at float16, float32 instead."""
-    dtype = PRECISIONS.get(config.teacher_precision, own)
+    dtype = DTYPES.get(config.teacher_precision, own)
     return torch.float32 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 

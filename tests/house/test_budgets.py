@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # The goals of chapters and packages, of scripts and of tests are 16,000, 6,000 and 26,000.
-ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_370, 5_890, 29_500
+ALL_CODE, ALL_SCRIPTS, ALL_TESTS = 22_330, 5_890, 29_500
 BUDGETS = {
     "config.py": 610,
     "data_preparation_utils.py": 290,
@@ -25,8 +25,8 @@ BUDGETS = {
     "evaluation/": 470,
     "fused/": 550,
     "inference/": 720,
-    "learn/": 1770,
-    "observe/": 2250,
+    "learn/": 1760,
+    "observe/": 2230,
     "parallel/": 1380,
     "report/": 1340,
     "run/": 2320,
