@@ -6,7 +6,7 @@ import select
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -148,6 +148,18 @@ def exit_if_unread() -> Iterator[None]:
         if not silence_unread_streams():
             raise
         raise SystemExit(getattr(error.__context__, "code", None) or EXIT_UNREAD) from None
+
+
+def once(warn: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a function that passes its first text on to `warn`, and drops the others."""
+    passed: list[str] = []
+
+    def warn_once(text: str) -> None:
+        if not passed:
+            passed.append(text)
+            warn(text)
+
+    return warn_once
 
 
 def last_line(text: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from common.files import plain
 from common.heartbeat import HEARTBEAT
-from common.text import pip_install
+from common.text import once, pip_install
 from config import step_window
 from parallel.process import number_of
 from run.life import Run
@@ -158,7 +158,7 @@ class RotatedFile:
     """
 
     def __init__(self, folder: Callable[[], Path], name: str, warn: Callable[[str], None]):
-        self.folder, self.name, self.warn, self.file, self.warned = folder, name, warn, None, False
+        self.folder, self.name, self.warn, self.file = folder, name, once(warn), None
 
     def append(self, lines: str) -> None:
         try:
@@ -176,10 +176,8 @@ class RotatedFile:
                     with suppress(FileNotFoundError):
                         (self.folder() / names[number - 1]).replace(self.folder() / names[number])
         except OSError as error:
-            if not self.warned:
-                self.warned = True
-                self.warn(f"{self.name} cannot be written: {error.strerror or error}; the run continues, and "
-                          "these measurements are lost")
+            self.warn(f"{self.name} cannot be written: {error.strerror or error}; the run continues, and "
+                      "these measurements are lost")
 
     def _open(self) -> None:
         self.file = open(self.folder() / self.name, "a+b", buffering=0, opener=plain)

@@ -85,11 +85,7 @@ class PowerTrace:
         samples.setdefault((gpu, is_fast), []).append(point)
 
     def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
-        """The trace as in the page's data; None without a sample.
-
-        Args:
-            share: of the values and marks that a page may have.
-        """
+        """This share of the values and marks that a page may have, as in its data; None without a sample."""
         if not self.gpus:
             return None
         most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))

@@ -215,10 +215,8 @@ def inherited(folder: Path) -> dict[str, str]:
 
 
 def origin(base: Optional[Path], own_license: str = "") -> dict[str, Any]:
-    """Return the fields of the metadata that depend on the base: its name on the hub, and its license.
-
-    Args:
-        own_license: the user's; empty: the base's, if the base's card names one.
+    """Return the metadata that depend on the base: its name on the hub, and its license unless there is one
+    of the user's own.
     """
     base_facts = facts_of(read_card(base)) if base else {}
     name = base and (hub_name_of(str(base)) or base_facts.get("base_model", ""))

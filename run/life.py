@@ -276,10 +276,8 @@ def record_settings(run: Run) -> None:
 
 
 def write_report(run: Run, wait_seconds: float = 0) -> None:
-    """Start to write the run's report, on rank 0, once the run's folder may be written.
-
-    Args:
-        wait_seconds: at the end of the run, how long to wait at most until it is written.
+    """Start to write the run's report on rank 0, once the run's folder may be written, and wait for it for at
+    most so long.
     """
     if run.config.report and run.log.lines:
         if not wait_seconds:

@@ -21,7 +21,7 @@ from checkpoint.item_scores import measured_as
 from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
 from common.errors import CheckpointError
 from common.files import NotAFileError, free_bytes, plain
-from common.text import duration, print_safely, printable
+from common.text import duration, once, print_safely, printable
 from config import Config
 from parallel.process import number_of
 from run.trackers import TensorBoard, Tracker, Trackio, Wandb
@@ -146,7 +146,7 @@ class LineFile:
     """
 
     def __init__(self, warn: Callable[[str], None]):
-        self.warn, self.file, self.unwritten, self.warned = warn, None, b"", False
+        self.warn, self.file, self.unwritten = once(warn), None, b""
         self.lock = threading.RLock()  # trackers warn from their own threads, and a warning is a line too
 
     def open(self, path: Path) -> "LineFile":
@@ -168,10 +168,8 @@ class LineFile:
                 while self.file and self.unwritten:
                     self.unwritten = self.unwritten[self.file.write(self.unwritten):]
             except OSError as error:
-                if not self.warned:
-                    self.warned = True
-                    self.warn(f"{self.file.name} cannot be written: {error.strerror}; the run continues, "
-                              "and the lines are written as soon as possible")
+                self.warn(f"{self.file.name} cannot be written: {error.strerror}; the run continues, and the "
+                          "lines are written as soon as possible")
 
     def close(self) -> None:
         with self.lock:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from common.errors import requires_package
-from common.text import print_traceback
+from common.text import once, print_traceback
 from config import Config
 
 Rows = Sequence[Sequence[Any]]
@@ -29,7 +29,8 @@ class Tracker:
     broken: set[str] = set()  # the names of trackers that failed or did not finish
 
     def __init__(self, name: str, start: Callable[[], Any], warn: Callable[[str], None]):
-        self.name, self.start, self.warn, self.given_up = name, start, warn, False
+        self.name, self.start = name, start
+        self.warn = once(warn)  # a service that did not finish may still fail later
         self.note: Optional[str] = None  # for the user, at the end
         self.waiting: queue.Queue[tuple] = queue.Queue()
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -60,10 +61,8 @@ class Tracker:
                           "metrics.jsonl is complete")
 
     def _give_up(self, why: str) -> None:
-        if not self.given_up:  # one that did not finish may still fail later
-            self.given_up = True
-            Tracker.broken.add(self.name)
-            self.warn(why)
+        Tracker.broken.add(self.name)
+        self.warn(why)
 
 
 @contextmanager
@@ -124,18 +123,15 @@ class Wandb:
 
 
 class Trackio(Wandb):
-    """A trackio run: on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set.
-
-    Args:
-        last_step: the last one that the run has logged before; trackio would show a step twice.
-    """
+    """A trackio run: on this machine, unless TRACKIO_SPACE_ID or TRACKIO_SERVER_URL is set."""
 
     mode = "local"
 
     def __init__(self, config: Config, run_dir: Path, run_id: str, last_step: Optional[int]):
         with requires_package("trackio", "TRACKIO_ENABLED=true"):
             import trackio
-        self.module, self.run_id, self.last_step = trackio, run_id, -1 if last_step is None else last_step
+        self.module, self.run_id = trackio, run_id
+        self.last_step = -1 if last_step is None else last_step  # trackio would show it twice
         # Its name for the run is the only one that it finds the run by.
         self.run = trackio.init(project=config.wandb_project, name=f"{run_dir.name}-{run_id}", resume="allow",
                                 config=config.public(), embed=False, auto_log_gpu=False, auto_log_cpu=False)
