@@ -229,7 +229,7 @@ class LogFile:
     def __init__(self, path: Path):
         self.path, self.offset, self.tail = path, 0, b""
         self.cut = b""  # the last line, if it has no end
-        self.invalid = 0  # lines, as the reader counts them
+        self.invalid = 0  # lines that were read and are not valid
 
     def is_replaced(self) -> bool:
         """Whether the file no longer has what was read of it."""

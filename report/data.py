@@ -45,7 +45,7 @@ TENSORS = TypeAdapter(dict[str, Tensor])  # the header of a safetensors file
 
 
 def read_fields(path: Path, schema: type[BaseModel], aside: Counter[str]) -> dict[str, Any]:
-    """The valid fields of the JSON object in a file of a run, if it exists; others are counted in `aside`."""
+    """Return the valid fields of a run's JSON file, if it exists, and count the others in `aside`."""
     try:
         content = read_json(path)
     except FileNotFoundError:

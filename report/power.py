@@ -85,7 +85,7 @@ class PowerTrace:
         samples.setdefault((gpu, is_fast), []).append(point)
 
     def data(self, share: float = 1.0) -> Optional[dict[str, Any]]:
-        """This share of the values and marks that a page may have, as in its data; None without a sample."""
+        """The trace as in the page's data, with this share of its values and marks; None without a sample."""
         if not self.gpus:
             return None
         most = max(4, round(share * MOST_VALUES / 2 / len(self.gpus)))

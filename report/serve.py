@@ -68,7 +68,7 @@ class Live:
 
 
 def serve(report: Report, port: int) -> None:
-    """Serve the page until Ctrl-C on a port, 0 for a free one, and print where."""
+    """Serve the page on a port (0: any free one) until Ctrl-C, and print its address."""
     live = Live(report)
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False)
     app = Starlette(routes=[Route("/", live.page), Route("/events", live.events)], middleware=[hosts])

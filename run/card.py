@@ -215,9 +215,7 @@ def inherited(folder: Path) -> dict[str, str]:
 
 
 def origin(base: Optional[Path], own_license: str = "") -> dict[str, Any]:
-    """Return the metadata that depend on the base: its name on the hub, and its license unless there is one
-    of the user's own.
-    """
+    """Return the base's name on the hub, and the license: the user's own, or else the base's."""
     base_facts = facts_of(read_card(base)) if base else {}
     name = base and (hub_name_of(str(base)) or base_facts.get("base_model", ""))
     known = {"base_model": name if name and HUB_NAME.fullmatch(name) else ""}

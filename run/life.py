@@ -276,9 +276,7 @@ def record_settings(run: Run) -> None:
 
 
 def write_report(run: Run, wait_seconds: float = 0) -> None:
-    """Start to write the run's report on rank 0, once the run's folder may be written, and wait for it for at
-    most so long.
-    """
+    """Start writing the run's report on rank 0, if its folder may be written, and wait this long for it."""
     if run.config.report and run.log.lines:
         if not wait_seconds:
             run.report.start(run.folder, run.log.warn)
