@@ -136,10 +136,10 @@ def results(runs: list[RunReader]) -> Iterator[dict[str, Any]]:
             continue
         curves = [run.curves.get(name, Curve()) for run in runs]
         errors = [run.curves.get(f"{name.removesuffix('_acc')}_stderr", Curve()) for run in runs]
-        common = set.intersection(*({*curve.steps().tolist()} for curve in curves if curve.newest))
+        shared = set.intersection(*({*curve.steps().tolist()} for curve in curves if curve.newest))
         rows = [(f"{label} (last)", None, [curve.newest for curve in curves])]
-        if common:
-            step = max(common)
+        if shared:
+            step = max(shared)
             values = [(curve.at(step), step) if curve.newest else None for curve in curves]
             rows = [(f"{label} at step {step:,}", better, values)]
         if name == "val_loss":
