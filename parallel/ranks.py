@@ -93,20 +93,22 @@ class Ranks:
     @collective
     def broadcast(self, value):
         """Return rank 0's JSON-like value on every rank."""
-        return self.all_gather_json(value if self.is_rank0 else None)[0]
+        return self.all_gather_json(value, senders=1)[0]
 
     @collective
-    def all_gather_json(self, value) -> list:
-        """Return every rank's JSON-like value, in rank order."""
+    def all_gather_json(self, value, senders: Optional[int] = None) -> list:
+        """Return the JSON-like values of all ranks, or of the first `senders`, in rank order."""
         if self.world_size == 1:
             return [value]
-        data = json.dumps(value).encode()
+        senders = senders or self.world_size
+        data = json.dumps(value).encode() if self.rank < senders else b""
         longest = torch.tensor(len(data), device=self.device)
         with HEARTBEAT.waiting():
             dist.all_reduce(longest, dist.ReduceOp.MAX)
             # Not an all-gather, which takes as many hops as there are ranks.
-            rows = torch.zeros(self.world_size, int(longest), dtype=torch.uint8)
-            rows[self.rank] = torch.frombuffer(bytearray(data.ljust(rows.shape[1])), dtype=torch.uint8)
+            padded = bytearray(data.ljust(int(longest)))
+            rows = torch.zeros(senders, len(padded), dtype=torch.uint8)
+            rows[self.rank:self.rank + 1] = torch.frombuffer(padded, dtype=torch.uint8)  # no row without data
             rows = rows.to(self.device)
             dist.all_reduce(rows)
             return [json.loads(row.tobytes()) for row in rows.cpu().numpy()]
