@@ -83,9 +83,10 @@ def test_a_part_that_takes_too_long_is_killed_with_its_children_and_keeps_its_fi
 
 
 def test_a_part_that_needs_a_failed_one_is_skipped(suite):
-    found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)), jobs=2)
-    assert found["good"]["error"].startswith("skipped: it needs fails")
-    assert found["faulty"]["error"].startswith("skipped: it needs good")
+    found = suite(part("fails"), part("good", needs=("fails",)), part("faulty", needs=("good",)),
+                  part("absent", needs=("fails",), alone=True), jobs=2)
+    for name, needed in (("good", "fails"), ("faulty", "good"), ("absent", "fails")):
+        assert found[name]["error"].startswith(f"skipped: it needs {needed}"), name
 
 
 def test_no_part_starts_after_the_deadline(suite):
