@@ -162,7 +162,7 @@ class FlagParser(CommandParser):
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, Config]:
         """Return the script's own flags, and the settings; the keys of libraries in `.env` are exported."""
         own, others = self.split(argv)
-        loaded = load_config(others, extra_flags=tuple(vars(own)), complete=False)
+        loaded = load_config(others, own_flags=tuple(vars(own)), complete=False)
         export(loaded)
         return own, loaded.config
 

@@ -63,27 +63,23 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
     python-dotenv expands `${NAME}` and `${NAME:-default}`: from the environment, then from earlier lines.
     """
     # Not python-dotenv's dotenv_values, which reports neither lines nor duplicates nor mistakes.
-    values, problems, earlier = {}, [], {}
-    known = ChainMap(environ, earlier)
     try:
         text = read_text(path, "utf-8-sig")
     except (OSError, ValueError) as error:
         return Layer({}, [f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}"])
+    values, problems, earlier = {}, [], {}
+    known = ChainMap(environ, earlier)
     for binding in parse_stream(io.StringIO(text)):
-        # A binding may begin with blank and comment lines; its own line is the first with something in it.
-        source = binding.original.string
-        blank = len(source) - len(source.lstrip())
-        where = f"{path}:{binding.original.line + source[:blank].count(chr(10))}"
-        key, value = binding.key, binding.value
-        if re.match(r"[^=]*=[^\S\n]+#", source[blank:]):
-            value = ""  # a comment only, which the parser takes for the value
+        key, value, source = binding.key, binding.value, binding.original.string
+        line = source.lstrip()  # a binding may begin with blank lines
+        where = f"{path}:{binding.original.line + source.count(chr(10)) - line.count(chr(10))}"
         if key is None and not binding.error:
             continue
-        # The line itself is not repeated: it may hold a secret.
-        if binding.error or value is None:
+        if binding.error or value is None:  # the line itself is not repeated: it may hold a secret
             problems.append(f"{where}: not of the form NAME=value")
             continue
-
+        if re.match(r"[^=]*=[^\S\n]+#", line):
+            value = ""  # a comment only, which the parser takes for the value
         atoms = [*parse_variables(value)]
         unset = [atom for atom in atoms
                  if isinstance(atom, Variable) and atom.default is None and atom.name not in known]
@@ -99,53 +95,39 @@ def read_env_file(path: Path, environ: Mapping[str, str] = {}) -> Layer:
         else:
             values[name] = (value, where)
     given = {name: pair for name, pair in values.items() if pair[0] != ""}
-    return Layer({name: pair for name, pair in given.items() if name in Config.model_fields}, problems,
-                 {name: value for name, (value, _) in given.items() if name not in Config.model_fields})
-
-
-class Pairs(tuple):
-    """The pairs of a JSON object, in which a dictionary would hide duplicate names."""
+    exports = {name: value for name, (value, _) in given.items() if name not in Config.model_fields}
+    return Layer({name: pair for name, pair in given.items() if name not in exports}, problems, exports)
 
 
 def read_json_file(path: Path) -> Layer:
     """Return the settings of a JSON file, flat or grouped in sections of any name."""
-    values, problems = {}, []
-    try:
-        content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=Pairs)
+    try:  # objects become tuples of pairs, because a dictionary would hide duplicate names
+        content = json.loads(read_text(path, "utf-8-sig"), object_pairs_hook=tuple)
     except OSError as error:
         return Layer({}, [f"{path}: cannot be read: {error.strerror or error}"])
     except (ValueError, RecursionError) as error:
         return Layer({}, [f"{path}: not valid JSON: {error}"])
-    if not isinstance(content, Pairs):
+    if not isinstance(content, tuple):
         return Layer({}, [f"{path}: expected an object of settings, such as {{\"max_steps\": 1000}}"])
+    values, problems = {}, []
 
-    def leaves(content: Pairs, section: str = "") -> Iterator[tuple[str, str, Any]]:
-        for key, value in content:
-            if isinstance(value, Pairs):
-                yield from leaves(value, f"{section}{key}.")
+    def add(pairs: tuple, section: str = "") -> None:
+        for key, value in pairs:
+            name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
+            if isinstance(value, tuple):
+                add(value, f"{section}{key}.")
+            elif name not in Config.model_fields:
+                file = f"{path} in {shortened(section[:-1])}" if section else str(path)
+                problems.append(unknown(file, key))
+            elif name in values:
+                problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
+            elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
+                values[name] = (LISTS[name].join(value), where)
             else:
-                yield section, key, value
+                values[name] = (value, where)
 
-    for section, key, value in leaves(content):
-        name, where = key.lower().replace("-", "_"), f"{path}: {shortened(section + key)}"
-        if name not in Config.model_fields:
-            problems.append(unknown(f"{path} in {shortened(section[:-1])}" if section else str(path), key))
-        elif name in values:
-            problems.append(f"{where} is set a second time (first at {values[name][1]}); keep one")
-        elif isinstance(value, list) and name in LISTS and all(isinstance(part, str) for part in value):
-            values[name] = (LISTS[name].join(value), where)
-        else:
-            values[name] = (value, where)
+    add(content)
     return Layer(values, problems)
-
-
-def read_environment(environ: Mapping[str, str]) -> tuple[Layer, list[str]]:
-    """Return the settings of the process environment, and warnings of variables like a misspelt setting."""
-    values = {name: (environ[name.upper()], "environment")
-              for name in Config.model_fields if environ.get(name.upper(), "") != ""}
-    warnings = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
-                for key in environ if (guess := misspelt(key)) is not None]
-    return Layer(values, []), warnings
 
 
 class Flags(NamedTuple):
@@ -155,18 +137,15 @@ class Flags(NamedTuple):
     env_file: Optional[str]
     config_files: list[str]
     check: bool
-    rest: dict[str, str]
 
 
-def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
-    """Return the settings among the flags. `extra` names a script's own flags, returned in `rest`."""
+def read_flags(argv: Sequence[str], own: Sequence[str] = ()) -> Flags:
+    """Return the settings among the flags. `own` are a script's flags, which a misspelt one may mean."""
     # Not by argparse: it stops at the first mistake, repeats the value of a secret in its message, and takes
     # a value such as -1e-3 for a flag.
-    values, problems, rest, config_files = {}, [], {}, []
+    values, problems, config_files = {}, [], []
     env_file, check = None, False
-    own = {name.replace("-", "_") for name in extra}
-    known = (*Config.model_fields, *own, *LOADER_FLAGS)
-    arguments = list(argv)
+    known, arguments = (*Config.model_fields, *LOADER_FLAGS), [*argv]
     while arguments:
         flag, has_value, value = arguments.pop(0).partition("=")
         name = flag.lstrip("-").lower().replace("-", "_")
@@ -182,11 +161,11 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
             value, has_value = "true", "="
 
         if not flag.startswith("--") or name not in known:
-            problems.append(unknown_flag(flag, known))
+            problems.append(unknown_flag(flag, (*known, *own)))
         elif name in SECRETS:
             problems.append(f"command line: {flag} is a secret, which everyone could read in a process list; "
                             f"set {name.upper()} in .env or the environment")
-        elif not has_value or (value == "" and name in (*own, "env_file", "config")):
+        elif not has_value or (value == "" and name in ("env_file", "config")):
             problems.append(f"command line: {flag} needs a value")
         elif name == "check":
             check = value.lower() not in ("false", "0", "no", "off")
@@ -194,11 +173,9 @@ def read_flags(argv: Sequence[str], extra: Sequence[str] = ()) -> Flags:
             env_file = value
         elif name == "config":
             config_files.append(value)
-        elif name in own:
-            rest[name] = value
         else:
             values[name] = (value, "command line")
-    return Flags(Layer(values, problems), env_file, config_files, check, rest)
+    return Flags(Layer(values, problems), env_file, config_files, check)
 
 
 def read_preset(names: str, where: str) -> Layer:
@@ -223,11 +200,10 @@ class Loaded:
 
     config: Config
     sources: dict[str, str]
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     check: bool = False
     is_plan: bool = False  # for GPUs or ranks that are not here: data and tokenizer may be missing
-    rest: dict[str, str] = field(default_factory=dict)
     exports: Mapping[str, str] = field(default_factory=dict, repr=False)  # may hold secrets
 
     def with_defaults(self, values: Mapping[str, Any]) -> "Loaded":
@@ -236,12 +212,14 @@ class Loaded:
         return replace(self, config=self.config.model_copy(update=unset))
 
 
-def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) -> list[Layer]:
+def read_layers(flags: Flags, environ: Mapping[str, str]) -> list[Layer]:
     """Return all layers, the lowest first."""
     env_path = Path(flags.env_file or ".env")
     exists = flags.env_file or env_path.is_file()
+    environment = {name: (environ[name.upper()], "environment")
+                   for name in Config.model_fields if environ.get(name.upper(), "") != ""}
     layers = [read_env_file(env_path, environ) if exists else Layer({}, []),
-              *map(read_json_file, map(Path, flags.config_files)), environment, flags.layer]
+              *map(read_json_file, map(Path, flags.config_files)), Layer(environment, []), flags.layer]
     naming = max((number for number, layer in enumerate(layers) if "preset" in layer.values), default=None)
     if naming is not None:
         names, where = layers[naming].values["preset"]
@@ -251,56 +229,54 @@ def read_layers(flags: Flags, environ: Mapping[str, str], environment: Layer) ->
     return layers
 
 
-def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the settings that are given, and the environment with `.env`'s exports; nothing is validated."""
-    layers = read_layers(read_flags(argv), os.environ, read_environment(os.environ)[0])
-    values = {name: str(value) for layer in layers for name, (value, _) in layer.values.items()}
-    return values, {**exported(layers), **os.environ}
-
-
 def exported(layers: Iterable[Layer]) -> dict[str, str]:
     """Return the libraries' keys of all layers."""
     return {name: value for layer in layers for name, value in layer.exports.items()}
 
 
+def peek(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the settings that are given, and the environment with `.env`'s exports; nothing is validated."""
+    layers = read_layers(read_flags(argv), os.environ)
+    values = {name: str(value) for layer in layers for name, (value, _) in layer.values.items()}
+    return values, {**exported(layers), **os.environ}
+
+
 def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] = None, *,
-                extra_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
+                own_flags: Sequence[str] = (), complete: bool = True) -> Loaded:
     """Read all layers and return the configuration.
 
     Args:
         argv: flags, without the program's name.
         environ: the process environment; None = os.environ.
-        extra_flags: names of a script's own flags, returned in `rest`.
+        own_flags: names of a script's own flags, which a misspelt one may mean.
         complete: also check the rules between settings; scripts that need only a few settings pass False.
     """
     environ = os.environ if environ is None else environ
-    flags = read_flags(argv, extra_flags)
-    environment, warnings = read_environment(environ)
-    layers = read_layers(flags, environ, environment)
-    merged: dict[str, tuple[Any, str]] = {}
-    for layer in layers:
-        merged.update(layer.values)
-    problems = [problem for layer in layers for problem in layer.problems]
-    config, invalid = validate(merged)
-    notes = []
+    flags = read_flags(argv, own_flags)
+    layers = read_layers(flags, environ)
+    given = {name: pair for layer in layers for name, pair in layer.values.items()}
+    config, invalid = validate(given)
+
+    # What other settings decide lies below all layers.
+    merged, chosen, notes = given, {}, []
     if config.depth is not None:
-        where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, merged)
+        where, chosen = f"DEPTH={config.depth}", settings_of_depth(config, given)
         values = ", ".join(f"{name.upper()}={value}" for name, value in chosen.items())
         kept = [name.upper() for name in settings_of_depth(config, ()) if name not in chosen]
         others = f"; not {', '.join(kept)}, which are set elsewhere" if kept else ""
         notes.append(f"{where} sets {values or 'nothing'}{others}")
-        merged = {name: (value, where) for name, value in chosen.items()} | merged
+        merged = {name: (value, where) for name, value in chosen.items()} | given
         config, invalid = validate(merged)
     if config.micro_batch_size == 0:
         rows = max(1, config.rows_per_step // config.world_size)
         config = config.model_copy(update={"micro_batch_size": rows})
     if config.keep_layers is not None:
         config = config.model_copy(update={"n_layers": config.keep_layers})
-    problems += invalid.values()
-    # A plan for other GPUs or ranks needs neither data nor a tokenizer.
-    is_plan = flags.check and "RANK" not in environ and (config.device_memory or config.world_size > 1)
+
+    # All mistakes. A plan for other GPUs or ranks needs neither data nor a tokenizer.
+    is_plan = flags.check and "RANK" not in environ and bool(config.device_memory or config.world_size > 1)
     missing = [*input_rules(config)] if is_plan else []
-    warnings += missing
+    problems = [*(problem for layer in layers for problem in layer.problems), *invalid.values()]
     if complete:
         if "world_size" not in invalid:
             problems += launch_problems(config, environ, flags.check)
@@ -308,18 +284,18 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
             problems += unused_teacher(config, layers)
         # A rule about a setting that is invalid in itself would only confuse.
         invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
-        found = [message for message in rules(config)
-                 if message not in missing and not invalid_names.search(message)]
-        if merged.get("total_batch_size", ("", ""))[1] == f"DEPTH={config.depth}":  # which nobody set
-            given = [name for name, (_, where) in merged.items() if where != f"DEPTH={config.depth}"]
-            found = [unequal_shares(config, given) if message.startswith("TOTAL_BATCH_SIZE=") else message
-                     for message in found]
-        problems += found
+        for message in rules(config):
+            if "total_batch_size" in chosen and message.startswith("TOTAL_BATCH_SIZE="):  # which nobody set
+                message = unequal_shares(config, given)
+            if message not in missing and not invalid_names.search(message):
+                problems.append(message)
     if problems:
         raise SettingsError(*problems)
+    misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
+                     for key in environ if (guess := misspelt(key)) is not None]
     sources = {name: where for name, (_, where) in merged.items()}
-    notes += surprises(layers, merged, environ)
-    return Loaded(config, sources, notes, warnings, flags.check, bool(is_plan), flags.rest, exported(layers))
+    return Loaded(config, sources, (*notes, *surprises(layers, merged, environ)), (*misspelt_keys, *missing),
+                  flags.check, is_plan, exported(layers))
 
 
 def surprises(layers: Sequence[Layer], merged: Mapping[str, tuple[Any, str]],
