@@ -410,6 +410,24 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return [first] * bool(first.path) + self.further_tasks
 
     @property
+    def start_settings(self) -> list[str]:
+        """The settings that name a model to start from, of those that are set."""
+        return [name for name in START_FROM if getattr(self, name)]
+
+    @property
+    def start_setting(self) -> str:
+        """The setting that names what this stage starts from: the one that is set, or the one to set."""
+        usual = "instruct_checkpoint" if self.training_stage == "dpo" else "pretrain_checkpoint"
+        return (self.start_settings or [usual])[0].upper()
+
+    @property
+    def named_checkpoint(self) -> Optional[str]:
+        """The checkpoint that the settings name to start from, if any."""
+        if self.resume not in ("auto", "never"):
+            return self.resume
+        return next((getattr(self, name) for name in self.start_settings), None)
+
+    @property
     def accumulation_steps(self) -> int:
         """Micro-batches of one rank in one step."""
         return self.rows_per_step // (self.micro_batch_size * self.world_size)
@@ -453,13 +471,8 @@ def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
     for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
                   measurement_rules):
         yield from topic(config)
-    if start_is_read or not names_start(config):
+    if start_is_read or config.named_checkpoint is None:
         yield from shape_rules(config)
-
-
-def names_start(c: Config) -> bool:
-    """Whether the settings name a checkpoint to start from."""
-    return any(getattr(c, name) for name in START_FROM) or c.resume not in ("auto", "never")
 
 
 def shape_rules(c: Config) -> Iterator[str]:
@@ -567,7 +580,7 @@ def evaluation_rules(c: Config) -> Iterator[str]:
 
 def stage_rules(c: Config) -> Iterator[str]:
     """What a run starts from, and which features work in which stage."""
-    checkpoints, has_none = [name.upper() for name in START_FROM if getattr(c, name)], not names_start(c)
+    checkpoints, has_none = [name.upper() for name in c.start_settings], c.named_checkpoint is None
     if len(checkpoints) > 1:
         yield f"{' and '.join(checkpoints)} are both set; start from one checkpoint"
     if c.random_init and checkpoints:

@@ -107,12 +107,11 @@ def ways_out(before: Mapping[str, Any], state: Mapping[str, Any], config: Config
     restore = (assignments({name: value for name, value in before.items() if name not in files}),
                f"restore what {' and '.join(files)} named" if files else "")
     ways = [" and ".join(filter(None, restore))]
-    named = [name for name in START_FROM if getattr(config, name)]
-    by_path = config.resume not in ("auto", "never")
+    named = config.start_settings
     fits = not any(name in (*MODEL_SHAPE, "TOKENIZER_PATH") for name in before)
     can_begin = fits if named else (
         config.training_stage == "pretrain" or config.random_init or config.distillation_enabled)
-    if own and not by_path and can_begin:
+    if own and config.resume != config.named_checkpoint and can_begin:
         ways.append(f"start a new run with another RUN_NAME{', with --reset-optimizer' if named else ''}")
     if fits and not (config.lora_enabled or state["settings"]["LORA_ENABLED"] or config.random_init):
         flags = f"--{(named or START_FROM)[0].replace('_', '-')} {folder} --reset-optimizer"

@@ -37,7 +37,7 @@ from observe.guards import FirstBad, describe_tensors, median_and_deviation, row
 from parallel.ranks import Ranks, RunContext, StopSignals
 from run.folder import RunFolder
 from run.life import Run, StepResult
-from run.start import Found, build_run, find_base, find_start, named_checkpoint, prepare_device, read_inputs
+from run.start import Found, build_run, find_base, find_start, prepare_device, read_inputs
 from settings.load import Layer, Loaded, read_json_file, validate
 from train import train_step
 
@@ -257,7 +257,7 @@ def open_run(run_dir: Path, config: Config, step: int, info: Callable[[str], Any
 
     # The newest verified checkpoint before the step, or what the run started from
     folder, messages = store.newest_verified(run_dir / "checkpoints", step - 1)
-    own, named = folder is not None, named_checkpoint(config)
+    own, named = folder is not None, config.named_checkpoint
     if not own and named is not None:
         own = config.resume == named
         later, _ = store.newest_verified(run_dir / "checkpoints", check=store.read_state)

@@ -3,8 +3,8 @@
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -22,7 +22,7 @@ from parallel.ranks import RunContext, collective
 from run.adapters import load_for_use, merge
 from run.folder import RunFolder
 from run.life import Inputs, Progress, Run
-from run.start import choose_objective, read_measured
+from run.start import choose_objective, find_base, read_measured
 from settings.load import Layer, validate
 from tokenizer import load_tokenizer
 
@@ -96,7 +96,8 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     run_dir = folder.resolve().parent.parent
     objective = None
     if inputs.validation_rows is not None:
-        objective, inputs = choose_objective(config, inputs, model, progress, run_dir, context)
+        base = partial(find_base, config, asdict(progress), run_dir, context.log.warn)
+        objective, inputs = choose_objective(config, inputs, model, base, progress.base_sha256, context)
     return Run(config, context, inputs, RunFolder(run_dir), model.eval(), None, None, progress, objective,
                folder)
 

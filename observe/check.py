@@ -25,7 +25,7 @@ from checkpoint.huggingface import read_json
 from common.errors import CheckpointError, DataError, PaddockError, SettingsError
 from common.files import existing_parent, free_bytes
 from common.text import ROOT, command, duration, print_safely, show
-from config import PREPARED_BY, SAMPLE, Config, names_start, rules
+from config import PREPARED_BY, SAMPLE, Config, rules
 from data_pipeline.mixture import describe_sources
 from dataloaders import MixedRows, cache_of, parts_of
 from fused.attention import choose_kernel
@@ -416,12 +416,13 @@ class Check:
         with self.entry("start"):
             run_dir = Path(config.output_dir) / (config.run_name or f"{config.training_stage}-<date-time>")
             start = find_start(self.loaded, self.inputs, run_dir, Ranks())
+            warnings = [*start.warnings]
             if start.state:
                 folder = start.base if config.lora_enabled else start.folder
-                start.warnings.extend(model_utils.check_model(folder, start.config))
+                warnings += model_utils.check_model(folder, start.config)
             if config.resume == "never" and has_run(run_dir):
-                start.warnings.append(f"RESUME=never moves the run in {run_dir} aside")
-            self.messages("start", start)
+                warnings.append(f"RESUME=never moves the run in {run_dir} aside")
+            self.messages("start", start._replace(warnings=warnings))
             text = f"from initial weights, into {run_dir}"
             if start.state:
                 saved = start.state["progress"]["step"]
@@ -442,7 +443,7 @@ class Check:
             folder = start and start.folder and (start.base or start.folder)
             described = read_json(folder / "config.json") if folder else {}
             vocab_size = int(described.get("vocab_size", LLAMA_3_IDS))
-        if not vocab_size or not (start or not names_start(config)):  # the model's shape is not known
+        if not vocab_size or not (start or config.named_checkpoint is None):  # the model's shape is not known
             return
         with self.entry("model"):
             self.plan, text = plan_steps(config, start, self.inputs, vocab_size, self.teacher)

@@ -37,7 +37,7 @@ def base_of_adapters(folder: Path, named: Optional[str] = None) -> Path:
         except CheckpointError as error:
             raise CheckpointError(f"{error}; name the base of {folder} with --base") from error
     names = (state["settings"].get(setting.upper()) for setting in START_FROM)
-    return find_by_hash([*filter(None, names)], state["progress"], run_dir, store.warn_on_console,
+    return find_by_hash(names, state["progress"], run_dir, store.warn_on_console,
                         "name the folder where it is now with --base")
 
 

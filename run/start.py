@@ -4,7 +4,7 @@ Nothing in the run's folder is written here except its lock. Training, replay an
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -21,7 +21,7 @@ from checkpoint import huggingface, peft, store
 from checkpoint.resume_rules import assignments, check_changes
 from common.errors import CheckpointError, SettingsError, requires_package
 from common.heartbeat import HEARTBEAT
-from config import FEED_FORWARD, MODEL_SETTINGS, START_FROM, Config, rules
+from config import FEED_FORWARD, MODEL_SETTINGS, Config, rules
 from dataloaders import MixedRows, Rows, cache_of, map_parts, open_rows, parts_of, read_held_out, rows_at
 from hellaswag_utils import read_choice_set
 from learn import objectives
@@ -35,9 +35,6 @@ from run.life import Inputs, Progress, Run, trained_bytes, write_report
 from run.log import FINISH_SECONDS, LEAVE_SECONDS, RunLog
 from settings.load import Loaded
 from tokenizer import load_tokenizer
-
-START_SETTINGS = {"pretrain": "pretrain_checkpoint", "sft": "pretrain_checkpoint",
-                  "dpo": "instruct_checkpoint"}
 
 
 class Found(NamedTuple):
@@ -170,7 +167,7 @@ def find_start(loaded: Loaded, inputs: Optional[Inputs], run_dir: Path, ranks: R
     start = ranks.raise_on_all(lambda: adopt(found._replace(folder=folder), loaded, inputs, run_dir))
 
     # What a later start needs to find the same base again.
-    config, named, warnings = start.config, named_checkpoint(start.config), [*start.warnings]
+    config, named, warnings = start.config, start.config.named_checkpoint, [*start.warnings]
     if not start.own:
         base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
         base, remembered = folder, {"wandb_run_id": None, "begun_from": named}
@@ -200,7 +197,7 @@ def locate(config: Config, run_dir: Path) -> Found:
     a job also resumes it after a pre-emption. Naming one of its own goes back to that step. A run that has
     steps cannot start from anything else.
     """
-    named, newest, warnings = named_checkpoint(config), None, []
+    named, newest, warnings = config.named_checkpoint, None, []
     if config.resume != "never":
         newest, warnings = store.newest_verified(run_dir / "checkpoints")
     if newest is None:
@@ -225,7 +222,7 @@ def locate(config: Config, run_dir: Path) -> Found:
     folder, own = store.locate(named, run_dir, warnings.append, check), config.resume == named
     if config.resume == "never" and is_inside(folder, run_dir):
         raise CheckpointError(f"{folder} belongs to the run that RESUME=never would move aside. Choose "
-                              f"another RUN_NAME, and set {start_setting(config)}={folder}")
+                              f"another RUN_NAME, and set {config.start_setting}={folder}")
     if newest:
         forbid_overwriting_source(store.read_state(folder), folder, run_dir, config)
         restarts = not own and (config.reset_optimizer or config.start_step is not None)
@@ -277,19 +274,6 @@ def adopt(found: Found, loaded: Loaded, inputs: Optional[Inputs], run_dir: Path)
     return Start(config, folder, resumed and own, state if resumed else {}, notes, warnings)
 
 
-def named_checkpoint(config: Config) -> Optional[str]:
-    """The checkpoint that the settings name to start from, if any."""
-    if config.resume not in ("auto", "never"):
-        return config.resume
-    return next((getattr(config, name) for name in START_FROM if getattr(config, name)), None)
-
-
-def start_setting(config: Config) -> str:
-    """The setting that names what this stage starts from: the one that is set, or the one to set."""
-    named = (name for name in START_FROM if getattr(config, name))
-    return next(named, START_SETTINGS[config.training_stage]).upper()
-
-
 def resumes_trainer_state(state: Mapping[str, Any], own: bool, config: Config) -> bool:
     """Whether a run resumes this trainer state; if not, it takes the weights alone."""
     if not state or state["settings"]["TRAINING_STAGE"] != config.training_stage:
@@ -323,9 +307,9 @@ def names_its_start(named: str, progress: Mapping[str, Any], run_dir: Path) -> b
 
 def how_to_start_anew(newest: Path, folder: Path, own_state: Mapping[str, Any], config: Config) -> str:
     """The error for a start that would lose a run's steps, up to `newest`, with what to do instead."""
-    run_dir, by_path = newest.parent.parent, config.resume not in ("auto", "never")
+    run_dir, by_path = newest.parent.parent, config.resume == config.named_checkpoint
     begun = own_state["progress"].get("begun_from")
-    setting = "RESUME" if by_path else start_setting(config)
+    setting = "RESUME" if by_path else config.start_setting
     ways = []
     if resumes_trainer_state(own_state, True, config):
         how = f"set {setting}={begun}" if begun and not by_path else f"remove {setting}"
@@ -345,7 +329,7 @@ def forbid_overwriting_source(state: Mapping[str, Any], folder: Path, run_dir: P
     whole = not state.get("settings", {}).get("LORA_ENABLED")
     if is_inside(folder, run_dir) and (of_another_stage or (config.lora_enabled and whole)):
         raise CheckpointError(f"{folder} is in the folder of RUN_NAME={run_dir.name}, which this run would "
-                              f"overwrite. Choose another RUN_NAME, and set {start_setting(config)}={folder}")
+                              f"overwrite. Choose another RUN_NAME, and set {config.start_setting}={folder}")
 
 
 # ---------------------------------------------------------------------------------------------- the base
@@ -367,12 +351,12 @@ def find_base(config: Config, progress: Mapping[str, Any], run_dir: Path, warn: 
     """The model that a run began with: where the settings name it now, where it was, or at the same place
     relative to the run's folder. Its hash decides.
     """
-    names = (named_checkpoint(config), *(getattr(config, setting) for setting in START_FROM))
-    advice = f"set {start_setting(config)} to the folder where it is now"
-    return find_by_hash([*filter(None, names)], progress, run_dir, warn, advice)
+    names = [config.named_checkpoint, *(getattr(config, setting) for setting in config.start_settings)]
+    advice = f"set {config.start_setting} to the folder where it is now"
+    return find_by_hash(names, progress, run_dir, warn, advice)
 
 
-def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
+def find_by_hash(names: Iterable[Optional[str]], progress: Mapping[str, Any], run_dir: Path, warn: store.Warn,
                  advice: str) -> Path:
     """`find_base` among these names first.
 
@@ -381,7 +365,7 @@ def find_by_hash(names: Sequence[str], progress: Mapping[str, Any], run_dir: Pat
     """
     remembered, wanted = base_places(progress, run_dir), progress.get("base_sha256")
     named, failures = [], []
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(filter(None, names)):
         try:  # the hash of the weights verifies them
             folder = store.locate(name, run_dir, warn, store.read_manifest if wanted else store.verify_model)
         except CheckpointError as error:
@@ -455,7 +439,11 @@ def build_run(start: Start, context: RunContext, inputs: Inputs, folder: RunFold
     if not for_replay and progress.step < config.max_steps:
         size = trained_bytes(model)  # AdamW keeps two more values of each parameter, Muon one
         ranks.on_rank0(lambda: store.check_room(folder.path / "checkpoints", 3 * size, 2 * size))
-    objective, inputs = choose_objective(config, inputs, model, progress, folder.path, context)
+
+    def base() -> Path:  # found and verified already, unless a run without adapters is resumed
+        return start.base or find_base(config, asdict(progress), folder.path, context.log.warn)
+
+    objective, inputs = choose_objective(config, inputs, model, base, progress.base_sha256, context)
     run = Run(config, context, inputs, folder, model, optimizer, scaler, progress, objective, start.folder)
     if reason := model_utils.compile_where_possible(model, config, ranks.device.type):
         context.log.warn(f"no torch.compile: {reason}")
@@ -508,17 +496,21 @@ def restore(start: Start, model: Transformer, optimizer: Optimizer, scaler) -> P
 
 
 @collective
-def choose_objective(config: Config, inputs: Inputs, model: Transformer, progress: Progress, run_dir: Path,
-                     context: RunContext) -> tuple[objectives.Objective, Inputs]:
+def choose_objective(config: Config, inputs: Inputs, model: Transformer, locate_base: Callable[[], Path],
+                     base_sha256: Optional[str], context: RunContext) -> tuple[objectives.Objective, Inputs]:
     """The objective of the settings, and the inputs with the precomputed outputs that it needs.
 
     Interrupted: a rank received a stop signal.
+
+    Args:
+        locate_base: returns the model that the run began with; rank 0 calls it.
+        base_sha256: of its weights; None if it was not stored.
     """
     outputs = OutputStore(cache_of(config), context)
     if config.training_stage == "dpo":
         objective, reference = objectives.PREFERENCE_OBJECTIVES[config.preference_objective], None
         if objective.needs_reference:
-            reference, inputs = choose_reference(config, inputs, model, progress, run_dir, outputs)
+            reference, inputs = choose_reference(config, inputs, model, locate_base, base_sha256, outputs)
         return objective(config, reference), inputs
     if not config.distillation_enabled:
         return objectives.NextToken(), inputs
@@ -566,18 +558,16 @@ def rows_read(config: Config, rows: Rows, split: str, source: int) -> np.ndarray
 
 
 @collective
-def choose_reference(config: Config, inputs: Inputs, model: Transformer, progress: Progress, run_dir: Path,
-                     outputs: OutputStore) -> tuple[objectives.Reference, Inputs]:
+def choose_reference(config: Config, inputs: Inputs, model: Transformer, locate_base: Callable[[], Path],
+                     base_sha256: Optional[str], outputs: OutputStore) -> tuple[objectives.Reference, Inputs]:
     """The reference, and the inputs with its stored log-probabilities if it is not run in each step."""
-    is_stored, dtype, context = objectives.reference_is_stored(config), model.compute_dtype, outputs.context
-    ranks = context.ranks
+    is_stored, dtype = objectives.reference_is_stored(config), model.compute_dtype
+    ranks = outputs.context.ranks
     # The base under the adapters is a live reference that costs no memory.
     if config.lora_enabled and not is_stored:
         return partial(logprobs_without_adapters, model), inputs
 
-    @cache
-    def base() -> Path:
-        return found_by_rank0(lambda: find_base(config, asdict(progress), run_dir, context.log.warn), ranks)
+    base = cache(partial(found_by_rank0, locate_base, ranks))
 
     @cache
     def frozen() -> Transformer:
@@ -591,11 +581,10 @@ def choose_reference(config: Config, inputs: Inputs, model: Transformer, progres
 
     if not is_stored:
         return partial(objectives.frozen_logprobs, frozen()), inputs
-    sha256 = progress.base_sha256
-    if not sha256:  # older versions stored the hash for adapters only
+    if not base_sha256:  # older versions stored the hash for adapters only
         folder = base()
-        sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
-    facts = {"weights_sha256": sha256, "compute_dtype": str(dtype)}
+        base_sha256 = ranks.broadcast(ranks.on_rank0(lambda: weights_sha256(folder)))
+    facts = {"weights_sha256": base_sha256, "compute_dtype": str(dtype)}
 
     def stored(split: str, rows: Optional[Rows]) -> Optional[Rows]:
         def of_source(part, source: int):

@@ -63,11 +63,11 @@ def find_first_step(config: Config, load: Callable[[list[str]], Loaded]) -> tupl
     """
     from checkpoint import store
     from parallel.ranks import Ranks
-    from run.start import find_start, named_checkpoint, start_setting
+    from run.start import find_start
 
     changes = {"RESUME": "auto"}
-    if named := named_checkpoint(config):
-        setting = "RESUME" if config.resume == named else start_setting(config)
+    if named := config.named_checkpoint:
+        setting = "RESUME" if config.resume == named else config.start_setting
         # A bare name means a step of the user's own run, so it becomes a path.
         folder = store.locate(named, Path(config.output_dir) / (config.run_name or "-"))
         changes[setting] = str(folder.resolve())
