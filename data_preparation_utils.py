@@ -18,8 +18,8 @@ from typing import Annotated, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from common.command_line import CommandParser, number
-from common.errors import SettingsError, local_path, run_script
-from common.files import read_json
+from common.errors import DataError, SettingsError, local_path, run_script
+from common.files import disk_errors, read_json
 from common.text import is_url, show, without_passwords
 from config import Config
 from data_pipeline.chats import SHORTCUTS as EXAMPLE_SHORTCUTS
@@ -33,7 +33,7 @@ from data_pipeline.mixture import (
     source_facts,
     write_mixture,
 )
-from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, disk_errors, prepare
+from data_pipeline.prepare import DOCUMENTS, PreparationOptions, describe_prepared, prepare
 from data_pipeline.shards import KINDS, MANIFEST, MIXTURE, first_fault
 from data_pipeline.sources import SHORTCUTS, Source, kind_of, source_of
 from settings.load import export, load_config
@@ -124,7 +124,7 @@ def prepare_mixture(kind: str, mix: Mix, output_dir: Path, options: PreparationO
     for place, (source, label) in enumerate(zip(mix.sources, mix.labels), 1):
         show(f"Source {place} of {len(mix.sources)}: {label}")
         sets.append(prepare_set(kind, source, output_dir, options))
-    with disk_errors(output_dir):
+    with disk_errors(output_dir, DataError, "choose another --output"):
         return write_mixture(output_dir, mix.labels, sets, mix.phases)
 
 

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from common.errors import DataError, SettingsError
-from common.files import atomic_write, read_json, read_text
+from common.files import atomic_write, disk_errors, read_json, read_text
 from common.remote import HUB_NAME, hub_folder, why_not
 from common.text import command
 from config import SAMPLE
@@ -432,12 +432,10 @@ def write_tiktoken(ranks: Mapping[bytes, int], path: str | Path) -> None:
     path = Path(path)
     lines = [base64.b64encode(token) + b" %d\n" % rank
              for token, rank in sorted(ranks.items(), key=lambda item: item[1])]
-    try:
+    with disk_errors(path, DataError, "choose another place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_bytes(b"".join(lines))
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}; choose another place") from error
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> dict[bytes, int]:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
+from common.errors import PaddockError
 from common.heartbeat import HEARTBEAT
 
 LARGEST_TEXT = 1 << 26  # bytes, of a file that is read as a whole
@@ -32,12 +33,7 @@ class NotAFileError(OSError):
 
 
 def plain(path: str, flags: int) -> int:
-    """Open a plain file, also behind links; an `opener` for `open`. Never blocks, as opening a pipe would.
-
-    Raises:
-        NotAFileError: the path is something else.
-        OSError: the file cannot be opened.
-    """
+    """Open a plain file, also behind links; an `opener` for `open`. Never blocks, as opening a pipe would."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -94,13 +90,22 @@ def why_not_writable(folder: Path) -> Optional[OSError]:
         return error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
+@contextmanager
+def disk_errors(path: Path, failure: type[PaddockError], advice: str) -> Iterator[None]:
+    """A `with` block that writes, in which an OSError becomes this failure with this advice."""
+    try:
+        yield
+    except NotAFileError as error:
+        raise failure(f"{error.filename} {error.strerror}; move it away") from error
+    except OSError as error:
+        place = re.sub(r"\.tmp-\d+$", "", str(error.filename or path))  # as `atomic_write` names it
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        room = f"{free_bytes(path):,} bytes are free; free some space, or " if is_full else ""
+        raise failure(f"{place} cannot be written: {error.strerror or error}; {room}{advice}") from error
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds something else.
-    """
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises OSError, or ValueError if it holds something else."""
     try:
         content = json.loads(read_text(path, "utf-8-sig"))
     except RecursionError as error:
@@ -111,11 +116,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def sha256(file: BinaryIO, advance: Callable[[int], object] = lambda count: None) -> str:
-    """Return the SHA-256 of the rest of an open file as hexadecimal digits.
-
-    Args:
-        advance: called with the number of bytes of each block that was hashed.
-    """
+    """Return the SHA-256 of the rest of an open file; `advance` gets the number of bytes of each block."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
@@ -168,11 +169,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class FileLock:
-    """A lock on a file, released by `with` or when its holder dies; the file contains the holder's name.
-
-    Raises:
-        OSError: the file cannot be opened, or, in `take`, the file system does not support locks.
-    """
+    """A lock on a file, released by `with` or when its holder dies; the file contains the holder's name."""
 
     def __init__(self, path: Path):
         self.taken = False
@@ -182,7 +179,10 @@ class FileLock:
             self.file = open(path, encoding="utf-8", errors="replace", opener=_not_through_links)
 
     def take(self) -> str:
-        """Take the lock; returns the name of its holder if that is another process, else an empty string."""
+        """Take the lock; returns the name of its holder if that is another process, else an empty string.
+
+        Raises OSError if the file system does not support locks.
+        """
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

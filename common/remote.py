@@ -57,10 +57,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may succeed a little later: no connection, a time-out, a busy server.
-
-    False for a refused request (401, 403), for a missing file (404), and where HF_HUB_OFFLINE is set.
-    """
+    """Return whether the same request may succeed later: no connection, a time-out, a busy server."""
     chain = _with_causes(error)
     names = {kind.__name__ for cause in chain for kind in type(cause).__mro__}
     unknown_host = any(isinstance(cause, socket.gaierror) and cause.errno != socket.EAI_AGAIN
@@ -72,12 +69,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def retry(name: str, request: Callable[[], T], only_if_answered: bool = False) -> T:
-    """Return what `request` returns, after up to TRIES tries; print a line before each wait.
-
-    The error of the last try, and any error that is not transient, is raised unchanged.
+    """Return what `request` returns, after up to TRIES tries; print a line with `name` before each wait.
 
     Args:
-        name: what is requested, for the printed lines.
         only_if_answered: a server that does not answer the first try is not asked again, because the name may
             be a mistyped path.
     """
@@ -140,12 +134,10 @@ def hub_folder(name: str, required_file: str, is_complete: Callable[[Path], bool
                revision: str | None = None, **patterns: list[str]) -> Path:
     """Return the local copy of a model on the hub: the cached one if complete, else a new download.
 
-    Errors of the hub's client are raised unchanged.
-
     Args:
         required_file: requested first, so that a model that is missing or forbidden fails at once.
         revision: a branch, tag or commit; None = the newest.
-        patterns: `allow_patterns` and `ignore_patterns` of huggingface_hub.snapshot_download.
+        patterns: of files, as huggingface_hub.snapshot_download takes them.
     """
     with requires_package("huggingface_hub", f"{name}, a name on the hub,"):
         import huggingface_hub as hub
@@ -167,9 +159,6 @@ def cached_dataset(name: str, config: str, revision: str) -> Path | None:
 
     It is a whole snapshot of the repository (`hf download`), or else the Arrow files that `datasets` made of
     a config (`load_dataset`); None if there is neither.
-
-    Args:
-        revision: a branch, tag or commit; empty = the newest.
     """
     if not HUB_NAME.fullmatch(name):
         return None

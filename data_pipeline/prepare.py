@@ -25,7 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import DataError, PaddockError, SettingsError
-from common.files import FileLock, free_bytes, read_json, sync_folder, write_json
+from common.files import FileLock, disk_errors, read_json, sync_folder, write_json
 from common.text import is_url, show, without_passwords
 from data_pipeline.filters import FILTERS_VERSION, OVERLAP_WORDS, REASONS, SIGNATURES, FilterOptions, Filters
 from data_pipeline.shards import HEADER_BYTES, MANIFEST, SplitWriter, Tokens, dtype_for
@@ -138,7 +138,7 @@ def prepare(kind: DataKind, source: Source, tokenizer, output_dir: Path, options
                             "part of it next time; choose a folder elsewhere")
     # The key names the folder; the first to get the lock builds it.
     inputs = [source, *([Source(path=options.decontaminate, column="")] if options.decontaminate else [])]
-    with disk_errors(output_dir):
+    with disk_errors(output_dir, DataError, "choose another --output"):
         output_dir.mkdir(parents=True, exist_ok=True)
         plan = PreparationPlan(kind, inputs, identify_all(inputs, output_dir), tokenizer, options)
         folder = output_dir / plan.key
@@ -312,17 +312,6 @@ def wait_for_lock(path: Path) -> Iterator[None]:
             while lock.take():
                 time.sleep(LOCK_POLL_SECONDS)
         yield
-
-
-@contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn an OSError in the `with` block into a DataError with the path and the free space."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"{error.filename or folder}: cannot be written: {error.strerror}; "
-                        f"{free_bytes(folder):,} bytes are free there; free some, or choose "
-                        "another --output") from error
 
 
 def read_own_json(path: Path) -> dict:

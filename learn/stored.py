@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from checkpoint.tensors import write_tensors
 from common.errors import DataError, SettingsError
-from common.files import FileLock, atomic_write, free_bytes
+from common.files import FileLock, atomic_write, disk_errors, free_bytes
 from common.heartbeat import HEARTBEAT
 from config import Config
 from data_pipeline.shards import Cache, WatchedFile, file_stamp, load_verified, save_verified
@@ -39,6 +39,8 @@ WAIT_SECONDS = 1.0  # between two attempts to take another job's lock
 COMMIT_SECONDS = 10
 FORMAT = 1  # of a teacher's outputs
 BLOCK_ROWS = 16  # verified between two looks at the other ranks
+DISK_ADVICE = ("make it writable (stored rows are kept), or set CACHE_DIR to another folder, or "
+               "DISTILLATION_TOP_K=0 to run the teacher in each step")
 LITTLE = 0.5  # of the teacher's probability: if less is kept, most of its knowledge is lost
 
 
@@ -67,12 +69,9 @@ class OutputStore:
         def open_lock() -> list[str]:
             nonlocal lock
             place, why = self.cache.place_to_write(folder, rows.fingerprint, key)
-            try:
+            with disk_errors(place, DataError, "make it writable, or set CACHE_DIR to another folder"):
                 place.mkdir(parents=True, exist_ok=True)
                 lock = stack.enter_context(FileLock(place / f".{key}.lock"))
-            except OSError as error:
-                raise DataError(f"{place} cannot be written: {error}; make it writable, or set CACHE_DIR to "
-                                "another folder") from error
             return [str(place), why]
 
         def take_lock() -> str:
@@ -296,7 +295,7 @@ class TeacherRows:
     def writing(self) -> Iterator[None]:
         """A `with` block that may write records; leaving it commits. Makes incomplete files whole."""
         with ExitStack() as files:
-            with self._disk_errors():
+            with disk_errors(self.folder, DataError, DISK_ADVICE):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if not (self.folder / "facts.json").exists():
                     with atomic_write(self.folder / "facts.json") as temporary:
@@ -314,7 +313,7 @@ class TeacherRows:
 
     def write(self, batch: Batch, indices: np.ndarray, records: np.ndarray) -> None:
         """Write the records of the rows that were read as `batch`. They are stored after the next commit."""
-        with self._disk_errors():
+        with disk_errors(self.folder, DataError, DISK_ADVICE):
             for position, index in enumerate(indices.tolist()):
                 record = records[position].tobytes()
                 # Not memory-mapped: on a full disk that kills the process instead of raising.
@@ -331,22 +330,13 @@ class TeacherRows:
         Args:
             strike_out: rows to mark as not stored.
         """
-        with self._disk_errors():
+        with disk_errors(self.folder, DataError, DISK_ADVICE):
             os.fsync(self.descriptors["rows.bin"])
             for index, checksum in (*self.pending, *((index, 0) for index in strike_out)):
                 os.pwrite(self.descriptors["checksums.bin"], checksum.to_bytes(4, "little"), 4 * index)
             os.fsync(self.descriptors["checksums.bin"])
         self.pending.clear()
         self.committed = time.monotonic()
-
-    @contextmanager
-    def _disk_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise DataError(f"{self.folder} cannot be written: {error}; free some space there, or make it "
-                            "writable (stored rows are kept), or set CACHE_DIR to another folder, or "
-                            "DISTILLATION_TOP_K=0 to run the teacher in each step") from error
 
 
 def describe(facts: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """The log of a run: console, a text file for each rank, JSON lines, trackers; what the lines add up to."""
 
-import errno
 import hashlib
 import json
 import math
@@ -12,15 +11,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TextIO
 
 from checkpoint.item_scores import measured_as
 from checkpoint.schema import MOST_SECONDS, SCHEMAS, Line, number, read_lines
+from common import files
 from common.errors import CheckpointError
-from common.files import NotAFileError, free_bytes, plain
+from common.files import plain
 from common.text import duration, once, print_safely, printable
 from config import Config
 from parallel.process import number_of
@@ -33,7 +32,8 @@ DIVERGED_LOSS, DIVERGED_STEPS = 1.5, 5  # times the initial loss, in so many con
 REPORT = "report.html"
 FINISH_SECONDS = 60  # for a tracker at the end of a run
 LEAVE_SECONDS = 10  # for a tracker at an early end, when a scheduler may be waiting
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+disk_errors = partial(files.disk_errors, failure=CheckpointError,
+                      advice="set OUTPUT_DIR to a folder that can be written")
 
 
 class RunHistory:
@@ -175,19 +175,6 @@ class LineFile:
         with self.lock:
             if self.file:
                 self.file.close()
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """A `with` block in which an OSError becomes a CheckpointError that names the path."""
-    try:
-        yield
-    except NotAFileError as error:
-        raise CheckpointError(f"{error.filename} {error.strerror}; move it away") from error
-    except OSError as error:
-        room = f", {free_bytes(path):,} bytes are free; make room, or" if error.errno in NO_ROOM else ";"
-        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}{room} "
-                              "set OUTPUT_DIR to a folder that can be written") from error
 
 
 class RunLog:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import SEED, TEMPERATURE, CommandParser, add_sampling_flags, number
 from common.errors import PaddockError, SettingsError, requires_package, run_script
+from common.files import disk_errors
 from common.http_server import KEY_VARIABLE
 from common.text import print_safely, printable, show_part
 
@@ -294,13 +295,10 @@ class Chat:
         if not records:
             raise SettingsError("there is no answer to save yet")
         path = Path(value if value.endswith(".jsonl") else f"{value}.jsonl").expanduser()
-        try:
-            with open(path, "x", encoding="utf-8") as file:
-                file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        except FileExistsError as error:
-            raise SettingsError(f"{path} already exists; name another file") from error
-        except OSError as error:
-            raise SettingsError(f"{path} cannot be written: {error.strerror}; name another file") from error
+        if os.path.lexists(path):
+            raise SettingsError(f"{path} already exists; name another file")
+        with disk_errors(path, SettingsError, "name another file"), open(path, "x", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         note(f"Saved to {path}")
 
     def quit(self, _: str) -> None:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import PaddockError, SettingsError, local_path, run_script  # noqa: E402
+from common.files import disk_errors  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from settings.load import read_flags  # noqa: E402
 
@@ -117,10 +118,8 @@ def main() -> None:
              f"{config.max_seq_len:,} tokens at a time", *table(rows))
     if args.json:
         content = {"model": str(folder), "step": step, "metrics": finite(results)}
-        try:
+        with disk_errors(args.json, SettingsError, "name another file with --json"):
             args.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise SettingsError(f"--json {args.json} cannot be written: {error.strerror}") from error
     if problem:
         raise problem
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import SEED, CommandParser, add_sampling_flags
 from common.errors import DataError, local_path, run_script
-from common.files import plain
+from common.files import disk_errors, plain
 from common.text import duration, print_safely, show_part
 from data_pipeline.templates import load_chat_format
 from inference.engine import Sampling
@@ -203,12 +203,10 @@ def main() -> None:
         tell_in_order(parts, len(heads), shown(heads))
         show_part("\n")
         return
-    try:
-        with open(local_path(args.output), "w", encoding="utf-8", opener=plain) as file:
-            tell_in_order(parts, len(heads), written(prompts, file))
-    except OSError as error:
-        raise DataError(f"--output {args.output} cannot be written: {error.strerror}; choose another place, "
-                        "or free some space") from error
+    path = local_path(args.output)
+    with (disk_errors(path, DataError, "choose another --output"),
+          open(path, "w", encoding="utf-8", opener=plain) as file):
+        tell_in_order(parts, len(heads), written(prompts, file))
 
 
 if __name__ == "__main__":

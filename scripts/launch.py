@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser
 from common.errors import CheckpointError, SettingsError, run_script
+from common.files import disk_errors
 from common.http_server import is_loopback
 from common.text import print_safely, silence_unread_streams
 from config import Config
@@ -133,7 +134,7 @@ class Logs(NamedTuple):
 def open_logs(config: Config, node_rank: int) -> Logs:
     """Create a folder for this launch; delete older ones that no launcher locks, except for the newest."""
     parent = Path(config.output_dir) / "launch"
-    try:
+    with disk_errors(parent, CheckpointError, "set OUTPUT_DIR to a folder that can be written"):
         parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             suffix = f"-{number}" if number > 1 else ""
@@ -142,8 +143,6 @@ def open_logs(config: Config, node_rank: int) -> Logs:
                 folder.mkdir()
                 break
         lock = open(folder / LOCK, "w", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{parent} cannot be written: {error.strerror}; set OUTPUT_DIR") from error
     with suppress(OSError):  # a file system without locks
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for old in sorted(parent.glob(f"*-node-{node_rank}"))[:-KEPT_FOLDERS]:

@@ -1,7 +1,6 @@
 """Get HellaSwag's items from the hub or a file, check every one, and write them for HELLASWAG_PATH."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import common  # noqa: F401  # isort: skip (reports a package that is missing)
 from tqdm import tqdm
 
 from common.errors import DataError, local_path, run_script
+from common.files import atomic_write, disk_errors
 from common.text import show
 from data_pipeline.sources import Reading, read_records, source_of
 from data_preparation_utils import FlagParser, some_text
@@ -29,27 +29,20 @@ def main(argv: list[str]) -> None:
     flags, _ = parser.parse(argv)
     source = source_of(flags.source, split=flags.split, revision=flags.revision or "", column="")
     output = local_path(flags.output or f"data/hellaswag/{flags.split}.jsonl")
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}")
     records, count = read_records(source, Reading(advice="correct the line, or leave it out")), 0
     from hellaswag_utils import parse_item  # only now: torch's import takes seconds
 
-    try:
+    with disk_errors(output, DataError, "choose another --output"):
         output.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with (tqdm(records, desc="Checking items", unit=" items") as bar,
-                  open(unfinished, "w", encoding="utf-8") as file):
-                for where, record in bar:
-                    line = json.dumps(record)
-                    parse_item(line.encode(), where)
-                    file.write(line + "\n")
-                    count += 1
+        with (atomic_write(output) as unfinished, open(unfinished, "w", encoding="utf-8") as file,
+              tqdm(records, desc="Checking items", unit=" items") as bar):
+            for where, record in bar:
+                line = json.dumps(record)
+                parse_item(line.encode(), where)
+                file.write(line + "\n")
+                count += 1
             if not count:
                 raise DataError(f"{flags.source}: holds no items; give another --source")
-            unfinished.replace(output)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error.strerror}; choose another --output") from error
     show(f"{count:,} items, all checked. The line for .env:", f"HELLASWAG_PATH={output}")
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from common.command_line import CommandParser  # noqa: E402
 from common.errors import CheckpointError, local_path, requires_package, run_script  # noqa: E402
-from common.files import atomic_write  # noqa: E402
+from common.files import atomic_write, disk_errors  # noqa: E402
 from common.text import print_safely, show  # noqa: E402
 from parallel.process import STOP_SIGNALS  # noqa: E402
 from report.page import Report, render  # noqa: E402
@@ -51,12 +51,9 @@ def parse_args() -> argparse.Namespace:
 
 def write(report: Report, path: Path) -> None:
     """Write the page, which appears completely or not at all."""
-    try:
-        with atomic_write(path) as temporary:
-            temporary.write_text(render(report.data()), encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}; name another file with "
-                              "--output") from error
+    with (disk_errors(path, CheckpointError, "name another file with --output"),
+          atomic_write(path) as temporary):
+        temporary.write_text(render(report.data()), encoding="utf-8")
 
 
 def plot(run: Path, output: Path) -> None:

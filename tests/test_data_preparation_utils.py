@@ -256,7 +256,7 @@ def test_a_source_that_changes_meanwhile_is_refused(tmp_path, tokenizer_path, mo
 
 def test_a_disk_that_refuses_is_named(tmp_path, tokenizer_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file.*cannot be written.*bytes are free"):
+    with pytest.raises(DataError, match=r"file.*cannot be written: Not a directory; choose another --output"):
         prepare(write_jsonl(tmp_path / "x.jsonl", ["a"]), tokenizer_path, tmp_path / "file" / "out")
 
 

@@ -355,8 +355,8 @@ RECORDS = group(
     too_long=(f"scripts/load_pretrain_dataset.py --source {LONG}.jsonl {PREPARE}", "aaa"),
     held_out=(f"scripts/load_pretrain_dataset.py --source y.jsonl --column prompt --validation-fraction 0.99999 {PREPARE}",
               "60 fell into validation.*lower VALIDATION_FRACTION"),
-    output_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl", "x.jsonl: cannot be written: File exists"),
-    output_under_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl/a", "x.jsonl/a: cannot be written"),
+    output_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl", "x.jsonl cannot be written: File exists"),
+    output_under_file=("scripts/load_pretrain_dataset.py --source y.jsonl --output x.jsonl/a", "x.jsonl/a cannot be written"),
     output_too_long=(f"scripts/load_pretrain_dataset.py --source y.jsonl --output {LONG}", "File name too long")) + commands(
     "flags", 2, empty=(f"scripts/load_pretrain_dataset.py --source= {PREPARE}", "--source: needs a value"),
     nothing=(f"scripts/load_dpo_dataset.py {PREPARE}", "--source is not set"),
@@ -421,8 +421,8 @@ ITEM_CASES = [Case(f"item-{name}-{by}", command, 3, put(file, lines(ITEM, record
     long_ending=(put("items.jsonl", lines({**ITEM, "endings": ["x" * 500, "b", "c", "d"]})), "ending of 501 tokens"),
     device=(env(HELLASWAG_PATH="/dev/zero"), "is not a plain file")) + commands(
     "items", 3, nowhere=("scripts/load_hellaswag_dataset.py --source none.jsonl --output h.jsonl", "none.jsonl: no such"),
-    into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set: cannot be written"),
-    under_file=("scripts/load_hellaswag_dataset.py --source items.jsonl --output x.jsonl/h", "x.jsonl/h: cannot be written"),
+    into_folder=("scripts/load_hellaswag_dataset.py --source items.jsonl --output set", "set cannot be written"),
+    under_file=("scripts/load_hellaswag_dataset.py --source items.jsonl --output x.jsonl/h", "x.jsonl cannot be written"),
     too_long=(f"scripts/load_hellaswag_dataset.py --source items.jsonl --output {'a' * 300}", "cannot be written"))
 
 SETTINGS = [Case(f"env-{name}", TRAIN, 2, env(**changes), words) for name, changes, words in (
