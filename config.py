@@ -410,6 +410,11 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
         return [first] * bool(first.path) + self.further_tasks
 
     @property
+    def data_path(self) -> Optional[str]:
+        """The data of this stage."""
+        return getattr(self, f"{self.training_stage}_data_path")
+
+    @property
     def start_settings(self) -> list[str]:
         """The settings that name a model to start from, of those that are set."""
         return [name for name in START_FROM if getattr(self, name)]
@@ -550,7 +555,7 @@ def path_rules(c: Config) -> Iterator[str]:
 
 def input_rules(c: Config) -> Iterator[str]:
     """Data and tokenizer are named."""
-    if getattr(c, f"{c.training_stage}_data_path") is None:
+    if c.data_path is None:
         script = command(f"scripts/load_{PREPARED_BY[c.training_stage]}_dataset.py")
         sample = f", or try the embedded sample: {command('scripts/run.sh', '--preset', 'sample')}"
         yield (f"{c.training_stage.upper()}_DATA_PATH is not set; prepare data with {script}"

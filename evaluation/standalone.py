@@ -81,7 +81,7 @@ def open_model(folder: Path, config: Config, base: Optional[str], context: RunCo
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(f"TOKENIZER_PATH={config.tokenizer_path} has {tokenizer.vocab_size:,} ids and the "
                         f"model {model.vocab_size:,}; name the model's own tokenizer")
-    if getattr(config, f"{config.training_stage}_data_path") is None:
+    if config.data_path is None:
         config = config.model_copy(update={"validate_every": 0, "generation_eval_every": 0})
     needs_rows = config.validate_every and (config.training_stage == "dpo" or config.distillation_enabled)
 

@@ -191,8 +191,7 @@ def print_summary(run: Run, phases: Phases, first_step: int, latest: dict) -> No
 
 def provide_sample(config: Config, may_write: bool) -> None:
     """Make the sample if the settings name its files and it does not exist. Local rank 0 does so for all."""
-    named = (config.tokenizer_path, config.hellaswag_path,
-             getattr(config, f"{config.training_stage}_data_path"))
+    named = (config.tokenizer_path, config.hellaswag_path, config.data_path)
     if os.path.exists(SAMPLE) or not any(path and Path(path).is_relative_to(SAMPLE) for path in named):
         return
     if not may_write:
@@ -362,7 +361,7 @@ class Check:
 
     def check_inputs(self) -> None:
         """Check tokenizer, data and evaluations; a plan for another machine may do without them."""
-        config, path = self.config, getattr(self.config, f"{self.config.training_stage}_data_path")
+        config, path = self.config, self.config.data_path
 
         def is_missing(path: Optional[str]) -> bool:
             exists = path and (os.path.exists(path) or glob.glob(path, recursive=True))

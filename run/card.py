@@ -274,7 +274,7 @@ def data_sets(run: Any) -> Iterator[dict[str, Any]]:
     """Yield the prepared sets that the run has read so far."""
     config, rows = run.config, run.inputs.rows
     taken = run.progress.step * config.rows_per_step
-    path = str(getattr(config, f"{config.training_stage}_data_path"))
+    path = str(config.data_path)
     shares = [{"source": run_and_step(path), "share": 1.0, "passes": taken / len(rows)}]
     if isinstance(rows, MixedRows):
         shares = rows.facts(taken)

@@ -118,11 +118,10 @@ def read_inputs(config: Config, verify: bool) -> Inputs:
     how = config.verify_data if verify else "never"
     train = open_rows(config, "train", tokenizer, how)
     measured = read_measured(config, tokenizer, how)
-    path = getattr(config, f"{config.training_stage}_data_path")
     rows = measured["validation_rows"]
     held_out = f", {rows.describe()} held out" if rows else ""
     return Inputs(tokenizer, train, **measured, fingerprint=train.fingerprint,
-                  description=f"{train.describe()}{held_out} from {path}")
+                  description=f"{train.describe()}{held_out} from {config.data_path}")
 
 
 def read_measured(config: Config, tokenizer, verify: str) -> dict[str, Any]:

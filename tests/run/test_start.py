@@ -23,7 +23,7 @@ from factories import (
 from safetensors.torch import load_file, save_file
 
 import train
-from checkpoint import store
+from checkpoint import huggingface, store
 from checkpoint.huggingface import read_json
 from debug.replay import replay
 from learn.optim import learning_rate
@@ -241,6 +241,15 @@ def test_runs_go_on_wherever_their_base_is(stages, tmp_path, monkeypatch, capsys
     assert there.run("dpo-stored").train(MAX_STEPS=5) == 0
     for mode in (*NEED_THEIR_BASE, "dpo-stored"):
         assert list(there.run(mode).column("train_loss")) == [1, 2, 3, 4, 5][:5] if mode != "dpo-stored" else [1, 2, 5]
+
+
+@pytest.mark.parametrize("mode", ["lora-sft", "dpo-live", "dpo-stored"])
+def test_a_new_run_takes_the_identity_of_its_base_once(mode, stages, tmp_path, monkeypatch):
+    identity, taken = huggingface.weights_sha256, []
+    monkeypatch.setattr(huggingface, "weights_sha256", lambda tensors: taken.append(identity(tensors)) or taken[-1])
+    run = stages.run(mode, tmp_path)
+    assert run.train() == 0
+    assert taken == [store.read_state(run.checkpoint(2))["progress"]["base_sha256"]]
 
 
 def test_a_base_that_has_gone_on_is_found_by_its_hash_among_its_checkpoints(stages, tmp_path):
