@@ -358,17 +358,22 @@ def validate(merged: Mapping[str, tuple[Any, str]]) -> tuple[Config, dict[str, s
         elif isinstance(value, str) and re.search(r"[\0\ud800-\udc7f\udd00-\udfff]", value):
             # No file name: of surrogates, os.fsencode takes only those that stand for undecodable bytes.
             invalid[name] = "contains a NUL or an invalid character; remove it"
+
+    def build() -> Config:
+        return Config(**{name: value for name, value in values.items() if name not in invalid})
+
     try:
-        Config(**values)
+        config = build()
     except ValidationError as error:
         for detail in error.errors():
-            invalid.setdefault(str(detail["loc"][0]), detail["msg"][0].lower() + detail["msg"][1:])
+            invalid[str(detail["loc"][0])] = detail["msg"][0].lower() + detail["msg"][1:]
+        config = build()
     messages = {}
     for name, message in invalid.items():
         value, where = merged[name]
         shown = "***" if name in SECRETS else shortened(str(value))
         messages[name] = f"{where}: {name.upper()}={shown}: {message}"
-    return Config(**{name: value for name, value in values.items() if name not in invalid}), messages
+    return config, messages
 
 
 class SettingLine(NamedTuple):
