@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from common.text import command, is_url, without_passwords
 
 SAMPLE = "data/sample"  # as in presets/sample*.env; scripts/make_sample.py makes it
-MAX_NAME_BYTES = 200  # of the 255 that file systems allow
+MAX_NAME_BYTES = 200  # of RUN_NAME, of the 255 that file systems allow
+PLAIN_NAME = re.compile(r"[\w\-][\w.\-]*")  # of RUN_NAME
 MAX_NUMBER = 2**53  # a larger one is a typo, and JSON would round it
 
 
@@ -140,12 +141,10 @@ class ModelConfig(Section):
     @field_validator("attention_backend", mode="before")
     @classmethod
     def use_our_kernel_names(cls, name: Any) -> Any:
-        """Accept transformers' names too."""
         return KERNEL_NAMES.get(name, name) if isinstance(name, str) else name
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
         return self.dim // self.n_heads
 
     @property
@@ -153,9 +152,7 @@ class ModelConfig(Section):
         """Width of the feed-forward. Source: Llama 3's reference model."""
         if self.ffn_dim is not None:
             return self.ffn_dim
-        width = int(2 * 4 * self.dim / 3)
-        if self.ffn_dim_multiplier is not None:
-            width = int(self.ffn_dim_multiplier * width)
+        width = int((self.ffn_dim_multiplier or 1.0) * int(2 * 4 * self.dim / 3))
         return max(1, -(-width // self.multiple_of)) * self.multiple_of
 
     @property
@@ -221,7 +218,6 @@ class OptimConfig(Section):
 
     @property
     def final_learning_rate(self) -> float:
-        """The learning rate at the end of the schedule."""
         return self.learning_rate / 10 if self.min_learning_rate is None else self.min_learning_rate
 
     @property
@@ -335,7 +331,6 @@ class LoraConfig(Section):
     @field_validator("lora_target_modules")
     @classmethod
     def use_our_names(cls, names: str) -> str:
-        """Accept Hugging Face's names too."""
         return lora_layers(names)
 
 
@@ -411,7 +406,6 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
 
     @property
     def data_path(self) -> Optional[str]:
-        """The data of this stage."""
         return getattr(self, f"{self.training_stage}_data_path")
 
     @property
@@ -428,9 +422,8 @@ class Config(RunConfig, DataConfig, PreparationConfig, ModelConfig, OptimConfig,
     @property
     def named_checkpoint(self) -> Optional[str]:
         """The checkpoint that the settings name to start from, if any."""
-        if self.resume not in ("auto", "never"):
-            return self.resume
-        return next((getattr(self, name) for name in self.start_settings), None)
+        names = self.start_settings if self.resume in ("auto", "never") else ["resume"]
+        return next((getattr(self, name) for name in names), None)
 
     @property
     def accumulation_steps(self) -> int:
@@ -459,23 +452,15 @@ def on_resume(name: str) -> str:
     return Config.model_fields[name].json_schema_extra["on_resume"]
 
 
-def is_plain_name(name: str) -> bool:
-    """Whether this is a valid RUN_NAME, apart from its length."""
-    return re.fullmatch(r"[\w\-][\w.\-]*", name) is not None
-
-
 # ------------------------------------------------------------------------------------ rules between settings
 
 
 def rules(config: Config, start_is_read: bool = False) -> Iterator[str]:
-    """Yield a sentence for every conflict; it names each setting that it depends on.
-
-    Args:
-        start_is_read: the checkpoint that the settings name has completed the model's shape.
-    """
+    """Yield a sentence for every conflict; it names each setting that it depends on."""
     for topic in (numeric_rules, sharding_rules, path_rules, input_rules, evaluation_rules, stage_rules,
                   measurement_rules):
         yield from topic(config)
+    # A named checkpoint completes the model's shape when it is read.
     if start_is_read or config.named_checkpoint is None:
         yield from shape_rules(config)
 
@@ -495,7 +480,6 @@ def shape_rules(c: Config) -> Iterator[str]:
 
 def numeric_rules(c: Config) -> Iterator[str]:
     """Batch, optimizer and precision."""
-    # The batch divides over ranks and micro-batches.
     need = c.micro_batch_size * c.max_seq_len * c.world_size
     if c.total_batch_size % need:
         below, above = c.total_batch_size // need * need, -(-c.total_batch_size // need) * need
@@ -504,7 +488,6 @@ def numeric_rules(c: Config) -> Iterator[str]:
         yield (f"TOTAL_BATCH_SIZE={c.total_batch_size} must be a multiple of MICRO_BATCH_SIZE * MAX_SEQ_LEN "
                f"* WORLD_SIZE = {c.micro_batch_size} * {c.max_seq_len} * {c.world_size} = {need}; "
                f"try {' or '.join(str(size) for size in (below, above) if size)}{all_rows}")
-    # How it is trained.
     if c.activation_checkpointing == "selective" and (c.debug or not c.compile):
         off = "DEBUG=true" if c.debug else "COMPILE=false"
         yield f"ACTIVATION_CHECKPOINTING=selective needs the compiler, but {off}; use block, or none"
@@ -541,16 +524,16 @@ def path_rules(c: Config) -> Iterator[str]:
     for setting, value in (*named, *((task.setting, task.path) for task in c.further_tasks)):
         if value and is_url(value):
             hub = " or a hub name" if setting[:-1].lower() in NAMES_OR_PATHS else ""
-            yield (f"{setting}{value} is a URL, and must be a local path{hub}; mount or copy it")
+            yield f"{setting}{value} is a URL, and must be a local path{hub}; mount or copy it"
         elif value and re.search(r"\$[\w({]|`", value):
             yield (f"{setting}{value} contains a variable or a command, which is not expanded here; "
                    "write its value (.env expands ${NAME})")
     if not c.output_dir:
         yield "OUTPUT_DIR is empty; set it to a folder, or leave it out (runs)"
-    if c.run_name is not None and not is_plain_name(c.run_name):
+    if c.run_name is not None and not PLAIN_NAME.fullmatch(c.run_name):
         yield f"RUN_NAME={c.run_name!r} must be a plain folder name: letters, digits, '.', '_', '-'"
     elif c.run_name is not None and (size := len(c.run_name.encode())) > MAX_NAME_BYTES:
-        yield (f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it")
+        yield f"RUN_NAME={c.run_name[:40]}... has {size} bytes, and may have {MAX_NAME_BYTES}; shorten it"
 
 
 def input_rules(c: Config) -> Iterator[str]:

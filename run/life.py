@@ -24,7 +24,7 @@ from checkpoint.tensors import LazyTensor, write_tensors
 from common import __version__
 from common.errors import CheckpointError
 from common.heartbeat import HEARTBEAT
-from config import Config, is_plain_name
+from config import PLAIN_NAME, Config
 from dataloaders import HeldOut, MixedRows, RowOrder, Rows, load_steps, parts_of, validation_batches
 from hellaswag_utils import ChoiceSet
 from learn.objectives import Objective
@@ -262,7 +262,7 @@ def how_to_resume(run: Run) -> str:
         flags.append(f"--run-name {shlex.quote(run.folder.name)}")
     if run.folder.absolute().parent != Path(config.output_dir).absolute():
         flags.append(f"--output-dir {shlex.quote(str(run.folder.parent))}")
-    plain = "" if is_plain_name(run.folder.name) else ", after giving the folder a plain name"
+    plain = "" if PLAIN_NAME.fullmatch(run.folder.name) else ", after giving the folder a plain name"
     return "the same command" + (f" with {' '.join(flags)}{plain}" if flags else "")
 
 
