@@ -285,10 +285,11 @@ def load_config(argv: Sequence[str] = (), environ: Optional[Mapping[str, str]] =
         # A rule about a setting that is invalid in itself would only confuse.
         invalid_names = re.compile("|".join(rf"\b{name.upper()}\b" for name in invalid) or "(?!)")
         for message in rules(config):
+            if message in missing or invalid_names.search(message):
+                continue
             if "total_batch_size" in chosen and message.startswith("TOTAL_BATCH_SIZE="):  # which nobody set
                 message = unequal_shares(config, given)
-            if message not in missing and not invalid_names.search(message):
-                problems.append(message)
+            problems.append(message)
     if problems:
         raise SettingsError(*problems)
     misspelt_keys = [f"environment: {key} is not a setting; did you mean {guess.upper()}?"
