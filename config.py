@@ -585,7 +585,6 @@ def stage_rules(c: Config) -> Iterator[str]:
         other = "LORA_ENABLED=true" if c.lora_enabled else "TRAINING_STAGE=dpo"
         yield (f"KEEP_LAYERS={c.keep_layers} conflicts with {other}, which needs the whole start as base; "
                "train the first layers in the stage pretrain or sft, and start from that run")
-    # Adapters, preferences and distillation.
     if c.lora_enabled and not {*c.lora_target_modules.split(",")} <= LORA_LAYERS.keys():
         known = ", ".join([*LORA_LAYERS, *LORA_LAYERS.values(), ALL_LINEAR])
         yield f"LORA_TARGET_MODULES={c.lora_target_modules} must be some of {known}"
