@@ -6,17 +6,17 @@ FROM python:3.12-slim AS base
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git && rm -rf /var/lib/apt/lists/*
 SHELL ["/bin/bash", "-c"]
 WORKDIR /paddock
-COPY requirements.txt requirements-dev.txt ./
+COPY requirements*.txt ./
 COPY scripts/setup.sh scripts/
-RUN . scripts/setup.sh && PIP_NO_CACHE_DIR=1 set_up requirements.txt
+RUN . scripts/setup.sh && PIP_NO_CACHE_DIR=1 set_up requirements.txt requirements-extras.txt
 ENV VIRTUAL_ENV=/paddock/.venv PATH=/paddock/.venv/bin:$PATH
 # --user may name a user that the image does not have; torch and wandb want a name and a home.
 ENV HOME=/tmp USER=paddock
 
 # For .devcontainer/: the tests' packages, and the checkout mounted.
 FROM base AS dev
-RUN . scripts/setup.sh && PIP_NO_CACHE_DIR=1 set_up requirements.txt requirements-dev.txt
+RUN . scripts/setup.sh && PIP_NO_CACHE_DIR=1 set_up requirements.txt requirements-extras.txt requirements-dev.txt
 
 FROM base
 COPY . .
-CMD ["bash", "scripts/run.sh"]
+CMD ["./paddock", "train"]

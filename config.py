@@ -81,7 +81,7 @@ class DataConfig(Section):
     """Input files, and how their tokens become rows."""
 
     pretrain_data_path: Optional[str] = safe(
-        None, "prepared text, a mixture, or token files (also a glob); run.sh prepares text and hub names")
+        None, "prepared text, a mixture, or token files (also a glob); train prepares text and hub names")
     sft_data_path: Optional[str] = safe(None, "prepared chats")
     dpo_data_path: Optional[str] = safe(None, "prepared preference pairs")
     cache_dir: Optional[str] = safe(

@@ -1,6 +1,7 @@
 """The command line of every script: --version, and --help in 80 columns."""
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Callable
@@ -41,8 +42,9 @@ class CommandParser(argparse.ArgumentParser):
     """A parser of a script's flags, with --version; its --help begins with the script's docstring."""
 
     def __init__(self, description: str, epilog: str = "", **options):
-        super().__init__(**{"prog": f"python scripts/{Path(sys.argv[0]).name}", "description": description,
-                            "epilog": epilog, "formatter_class": HelpFormatter, **options})
+        options.setdefault("prog", f"python scripts/{Path(sys.argv[0]).name}")
+        options["prog"] = os.environ.get("PADDOCK_COMMAND") or options["prog"]
+        super().__init__(description=description, epilog=epilog, formatter_class=HelpFormatter, **options)
         self.add_argument("--version", action="version", version=VERSION, help="show the version and exit")
 
     def parse_known_args(self, args=None, namespace=None):

@@ -14,6 +14,18 @@ from typing import Optional, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 CALLED_FROM = "PADDOCK_CALLED_FROM"  # an environment variable: the user's folder, if a script leaves it
+# The commands of ./paddock, by the script that each one runs.
+COMMANDS = {
+    "scripts/chat.py": "chat", "scripts/convert_to_gguf.py": "export --to gguf",
+    "scripts/doctor.py": "doctor", "scripts/evaluate.py": "eval", "scripts/generate.py": "generate",
+    "scripts/import_checkpoint.py": "import", "scripts/inspect_data.py": "inspect",
+    "scripts/launch.py": "train", "scripts/load_dpo_dataset.py": "prepare pairs",
+    "scripts/load_hellaswag_dataset.py": "prepare hellaswag",
+    "scripts/load_instruct_dataset.py": "prepare chats", "scripts/load_pretrain_dataset.py": "prepare text",
+    "scripts/make_sample.py": "prepare sample", "scripts/merge_lora.py": "export --to merged",
+    "scripts/pipeline.py": "pipeline", "scripts/replay_step.py": "replay", "scripts/report.py": "report",
+    "scripts/run.py": "train", "scripts/run.sh": "train", "scripts/runs.py": "runs",
+    "scripts/train_tokenizer.py": "prepare tokenizer", "scripts/verify_checkpoint.py": "verify"}
 
 EXIT_UNREAD = 141  # what a shell reports for a process that SIGPIPE ended
 # What changes how a terminal shows text: control characters except the tab, line ends, direction marks.
@@ -73,16 +85,25 @@ def report_uncaught(kind: type, error: BaseException, trace) -> None:
     raise SystemExit(2)
 
 
-def command(script: str, *arguments: str | Path, python: str | Path = sys.executable) -> str:
-    """Return the command that runs a script, given by its path from ROOT, in the shell of the user."""
-    folder = Path.cwd()
+def command(script: str, *arguments: str | Path, python: str | Path = "") -> str:
+    """Return the command that runs a script, given by its path from ROOT, in the shell of the user.
+
+    It is one of ./paddock where that finds the Python of this process; otherwise, or for the Python that is
+    given, it names the Python.
+    """
+    folder, active = Path.cwd(), os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")
+    known = [os.path.realpath(place) for place in (active, ROOT / ".venv") if place]
+    by_name = not python and script in COMMANDS and folder == ROOT and os.path.realpath(sys.prefix) in known
 
     def typed(path: str | Path) -> str:
         path = Path(os.path.abspath(path))
         return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
-    words = ["bash" if script.endswith(".sh") else typed(python), typed(ROOT / script),
-             *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
+    if by_name:
+        start = ["./paddock", *COMMANDS[script].split()]
+    else:
+        start = ["bash" if script.endswith(".sh") else typed(python or sys.executable), typed(ROOT / script)]
+    words = [*start, *(typed(argument) if isinstance(argument, Path) else argument for argument in arguments)]
     elsewhere = Path(os.environ.get(CALLED_FROM, folder)) != folder
     return f"cd {shlex.quote(str(folder))} && " * elsewhere + shlex.join(words)
 

@@ -346,7 +346,7 @@ class RunReader:
         where, command = f"after step {step:,}", None
         if (self.folder / "debug" / f"step-{step + 1:08d}").is_dir():
             where, run = f"in step {step + 1:,}", shlex.quote(str(self.folder))
-            command = f"python scripts/replay_step.py {run} --step {step + 1}"
+            command = f"./paddock replay {run} --step {step + 1}"
         saved = f"{newest.name} in checkpoints/" if newest else "no checkpoint"
         return {"where": where, "reason": end.get("reason") or KILLED, "saved": saved, "command": command}
 

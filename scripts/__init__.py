@@ -1,1 +1,1 @@
-"""Commands, each run as `python scripts/NAME.py`."""
+"""Commands, each run by `./paddock` or as `python scripts/NAME.py`."""

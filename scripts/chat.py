@@ -1,8 +1,8 @@
 """Talk to a model in the terminal, or serve a chat page and an OpenAI-compatible API.
 
-    python scripts/chat.py runs/chat
-    python scripts/chat.py runs/chat --system "You answer in one sentence."
-    python scripts/chat.py runs/chat runs/preferred --serve    two, side by side
+    ./paddock chat runs/chat
+    ./paddock chat runs/chat --system "You answer in one sentence."
+    ./paddock chat runs/chat runs/preferred --serve    two, side by side
 
 For a run, the newest good checkpoint is used. Adapters are applied to the base that they were trained on. A
 model without chat training continues your text. Without a terminal, each line of stdin is a message, and the

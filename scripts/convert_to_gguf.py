@@ -2,7 +2,7 @@
 
     git clone --depth 1 https://github.com/ggml-org/llama.cpp
     pip install transformers sentencepiece
-    python scripts/convert_to_gguf.py runs/first --llama-cpp llama.cpp \\
+    ./paddock export runs/first --to gguf --llama-cpp llama.cpp \\
         --output first.gguf
 
 llama.cpp's converter identifies a tokenizer by a hash of the ids that it gives for a text, so it rejects a

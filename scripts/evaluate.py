@@ -1,9 +1,9 @@
 """Evaluate a model without training: loss, perplexity, bits per byte, multiple choice, generated answers.
 
-    python scripts/evaluate.py runs/first
-    python scripts/evaluate.py runs/first --eval-tasks arc:arc.jsonl
-    python scripts/evaluate.py owner/Llama --data data/pretrain/0123
-    python scripts/evaluate.py runs/first --tasks arc_easy,winogrande,piqa
+    ./paddock eval runs/first
+    ./paddock eval runs/first --eval-tasks arc:arc.jsonl
+    ./paddock eval owner/Llama --data data/pretrain/0123
+    ./paddock eval runs/first --tasks arc_easy,winogrande,piqa
 
 For a run, the newest good checkpoint is evaluated with the run's own data and settings, which gives the
 numbers that the run logged. For another model, choose the data with flags. Settings can be changed by flag:

@@ -1,9 +1,9 @@
 """Continue texts, or chat, with a checkpoint or with any Llama in a Hugging Face folder.
 
-    python scripts/generate.py runs/first --prompt "Once upon a time" "A fox"
-    python scripts/generate.py runs/chat --chat --prompt "Who are you?" "And I?"
-    python scripts/generate.py runs/first --prompts in.jsonl --output out.jsonl
-    shuf -n 5 prompts.txt | python scripts/generate.py runs/first --prompts -
+    ./paddock generate runs/first --prompt "Once upon a time" "A fox"
+    ./paddock generate runs/chat --chat --prompt "Who are you?" "And I?"
+    ./paddock generate runs/first --prompts in.jsonl --output out.jsonl
+    shuf -n 5 prompts.txt | ./paddock generate runs/first --prompts -
 
 For a run, the newest good checkpoint is used. Adapters are applied to the base that they were trained on.
 A file of prompts has one text per line; a .jsonl file has {"prompt": TEXT} or {"messages": [...]} per line.

@@ -1,8 +1,8 @@
 """Import a Llama, from a Hugging Face folder or Meta's download, as a checkpoint that Paddock can start from.
 
-    python scripts/import_checkpoint.py models/Llama-3.2-1B models/start
-    python scripts/import_checkpoint.py meta-llama/Llama-3.2-1B models/start
-    python scripts/import_checkpoint.py ~/.llama/Llama3.2-1B models/start
+    ./paddock import models/Llama-3.2-1B models/start
+    ./paddock import meta-llama/Llama-3.2-1B models/start
+    ./paddock import ~/.llama/Llama3.2-1B models/start
 
 PRETRAIN_CHECKPOINT also accepts a Hugging Face folder or name; an imported copy is verified at each start. A
 Hugging Face folder must contain safetensors. Meta's consolidated.00.pth is read without running code from it.

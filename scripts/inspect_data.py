@@ -1,8 +1,8 @@
 """Describe prepared data: its source, lengths and repeats, and a batch as the model sees it.
 
-    python scripts/inspect_data.py data/sample/pretrain
-    python scripts/inspect_data.py data/sft/0123456789abcdef --batch 8
-    python scripts/inspect_data.py --list
+    ./paddock inspect data/sample/pretrain
+    ./paddock inspect data/sft/0123456789abcdef --batch 8
+    ./paddock inspect --list
 
 FOLDER is a prepared set or mixture, a folder with one of them, or a file or folder of another trainer's
 tokens. MAX_SEQ_LEN, TOKENIZER_PATH, DOCUMENT_MASK and SEED are used here, from .env, the environment or

@@ -1,7 +1,7 @@
 """Merge LoRA adapters into their base: writes a Hugging Face model folder that gives the same logits.
 
-    python scripts/merge_lora.py runs/my-run --output models/merged
-    python scripts/merge_lora.py ADAPTER --base models/start --output FOLDER
+    ./paddock export runs/my-run --to merged --output models/merged
+    ./paddock export ADAPTER --to merged --base models/start --output FOLDER
 
 The adapters can come from Paddock or PEFT. The merged model is loaded and compared before the folder is
 created.

@@ -1,7 +1,7 @@
 """Train every stage on the embedded sample, and measure on held-out data what each stage improves.
 
-    python scripts/pipeline.py            (bash scripts/run_pipeline.sh sets up)
-    NPROC=2 python scripts/pipeline.py    on two ranks
+    ./paddock pipeline
+    NPROC=2 ./paddock pipeline    on two ranks
 
 All flags are passed to every training run. A second call resumes where the first stopped. The results are
 written to runs/pipeline/summary.json, and the table with its plots to runs/pipeline/pipeline.md.
@@ -243,7 +243,7 @@ def report(summary: dict, pipeline: Pipeline) -> None:
     minutes = f"{summary['seconds'] / 60:.1f} minutes"
     (RUNS / "pipeline.md").write_text(f"""# Every stage, seen to learn
 
-`bash scripts/run_pipeline.sh` on the embedded sample, offline, {ranks} on {machine}, {minutes} in all \
+`./paddock pipeline` on the embedded sample, offline, {ranks} on {machine}, {minutes} in all \
 ({seconds}). The held-out data is about facts that no training text contains.
 
 {table(summary)}

@@ -1,2 +1,2 @@
-"""Has moved: python scripts/report.py RUN --plot FILE.png"""
+"""Has moved: ./paddock report RUN --plot FILE.png"""
 raise SystemExit(__doc__)

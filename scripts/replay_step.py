@@ -1,7 +1,7 @@
 """Replay a step of a run and examine it: its loss beside the ledger's, and which rows are not finite or hard.
 
-    python scripts/replay_step.py runs/first --step 512
-    python scripts/replay_step.py runs/first --step 512 --rows 9 --at-checkpoint
+    ./paddock replay runs/first --step 512
+    ./paddock replay runs/first --step 512 --rows 9 --at-checkpoint
 
 The run's folder is not changed, and the run can continue meanwhile. Other flags change the run's settings.
 """

@@ -1,9 +1,9 @@
 """Write a run's report: one self-contained HTML page of its curves, chronicle and settings.
 
-    python scripts/report.py first
-    python scripts/report.py first second        two runs overlaid and compared
-    python scripts/report.py first --serve       the page follows the run
-    python scripts/report.py first --plot curves.png
+    ./paddock report first
+    ./paddock report first second        two runs overlaid and compared
+    ./paddock report first --serve       the page follows the run
+    ./paddock report first --plot curves.png
 
 For several runs, the report overlays their curves and compares settings and results. Paired tests on the same
 items show whether one run is better than another.

@@ -1,8 +1,8 @@
 """Prepare the data that the settings name, and train: on all GPUs, or on the CPU if there is none.
 
-    python scripts/run.py --preset llama3.2-1b     (bash scripts/run.sh sets up)
-    python scripts/run.py --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
-    python scripts/run.py --source corpus/ --documents blank
+    ./paddock train --preset llama3.2-1b
+    ./paddock train --gpus idle:2 --pretrain-data-path 'corpus/*.jsonl'
+    ./paddock train --source corpus/ --documents blank
 
 If PRETRAIN_DATA_PATH (SFT_DATA_PATH, DPO_DATA_PATH) or --source names text or records instead of a prepared
 set (a file, folder, glob or URL, or a hub dataset such as fineweb-edu), the data is prepared first. Later

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up, and train every stage on the embedded sample, each measured before
-# and after: a quarter of an hour on two CPU cores.
+# and after, a quarter of an hour on two CPU cores: ./paddock pipeline.
 #
 #   bash scripts/run_pipeline.sh
 #   NPROC=2 bash scripts/run_pipeline.sh    on two ranks
@@ -9,5 +9,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup.sh
-set_up requirements.txt
-exec python scripts/pipeline.py "$@"
+exec ./paddock pipeline "$@"

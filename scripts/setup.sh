@@ -1,8 +1,11 @@
+# shellcheck shell=bash
 # Set up the environment: bash scripts/setup.sh
 #
-# Sourced by the other scripts: set_up puts a Python with the packages of the
-# given requirements files on the PATH. It uses an active environment that has
-# torch, and keeps that torch; otherwise it creates .venv here.
+# ./paddock and the other scripts source this: set_up puts a Python with the
+# packages of the given requirements files on the PATH. It is the active
+# environment if that has torch, else .venv here, which is made if necessary.
+# A torch that is there is kept. Without an NVIDIA driver the CPU build is
+# installed where there is one.
 # PADDOCK_UV=1 uses uv instead of venv and pip, as does an environment that uv
 # made, which has no pip.
 
@@ -10,20 +13,25 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then cd "$(dirname "$0")/.."; fi
 export PADDOCK_CALLED_FROM="${PADDOCK_CALLED_FROM:-${OLDPWD:-$PWD}}"  # before the cd that precedes this
 
 set_up() {
-    [ -n "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && has_torch || enter_environment .venv
-    local wanted stamp
-    wanted=$(cat "$@" | sed 's/#.*//' | grep -v '^\s*$')
-    stamp="$(python -c 'import sys; print(sys.prefix)')/.paddock-$(echo "$wanted" | grep -v '^torch==' | cksum | tr -d ' ')"
-    if [ ! -e "$stamp" ]; then
-        if has_torch; then  # no requirement may replace it
-            wanted=$(echo "$wanted" | sed "s/^torch==.*/torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')/")
-        fi
-        echo "Installing $* (once, about a minute and a half) ..."
-        echo "$wanted" > "$stamp.txt"
-        install -r "$stamp.txt" || { echo "error: $* could not be installed" >&2; exit 1; }
-        rm -f "$stamp.txt"
-        touch "$stamp"
+    find_environment || make_environment .venv
+    local prefix file stamp wanted stamps=() missing=()
+    prefix=$(python -c 'import sys; print(sys.prefix)')
+    for file in "$@"; do
+        stamp=$prefix/.paddock-$(requirements "$file" | grep -v '^torch==' | cksum | tr -d ' ')
+        [ -e "$stamp" ] || { missing+=("$file"); stamps+=("$stamp"); }
+    done
+    [ ${#missing[@]} -gt 0 ] || return 0
+    echo "Installing ${missing[*]} into $prefix (once, a minute or two) ..."
+    wanted=$(requirements "${missing[@]}")
+    if [[ $wanted == *torch==* ]]; then
+        has_torch python || install_torch "$(sed -n 's/^torch==//p' <<< "$wanted")"
+        # No requirement may replace it.
+        wanted=$(grep -v '^torch==' <<< "$wanted")$'\n'torch==$(python -c 'from importlib.metadata import version; print(version("torch"))')
     fi
+    echo "$wanted" > "${stamps[0]}.txt"
+    install -r "${stamps[0]}.txt" || { echo "error: ${missing[*]} could not be installed" >&2; exit 1; }
+    rm -f "${stamps[0]}.txt"
+    touch "${stamps[@]}"
 }
 
 # --help prints the comment at the head of the script that sources this, --version the version.
@@ -34,47 +42,89 @@ for argument in "$@"; do
     esac
 done
 
+requirements() {
+    sed 's/ *#.*//; /^ *$/d' "$@"
+}
+
 has_torch() {
-    python -c 'import torch' 2>/dev/null
+    "$1" -c 'from importlib.metadata import version; version("torch")' 2> /dev/null
 }
 
-install() {
-    if [ -n "${PADDOCK_UV:-}" ] || ! python -c 'import pip' 2>/dev/null; then
-        uv pip install --quiet --python "$(command -v python)" "$@"
-    else
-        python -m pip install --quiet --disable-pip-version-check "$@"
-    fi
+# Whether a Python belongs to an environment, into which packages may be installed.
+in_environment() {
+    [ -n "${CONDA_PREFIX:-}" ] || "$1" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)' 2> /dev/null
 }
 
-make_environment() {
-    if [ -n "${PADDOCK_UV:-}" ]; then  # uv downloads Python too where it is missing or too old
-        uv venv --quiet --python '>=3.10' "$1" || { echo "error: uv could not make $1; install uv, or unset PADDOCK_UV" >&2; exit 1; }
-        return
-    fi
-    local python
-    python=$(command -v python3 || command -v python) || { echo "error: no python3 was found; install Python 3.10 or newer" >&2; exit 1; }
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $("$python" --version) is too old; Paddock needs 3.10" >&2; exit 1; }
-    "$python" -m venv "$1"
+# Put the Python of an existing environment on the PATH: one that has torch and is active or on the PATH, or .venv.
+find_environment() {
+    { has_torch python && in_environment python; } || activate .venv
 }
 
-# Activate the environment in a folder; create it if it does not exist.
-enter_environment() {
-    if [ ! -x "$1/bin/python" ]; then
-        echo "Creating the environment $1 (once) ..."
-        make_environment "$1"
-    fi
+activate() {
+    [ -x "$1/bin/python" ] || return 1
     # shellcheck disable=SC1091
     source "$1/bin/activate"
 }
 
-# A separate environment with a version of torch, the CPU build if there is one; 2.12 means the newest 2.12.x.
+# The first Python on the PATH that is new enough; one that has torch is preferred.
+find_python() {
+    local python found=""
+    for python in python3 python python3.13 python3.12 python3.11 python3.10; do
+        "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2> /dev/null || continue
+        has_torch "$python" && found=$python && break
+        found=${found:-$python}
+    done
+    echo "$found"
+}
+
+# Make an environment in a folder and activate it. It sees the torch of the machine's Python, if that has one.
+make_environment() {
+    local python options=()
+    python=$(find_python)
+    echo "Creating the environment $1 (once) ..."
+    if has_torch "${python:-false}"; then options=(--system-site-packages); fi
+    if [ -n "${PADDOCK_UV:-}" ]; then  # uv downloads Python too where it is missing or too old
+        uv venv --quiet --python "${python:->=3.10}" ${options[@]+"${options[@]}"} "$1" \
+            || { echo "error: uv could not make $1; install uv, or unset PADDOCK_UV" >&2; exit 1; }
+    else
+        [ -n "$python" ] || { echo "error: Paddock needs Python 3.10 or newer, and none is on the PATH; install it, or install uv and set PADDOCK_UV=1" >&2; exit 1; }
+        "$python" -m venv ${options[@]+"${options[@]}"} "$1"
+    fi
+    activate "$1"
+}
+
+install() {
+    local quiet=(--quiet)
+    [ ! -t 1 ] || quiet=()  # a terminal shows the progress
+    if [ -n "${PADDOCK_UV:-}" ] || ! python -c 'import pip' 2> /dev/null; then
+        uv pip install ${quiet[@]+"${quiet[@]}"} --python "$(command -v python)" "$@"
+    else
+        python -m pip install ${quiet[@]+"${quiet[@]}"} --disable-pip-version-check "$@"
+    fi
+}
+
+# Install a version of torch (2.13.0, or 2.12.* for its newest); the CPU build where no GPU can be used.
+install_torch() {
+    if [ "$(uname)" = Linux ] && ! command -v nvidia-smi > /dev/null && [ ! -e /proc/driver/nvidia ]; then
+        echo "There is no NVIDIA driver, so the CPU build of torch $1 is preferred (200 MB) ..."
+        if command -v uv > /dev/null; then
+            if uv pip install --python "$(command -v python)" --torch-backend=cpu "torch==$1"; then return; fi
+        fi
+        if [[ $1 != *\* ]] && install "torch==$1+cpu" 2> /dev/null; then return; fi
+        echo "pip's index may have no CPU build. A build with CUDA is 3.4 GB to download and 5.3 GB on the disk;"
+        echo "to avoid that, stop here (Ctrl-C), install uv (pip install uv), and start again."
+    fi
+    install "torch==$1" || { echo "error: torch $1 could not be installed" >&2; exit 1; }
+}
+
+# A separate environment with a version of torch; 2.12 means the newest 2.12.x.
 enter_environment_with_torch() {
     [[ "$1" =~ ^[0-9]+\.[0-9]+(\.[0-9]+)?$ ]] || { echo "error: --torch ${1:-(nothing)}: expected a version such as 2.15.0, or 2.12 for the newest 2.12.x" >&2; exit 2; }
-    enter_environment ".venv-torch-$1"
-    if ! has_torch; then
-        echo "Installing torch $1 (once; several GB if there is no CPU build) ..."
-        { [[ "$1" = *.*.* ]] && install "torch==$1+cpu" 2>/dev/null; } || install "torch==$1.*" || { echo "error: torch $1 could not be installed" >&2; exit 1; }
-    fi
+    activate ".venv-torch-$1" || make_environment ".venv-torch-$1"
+    case "$1" in
+        *.*.*) has_torch python || install_torch "$1" ;;
+        *) has_torch python || install_torch "$1.*" ;;
+    esac
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Set up and run the tests.
 #
+# ./paddock test is the same.
+#
 #   bash scripts/test.sh                            those that are not marked
 #   bash scripts/test.sh -m slow                    or -m gpu, or -m soak
 #   bash scripts/test.sh tests/test_model.py -x
@@ -16,5 +18,5 @@ if [ "${1:-}" = --torch ]; then
     enter_environment_with_torch "${2:-}"
     shift 2
 fi
-set_up requirements.txt requirements-dev.txt
+set_up requirements.txt requirements-extras.txt requirements-dev.txt
 exec env OMP_NUM_THREADS=1 python -m pytest -n 3 --dist loadfile "$@"

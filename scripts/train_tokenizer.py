@@ -1,6 +1,6 @@
 """Train a byte-level BPE tokenizer on your own text and write it in tiktoken's format, for TOKENIZER_PATH.
 
-    python scripts/train_tokenizer.py books/ "news/*.jsonl" --vocab-size 32000 \\
+    ./paddock prepare tokenizer books/ "news/*.jsonl" --vocab-size 32000 \\
         --output data/tokenizer.model
 """
 

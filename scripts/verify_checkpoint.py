@@ -1,7 +1,7 @@
 """Verify copies of checkpoints: does every file have the size and SHA-256 that MANIFEST.json lists?
 
-    python scripts/verify_checkpoint.py runs/first
-    python scripts/verify_checkpoint.py copies/step-00000200 --model-only
+    ./paddock verify runs/first
+    ./paddock verify copies/step-00000200 --model-only
 
 For a run, all checkpoints are verified. A copy can be verified with the folder and Python's standard library
 alone: no run, no packages, no GPU. If the run is beside it, its ledger is also compared with the digest in

@@ -224,12 +224,12 @@ def test_a_run_that_has_not_begun_has_a_page(show):
 
 def test_a_failed_run_begins_with_its_failure(show):
     failed = run() | {"state": "failed", "failure": {"where": "in step 1,001", "reason": "step 1001 was not finite", "saved": "step-00001000",
-                                                     "command": "python scripts/replay_step.py runs/first --step 1001"}}
+                                                     "command": "./paddock replay runs/first --step 1001"}}
     page = show(report(failed), 390)
     text = page.inner_text("main")
     assert [each for each in text.split("\n") if each][:6] == ["Overview", "✕ Failed in step 1,001 of 2,000", "step 1001 was not finite", "saved", "step-00001000",
                                     "examine the step with"], "before all figures"
-    assert "python scripts/replay_step.py runs/first --step 1001" in text
+    assert "./paddock replay runs/first --step 1001" in text
     assert page.evaluate("document.documentElement.scrollWidth") == 390
 
 

@@ -197,7 +197,7 @@ def test_a_failed_run_tells_what_failed_what_is_saved_and_how_to_examine_it(fold
     started(folder, {"time": time.time(), "step": 5, "event": "end", "reason": "step 6 was not finite."})
     assert read(folder).data()["runs"][0]["failure"] == {
         "where": "in step 6", "reason": "step 6 was not finite.", "saved": "step-00000004 in checkpoints/",
-        "command": f"python scripts/replay_step.py {folder} --step 6"}
+        "command": f"./paddock replay {folder} --step 6"}
     started(folder)
     failure = read(folder).data()["runs"][0]["failure"]
     assert (failure["where"], failure["command"] is not None) == ("in step 6", True)

@@ -130,7 +130,7 @@ def test_pairs_are_marked(sets, inspect):
 def test_a_mixture_shows_its_table_and_the_source_of_each_row(sets, inspect):
     said = inspect("--batch", 4, "--max-seq-len", 32, sets["mixture"])
     assert "a mixture of 2 sources" in said and said.count(" from a, number") == said.count(" from b, number") == 2
-    assert f"a: python scripts/inspect_data.py {sets['documents']}" in said.replace("\n  ", " ")
+    assert f"a: ./paddock inspect {sets['documents']}" in said.replace("\n  ", " ")
 
 
 def test_the_folder_above_a_set_is_the_set_as_in_training(sets, inspect, tmp_path):

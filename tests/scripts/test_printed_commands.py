@@ -24,6 +24,12 @@ def run_bare(line: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(["bash", "-c", line], cwd=cwd, env=BARE, stdin=subprocess.DEVNULL, text=True, capture_output=True)
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_active(monkeypatch):
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PADDOCK_COMMAND"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def assert_works(run: TinyRun, capsys, cwd: Path, expected: set[str]) -> None:
     capsys.readouterr()
     assert run.train() == 0
@@ -56,12 +62,31 @@ def test_a_command_names_this_python_and_quotes_what_a_shell_would_split(monkeyp
     monkeypatch.setattr(text.Path, "cwd", lambda: ROOT)
     assert command("train.py", "a b", ROOT / "runs" / "x y", python=ROOT / ".venv/bin/python") == (
         ".venv/bin/python train.py 'a b' 'runs/x y'")
-    assert command("scripts/run.sh", "--preset", "sample") == "bash scripts/run.sh --preset sample"
+    assert command("scripts/setup.sh", "a b") == "bash scripts/setup.sh 'a b'"
     monkeypatch.setenv(CALLED_FROM, str(tmp_path))
-    assert command("scripts/run.sh") == f"cd {ROOT} && bash scripts/run.sh"
+    assert command("scripts/setup.sh") == f"cd {ROOT} && bash scripts/setup.sh"
     assert run_bare(f"{pip_install('pip')} --help", tmp_path).returncode == 0
     monkeypatch.setattr(text, "find_spec", lambda name: None)
     assert pip_install("x") == f"uv pip install --python {sys.executable} x"
+
+
+def test_a_command_is_paddocks_where_that_finds_this_python(monkeypatch, tmp_path):
+    monkeypatch.delenv(CALLED_FROM, raising=False)
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("VIRTUAL_ENV", sys.prefix)
+    assert command("scripts/merge_lora.py", ROOT / "a b") == "./paddock export --to merged 'a b'"
+    assert command("scripts/soak.py").endswith("python scripts/soak.py"), "which ./paddock does not know"
+    monkeypatch.chdir(tmp_path)
+    by_path = f"{sys.executable} {ROOT}/scripts/generate.py"
+    assert command("scripts/generate.py") == by_path, "a run in another folder reads its .env and data there"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "other"))
+    assert "paddock generate" not in command("scripts/generate.py"), "it would start another Python"
+    monkeypatch.delenv("VIRTUAL_ENV")
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert command("scripts/generate.py") == "./paddock generate"
 
 
 # Without the packages

@@ -1,0 +1,224 @@
+"""Check this machine: Python, packages, torch, GPU, NCCL, compiler, memory, disk and .env, a line each.
+
+    ./paddock doctor
+
+It needs no package and no environment. A line begins with ok, with - for what limits you, or with FAIL for
+what must be mended first, and then says how. Exit codes: 0 no FAIL, 1 otherwise.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from common import __version__  # noqa: E402
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import run_script  # noqa: E402
+from common.files import free_bytes, why_not_writable  # noqa: E402
+from common.text import last_line, show  # noqa: E402
+
+OK, LIMITS, FAIL = "ok", "-", "FAIL"
+SET_UP = "run: bash scripts/setup.sh"
+LEAST_FREE, ENOUGH_FREE = 2 * 2**30, 20 * 2**30  # bytes of the disk
+LEAST_SHARED = 2**30  # of /dev/shm, which NCCL uses between the GPUs of a machine
+SECONDS = 120  # for torch's import, which a cold disk makes slow
+# What torch has here, as lines of name=value; in a process of its own, because an import may crash.
+PROBE = """
+import torch
+print("torch", torch.__version__)
+print("cuda", torch.version.cuda or torch.version.hip or "")
+for number in range(torch.cuda.device_count()):
+    facts = torch.cuda.get_device_properties(number)
+    print("gpu", f"{facts.name} ({facts.total_memory / 2**30:.0f} GiB)")
+if torch.distributed.is_available() and torch.distributed.is_nccl_available() and torch.cuda.is_available():
+    print("nccl", ".".join(map(str, torch.cuda.nccl.version())))
+"""
+
+
+class Finding(NamedTuple):
+    """A line of the report."""
+
+    state: str
+    subject: str
+    text: str
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: 2.13.0+cpu is (2, 13, 0)."""
+    return tuple(map(int, re.match(r"[\d.]*\d|", text)[0].split("."))) if text[:1].isdigit() else ()
+
+
+def fits(installed: str, wanted: str) -> bool:
+    """Return whether a version fits a requirement such as ~=1.2 or >=1.7,<2."""
+    have = numbers(installed)
+    for operator, limit in re.findall(r"(==|~=|>=|<)([\d.]+)", wanted):
+        need = numbers(limit)
+        if operator == "<" and have >= need or operator != "<" and have < need:
+            return False
+        if operator == "==" and have != need or operator == "~=" and have[:len(need) - 1] != need[:-1]:
+            return False
+    return True
+
+
+def requirements(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the packages of a requirements file, each with its versions."""
+    for line in (ROOT / name).read_text(encoding="utf-8").splitlines():
+        if found := re.match(r"([A-Za-z][\w.-]*)([^#;]*)", line):
+            yield found[1], found[2].strip()
+
+
+def installed(package: str) -> str:
+    """Return the version of a package; empty if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def has_driver() -> bool:
+    return bool(shutil.which("nvidia-smi")) or os.path.exists("/proc/driver/nvidia")
+
+
+def check_python() -> Finding:
+    text = f"{platform.python_version()}, {sys.executable}"
+    if sys.prefix == sys.base_prefix and not os.environ.get("CONDA_PREFIX"):
+        return Finding(LIMITS, "Python", f"{text} is not an environment; to make .venv, {SET_UP}")
+    return Finding(OK, "Python", text)
+
+
+def check_packages() -> Iterator[Finding]:
+    """Yield what requirements.txt asks for and is missing or of another version; and what is optional."""
+    needed = {name: (wanted, installed(name)) for name, wanted in requirements("requirements.txt")}
+    missing = [name for name, (_, found) in needed.items() if not found]
+    other = [f"{name} {found} ({wanted})" for name, (wanted, found) in needed.items()
+             if found and not fits(found, wanted)]
+    if missing:
+        yield Finding(FAIL, "packages", f"{', '.join(missing)} missing; {SET_UP}")
+    if other:
+        yield Finding(LIMITS, "packages", f"other versions than tested: {', '.join(other)}; {SET_UP}")
+    if not missing + other:
+        yield Finding(OK, "packages", f"all {len(needed)} of requirements.txt")
+    if absent := [name for name, _ in requirements("requirements-extras.txt") if not installed(name)]:
+        yield Finding(LIMITS, "extras", f"{', '.join(absent)} not installed; for serving, plots, TensorBoard "
+                      "and scores, run: pip install -r requirements-extras.txt")
+
+
+def probe() -> tuple[dict[str, list[str]], str]:
+    """Return what PROBE prints, by name; and why it failed, if it did."""
+    try:
+        done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        return {}, f"no answer in {SECONDS} s"
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        name, _, value = line.partition(" ")
+        found.setdefault(name, []).append(value)
+    return found, last_line(done.stderr) if done.returncode else ""
+
+
+def check_torch() -> Iterator[Finding]:
+    """Yield the state of torch, the GPUs that it sees, and NCCL."""
+    found, failure = probe()
+    if failure:
+        yield Finding(FAIL, "torch", f"cannot be used ({failure}); {SET_UP}")
+        return
+    torch, cuda, gpus = found["torch"][0], found["cuda"][0], found.get("gpu", [])
+    yield Finding(OK, "torch", f"{torch}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
+    if gpus:
+        yield Finding(OK, "GPU", f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}")
+    elif not has_driver():
+        yield Finding(LIMITS, "GPU", "no NVIDIA driver, so training runs on the CPU")
+    elif not cuda:
+        yield Finding(FAIL, "GPU", "there is an NVIDIA driver, and torch is built for the CPU; run: pip "
+                      f"uninstall torch, then {SET_UP.removeprefix('run: ')}")
+    else:
+        yield Finding(FAIL, "GPU", f"torch sees none; check that nvidia-smi lists it, that its driver is new "
+                      f"enough for CUDA {cuda}, and CUDA_VISIBLE_DEVICES")
+    if nccl := found.get("nccl"):
+        yield Finding(OK, "NCCL", nccl[0])
+    elif len(gpus) > 1:
+        yield Finding(FAIL, "NCCL", "this torch has none, so several GPUs cannot train together; install "
+                      "torch's CUDA build for Linux")
+    else:
+        yield Finding(LIMITS, "NCCL", "not needed: it connects several GPUs")
+    shared = Path("/dev/shm")
+    if len(gpus) > 1 and shared.is_dir() and (free := free_bytes(shared)) < LEAST_SHARED:
+        yield Finding(FAIL, "/dev/shm", f"{free / 2**20:.0f} MiB free, which NCCL may exhaust; start the "
+                      "container with --ipc host")
+
+
+def check_compiler() -> Finding:
+    """Whether torch.compile finds a C++ compiler."""
+    names = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
+    if found := next(filter(None, (shutil.which(name) for name in names if name)), None):
+        return Finding(OK, "compiler", found)
+    return Finding(LIMITS, "compiler", "no C++ compiler for torch.compile; install g++, or set COMPILE=false")
+
+
+def check_machine() -> Finding:
+    """The cores and the memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Finding(OK, "machine", f"{platform.system()} {platform.machine()}, {cores} cores, "
+                   f"{memory:.0f} GiB memory")
+
+
+def check_disk() -> Finding:
+    """The free space where runs and data go."""
+    folder = Path.cwd()
+    if error := why_not_writable(folder):
+        return Finding(FAIL, "disk", f"{folder} cannot be written to ({error.strerror}); set OUTPUT_DIR")
+    free = free_bytes(folder)
+    text = f"{free / 2**30:.1f} GiB free at {folder}"
+    if free < LEAST_FREE:
+        return Finding(FAIL, "disk", f"{text}; free some (./paddock runs --clean), or set OUTPUT_DIR")
+    if free < ENOUGH_FREE:
+        return Finding(LIMITS, "disk", f"{text}; enough for small models (./paddock runs --clean frees some)")
+    return Finding(OK, "disk", text)
+
+
+def check_settings() -> Iterator[Finding]:
+    """Yield whether `.env` is valid, if there is one and the packages are here to read it."""
+    if not os.path.exists(".env"):
+        return
+    try:
+        from common.errors import SettingsError
+        from settings.load import load_config
+    except ImportError:
+        return
+    try:
+        load_config(complete=False)
+        yield Finding(OK, ".env", "every setting is valid")
+    except SettingsError as error:
+        first, *others = str(error).splitlines()
+        more = f" (and {len(others)} more)" if others else ""
+        yield Finding(FAIL, ".env", f"{first}{more}; correct it, then ./paddock check")
+
+
+CHECKS: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
+    check_python, check_packages, check_torch, check_compiler, check_machine, check_disk, check_settings)
+
+
+def main() -> None:
+    CommandParser(__doc__).parse_args()
+    show(f"{OK:5} {'Paddock':9} {__version__}, {ROOT}")
+    failed = False
+    for check in CHECKS:
+        found = check()
+        for finding in [found] if isinstance(found, Finding) else found:
+            show(f"{finding.state:5} {finding.subject:9} {finding.text}")
+            failed |= finding.state == FAIL
+    raise SystemExit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    run_script(main)

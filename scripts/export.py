@@ -1,0 +1,121 @@
+"""Export a model: as a folder to share, with its adapters merged, as GGUF, or to the Hugging Face hub.
+
+    ./paddock export first --to hf --output models/first
+    ./paddock export lora --to merged --output models/merged
+    ./paddock export first --to gguf --llama-cpp llama.cpp --output first.gguf
+    ./paddock export first --to hub --repo NAME/first
+
+hf copies a checkpoint without what only resuming needs; `transformers` and PEFT load the copy, and the
+checkpoint itself, without conversion. hub uploads the same files as one commit, into a private repository if
+it is new. `./paddock export --to merged --help` and `--to gguf --help` list the flags of these two.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import common  # noqa: F401  # isort: skip (reports a package that is missing)
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import (  # noqa: E402
+    CheckpointError,
+    PaddockError,
+    SettingsError,
+    local_path,
+    requires_package,
+    run_script,
+)
+from common.text import show  # noqa: E402
+
+SCRIPTS = {"merged": "merge_lora.py", "gguf": "convert_to_gguf.py"}
+ADAPTERS = "adapter_config.json"
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the flags of hf and hub; merged and gguf replace this process."""
+    target = CommandParser(__doc__, add_help=False, allow_abbrev=False)
+    target.add_argument("--to", choices=("hf", "hub", *SCRIPTS))
+    known, flags = target.parse_known_args()
+    if known.to in SCRIPTS:
+        os.environ["PADDOCK_COMMAND"] = f"./paddock export --to {known.to}"
+        script = str(Path(__file__).with_name(SCRIPTS[known.to]))
+        os.execv(sys.executable, [sys.executable, script, *flags])
+    parser = CommandParser(__doc__, allow_abbrev=False)
+    parser.add_argument("model", help="a run, a checkpoint, or a Hugging Face folder or name")
+    parser.add_argument("--to", choices=("hf", "merged", "gguf", "hub"), required=True, help="the format")
+    parser.add_argument("--output", type=local_path, metavar="FOLDER", help="the new folder, with --to hf")
+    parser.add_argument("--repo", metavar="OWNER/NAME", help="the repository, with --to hub")
+    parser.add_argument("--public", action="store_true", help="make a new repository public, with --to hub")
+    args = parser.parse_args()
+    needed = {"hf": "output", "hub": "repo"}[args.to]
+    if not getattr(args, needed):
+        parser.error(f"--to {args.to} needs --{needed}")
+    return args
+
+
+def copy_model(source: Path, files: list[str], output: Path) -> None:
+    """Write the model's files into a new folder with a manifest, all or nothing."""
+    from checkpoint.store import publish
+
+    if os.path.lexists(output):
+        raise CheckpointError(f"{output} exists; name a new folder")
+
+    def write(folder: Path) -> None:
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+
+    sizes = [(source / name).stat().st_size for name in files]
+    publish(output, write, {"step": 0, "world_size": 1, "val_loss": None}, sum(sizes), max(sizes))
+
+
+def upload(source: Path, files: list[str], repo: str, public: bool) -> str:
+    """Upload the model's files to the hub as one commit; return its address."""
+    from common.remote import first_line, status_of
+
+    with requires_package("huggingface_hub", "--to hub"):
+        from huggingface_hub import HfApi, get_token
+        from huggingface_hub.errors import HFValidationError
+    advice = "set HF_TOKEN in .env or the environment to a token that may write there"
+    if not get_token():
+        raise SettingsError(f"--to hub: there is no token; {advice}")
+    try:
+        api = HfApi()
+        api.create_repo(repo, private=not public, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo, folder_path=source, allow_patterns=files,
+                                   commit_message=f"Upload {source.name}")
+    except HFValidationError as error:
+        raise SettingsError(f"--repo {repo}: {first_line(error)}") from error
+    except Exception as error:  # the hub's HTTP library, and with it the class, depends on its version
+        again = "start the command again; files that are there are not uploaded twice"
+        if code := status_of(error):
+            raise SettingsError(f"the hub refused to upload to {repo} (HTTP {code}); "
+                                f"{advice if code in (401, 403) else again}") from error
+        raise PaddockError(f"the hub cannot be reached ({first_line(error)}); {again}") from error
+    return str(commit.commit_url)
+
+
+def main() -> None:
+    args = parse_args()
+    from checkpoint.store import MANIFEST, OPTIMIZER, STATE, verify_model
+    from model_utils import find_model
+    from settings.load import export, load_config
+
+    export(load_config(complete=False))  # HF_TOKEN
+    folder = find_model(args.model)
+    verify_model(folder)
+    left_out = (MANIFEST, OPTIMIZER, STATE)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*")
+                   if path.is_file() and path.name not in left_out and not path.name.startswith("."))
+    if args.to == "hub":
+        return show(f"Uploaded: {upload(folder, files, args.repo, args.public)}")
+    copy_model(folder, files, args.output.expanduser())
+    kind = "adapters in PEFT's format" if ADAPTERS in files else "a Hugging Face model folder"
+    show(f"{args.output} is ready ({kind}, {len(files)} files).")
+
+
+if __name__ == "__main__":
+    run_script(main)

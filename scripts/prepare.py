@@ -1,0 +1,39 @@
+"""Prepare data for training: read it, tokenize it, and write it as token shards.
+
+    ./paddock prepare text corpus/
+    ./paddock prepare chats 'chats/*.jsonl' --near-duplicates 0.8
+    ./paddock prepare pairs pairs.parquet --map chosen=better,rejected=worse
+    ./paddock prepare tokenizer corpus/ --vocab-size 32000 --output my.model
+
+The kinds are text (pretraining), chats (SFT), pairs (DPO), and three others: tokenizer (train a vocabulary on
+your text), hellaswag (get the items of HellaSwag) and sample (make the embedded sample). SOURCE is a file,
+folder, glob or URL, or a dataset of the hub. `./paddock prepare text --help` lists the flags of a kind.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common.command_line import CommandParser  # noqa: E402
+from common.errors import run_script  # noqa: E402
+
+SCRIPTS = {"text": "load_pretrain_dataset.py", "chats": "load_instruct_dataset.py",
+           "pairs": "load_dpo_dataset.py", "tokenizer": "train_tokenizer.py",
+           "hellaswag": "load_hellaswag_dataset.py", "sample": "make_sample.py"}
+
+
+def main() -> None:
+    parser = CommandParser(__doc__, usage="%(prog)s KIND [SOURCE] [flags]")
+    parser.add_argument("kind", choices=SCRIPTS)
+    kind, flags = parser.parse_args(sys.argv[1:2] or ["--help"]).kind, sys.argv[2:]
+    if flags and not flags[0].startswith("-") and kind != "tokenizer":  # which takes several
+        flags.insert(0, "--source")
+    os.environ["PADDOCK_COMMAND"] = f"./paddock prepare {kind}"
+    script = str(Path(__file__).with_name(SCRIPTS[kind]))
+    os.execv(sys.executable, [sys.executable, script, *flags])
+
+
+if __name__ == "__main__":
+    run_script(main)

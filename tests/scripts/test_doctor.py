@@ -1,0 +1,119 @@
+"""scripts/doctor.py: a line for each part of the machine, and for what is wrong, how to mend it."""
+
+import importlib.util
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+GPU = {"torch": ["2.13.0"], "cuda": ["13.0"], "gpu": ["H100 (80 GiB)"], "nccl": ["2.29.3"]}
+ON_CPU = {"torch": ["2.13.0+cpu"], "cuda": [""]}
+
+
+@pytest.fixture
+def doctor(monkeypatch):
+    spec = importlib.util.spec_from_file_location("doctor", ROOT / "scripts" / "doctor.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "has_driver", lambda: False)
+    return script
+
+
+def of(findings) -> dict[str, tuple[str, str]]:
+    return {finding.subject: (finding.state, finding.text) for finding in findings}
+
+
+@pytest.mark.parametrize(("found", "failure", "driver", "subject", "state", "said"), [
+    (GPU, "", True, "GPU", "ok", "1: H100 (80 GiB)"),
+    (GPU, "", True, "NCCL", "ok", "2.29.3"),
+    (ON_CPU, "", False, "GPU", "-", "training runs on the CPU"),
+    (ON_CPU, "", False, "torch", "ok", "2.13.0+cpu, built for the CPU"),
+    (ON_CPU, "", True, "GPU", "FAIL", "pip uninstall torch, then bash scripts/setup.sh"),
+    ({**GPU, "gpu": [], "nccl": []}, "", True, "GPU", "FAIL", "new enough for CUDA 13.0"),
+    ({**GPU, "gpu": ["A", "A"], "nccl": []}, "", True, "NCCL", "FAIL", "several GPUs cannot train together"),
+    ({}, "OSError: libcudart.so", True, "torch", "FAIL", "libcudart.so); run: bash scripts/setup.sh"),
+])
+def test_torch_and_gpus(found, failure, driver, subject, state, said, doctor, monkeypatch):
+    monkeypatch.setattr(doctor, "probe", lambda: (found, failure))
+    monkeypatch.setattr(doctor, "has_driver", lambda: driver)
+    findings = of(doctor.check_torch())
+    assert findings[subject][0] == state and said in findings[subject][1]
+
+
+def test_the_probe_finds_this_torch_and_a_broken_one(doctor, monkeypatch, tmp_path):
+    import torch
+
+    found, failure = doctor.probe()
+    assert found["torch"] == [torch.__version__] and not failure
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor.probe() == ({}, "OSError: libcudart.so: cannot open")
+
+
+@pytest.mark.parametrize(("installed", "wanted", "expected"), [
+    ("2.13.0+cpu", "==2.13.0", True), ("2.14.0", "==2.13.0", False), ("0.15.1", "~=0.14", True), ("1.0", "~=0.14", False),
+    ("0.1.9", "~=0.1.2", True), ("0.2.0", "~=0.1.2", False), ("1.9", ">=1.7,<2", True), ("2.0", ">=1.7,<2", False), ("1.6", ">=1.7,<2", False)])
+def test_versions(installed, wanted, expected, doctor):
+    """Reference: packaging."""
+    from packaging.specifiers import SpecifierSet
+
+    assert doctor.fits(installed, wanted) is expected is SpecifierSet(wanted).contains(installed)
+
+
+def test_a_missing_and_a_foreign_package_are_named(doctor, monkeypatch):
+    real = doctor.installed
+    changed = {"tiktoken": "", "wandb": "0.1.0", "matplotlib": ""}
+    monkeypatch.setattr(doctor, "installed", lambda package: changed.get(package, real(package)))
+    findings = [*doctor.check_packages()]
+    assert findings[0] == ("FAIL", "packages", "tiktoken missing; run: bash scripts/setup.sh")
+    assert findings[1].state == "-" and "wandb 0.1.0 (~=0.31)" in findings[1].text
+    assert findings[2].subject == "extras" and "matplotlib" in findings[2].text
+    changed.clear()
+    assert doctor.Finding("ok", "packages", "all 13 of requirements.txt") in doctor.check_packages()
+
+
+def test_a_full_or_read_only_disk(doctor, monkeypatch):
+    for free, state in ((2**30, "FAIL"), (10 * 2**30, "-"), (2**40, "ok")):
+        monkeypatch.setattr(doctor, "free_bytes", lambda path, free=free: free)
+        assert doctor.check_disk().state == state
+    monkeypatch.setattr(doctor, "why_not_writable", lambda folder: OSError(30, "Read-only file system"))
+    assert doctor.check_disk().state == "FAIL" and "OUTPUT_DIR" in doctor.check_disk().text
+
+
+def test_little_shared_memory_matters_to_several_gpus(doctor, monkeypatch):
+    monkeypatch.setattr(doctor, "free_bytes", lambda path: 2**26)
+    for gpus, expected in ((["A"], False), (["A", "A"], True)):
+        monkeypatch.setattr(doctor, "probe", lambda gpus=gpus: ({**GPU, "gpu": gpus}, ""))
+        assert ("/dev/shm" in of(doctor.check_torch())) is expected
+
+
+def test_no_compiler_and_a_mistake_in_env(doctor, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert doctor.check_compiler().state == "-" and "COMPILE=false" in doctor.check_compiler().text
+    monkeypatch.chdir(tmp_path)
+    assert [*doctor.check_settings()] == []
+    Path(".env").write_text("MAX_STEPS=10\n")
+    assert [finding.state for finding in doctor.check_settings()] == ["ok"]
+    Path(".env").write_text("MAX_STEPPS=10\nSEED=x\n")
+    [finding] = doctor.check_settings()
+    assert finding.state == "FAIL" and ".env:1: " in finding.text and "1 more" in finding.text
+
+
+def test_the_exit_code_tells_whether_something_fails(doctor, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["doctor.py"])
+    for state, code in (("-", 0), ("FAIL", 1)):
+        monkeypatch.setattr(doctor, "CHECKS", (lambda state=state: doctor.Finding(state, "disk", "full"), lambda: iter(())))
+        with pytest.raises(SystemExit) as ended:
+            doctor.main()
+        assert ended.value.code == code and f"{state:5} disk      full\n" in capsys.readouterr().out
+
+
+def test_it_needs_no_package(tmp_path):
+    venv.create(tmp_path / "bare", with_pip=False)
+    done = subprocess.run([tmp_path / "bare" / "bin" / "python", ROOT / "scripts" / "doctor.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1 and done.stderr == ""
+    assert "FAIL  packages  torch, tiktoken" in done.stdout and "FAIL  torch     cannot be used" in done.stdout
+    assert all(line.split()[0] in ("ok", "-", "FAIL") for line in done.stdout.splitlines())

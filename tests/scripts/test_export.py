@@ -1,0 +1,152 @@
+"""scripts/export.py: a folder to share, and an upload to the hub, here to a server on this machine."""
+
+import base64
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ROOT
+
+from checkpoint.store import OPTIMIZER, STATE, verify
+from common.errors import CheckpointError, PaddockError
+
+TOKEN = "hf_right"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The requests of the hub's client for an upload, as its API answers them; files arrive with the commit."""
+
+    files: dict = {}
+    created: list = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer({"error": "Invalid credentials"}, 401)
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return self.answer({"url": f"{self.server.url}/me/first", "id": "me/first"})
+        if "/preupload/" in self.path:
+            return self.answer({"files": [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False}
+                                          for each in json.loads(body)["files"]]})
+        if "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.answer({"commitUrl": f"{self.server.url}/me/first/commit/abc", "commitOid": "abc", "success": True})
+        return self.answer({})
+
+    def do_GET(self) -> None:
+        self.answer({"id": "me/first", "sha": "abc", "siblings": []})
+
+    def answer(self, content: dict, code: int = 200) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    Hub.files, Hub.created = {}, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("export_script", ROOT / "scripts" / "export.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def export(*flags, code: int = 0) -> str:
+    """Run it in a process, because the hub's client reads HF_ENDPOINT when it is imported."""
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "export.py", *map(str, flags)], capture_output=True, text=True)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+def visibility(request: dict) -> str:
+    """As this or an older version of the hub's client asks for it."""
+    return request.get("visibility") or ("private" if request["private"] else "public")
+
+
+def without_training(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name not in (STATE, OPTIMIZER, "MANIFEST.json")}
+
+
+def test_hf_is_the_model_without_what_resuming_needs(whole, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    said = export(whole.folder, "--to", "hf", "--output", tmp_path / "made")
+    source = max((whole.folder / "checkpoints").glob("step-*"))
+    assert without_training(tmp_path / "made") == without_training(source)
+    assert verify(tmp_path / "made")["files"].keys() == without_training(source).keys() - {"README.md"} and "is ready" in said
+    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (source, tmp_path / "made"))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    assert "exists; name a new folder" in export(whole.folder, "--to", "hf", "--output", tmp_path / "made", code=5)
+
+
+def test_a_damaged_checkpoint_is_not_exported(whole, tmp_path, script, monkeypatch):
+    from shutil import copytree
+
+    copytree(max((whole.folder / "checkpoints").glob("step-*")), tmp_path / "step-00000001")
+    weights = tmp_path / "step-00000001" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["export.py", str(tmp_path / "step-00000001"), "--to", "hf", "--output", str(tmp_path / "new")])
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        script.main()
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_hub_gets_the_same_files_in_a_private_repository(whole, hub):
+    said = export(whole.folder, "--to", "hub", "--repo", "me/first")
+    source = max((whole.folder / "checkpoints").glob("step-*"))
+    assert Hub.files == without_training(source) and "Uploaded: " in said and "/commit/abc" in said
+    assert visibility(Hub.created[0]) == "private" and Hub.created[0]["name"] == "first"
+    export(whole.folder, "--to", "hub", "--repo", "me/first", "--public")
+    assert visibility(Hub.created[1]) == "public"
+
+
+def test_a_wrong_token_and_no_network_are_told(whole, hub, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    said = export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
+    assert "refused to upload to me/first (HTTP 401); set HF_TOKEN" in said and "hf_wrong" not in said and not Hub.files
+    assert "--repo me/fir st" in export(whole.folder, "--to", "hub", "--repo", "me/fir st", code=2)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # where a token may be kept
+    assert "there is no token; set HF_TOKEN" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=2)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert "the hub cannot be reached" in export(whole.folder, "--to", "hub", "--repo", "me/first", code=PaddockError.exit_code)
+
+
+def test_what_a_format_needs_is_named(whole):
+    assert "--to hf needs --output" in export(whole.folder, "--to", "hf", code=2)
+    assert "--to hub needs --repo" in export(whole.folder, "--to", "hub", code=2)
+    assert "--to" in export(whole.folder, code=2)
+    assert "merge_lora.py" in export("--to", "merged", "--help") or "export --to merged" in export("--to", "merged", "--help")

@@ -1,0 +1,287 @@
+"""./paddock runs the right script with the same arguments, in an environment that it finds or makes."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from commands import ROOT
+
+from common import __version__
+from common.text import COMMANDS
+
+# A script of the copy: notes its name, arguments, folder and Python.
+SCRIPT = '''"""What {name} does."""
+import json, os, sys
+with open(os.environ["LOG"], "a") as log:
+    print(json.dumps([{name!r}, sys.argv[1:], os.getcwd(), sys.prefix]), file=log)
+'''
+# pip of the copy's environments: notes what it should install, and torch appears.
+PIP = '''
+import json, os, re, sys
+lines = [line for word in sys.argv if word.endswith(".txt") for line in open(word).read().splitlines()]
+with open(os.environ["LOG"], "a") as log:
+    print(json.dumps(["pip", sys.argv[1:] + lines, os.getcwd(), sys.prefix]), file=log)
+for word in sys.argv:
+    if word.startswith("torch=="):
+        if word.endswith("+cpu") and "NO_CPU_BUILD" in os.environ:
+            sys.exit(1)
+        info = os.path.join(os.path.dirname(os.path.dirname(__file__)), "torch.dist-info")
+        os.makedirs(info)
+        open(os.path.join(info, "METADATA"), "w").write("Name: torch\\nVersion: " + word[7:])
+'''
+ACTIVATE = 'export VIRTUAL_ENV="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nexport PATH="$VIRTUAL_ENV/bin:$PATH"\n'
+# python3 on the PATH of the copy's user: makes an environment by copying one.
+PYTHON3 = '''#!/bin/sh
+if [ "$2" = venv ]; then
+    echo "[\\"venv\\", \\"$*\\", \\"$PWD\\", null]" >> "$LOG"
+    for last; do :; done
+    exec cp -R "{template}" "$last"
+fi
+exec "{python}" "$@"
+'''
+# uv, as PYTHON3 and PIP: `uv pip install --python PYTHON --torch-backend=cpu torch==VERSION`.
+UV = '''#!/bin/sh
+echo "[\\"uv\\", \\"$*\\", null, null]" >> "$LOG"
+[ {fails} = 0 ] || exit 1
+info=$(echo "$(dirname "$4")"/../lib/python*/site-packages)/torch.dist-info && mkdir "$info" && \\
+    printf 'Name: torch\\nVersion: 2.13.0+cpu\\n' > "$info/METADATA"
+'''
+RUNS = {"demo": "run.py --preset sample", "check": "run.py --check", "train": "run.py", "pipeline": "pipeline.py", "runs": "runs.py",
+        "report": "report.py", "eval": "evaluate.py", "chat": "chat.py", "serve": "chat.py --serve", "generate": "generate.py",
+        "import": "import_checkpoint.py", "verify": "verify_checkpoint.py", "doctor": "doctor.py", "replay": "replay_step.py",
+        "inspect": "inspect_data.py", "prepare text": "load_pretrain_dataset.py", "prepare chats": "load_instruct_dataset.py",
+        "prepare pairs": "load_dpo_dataset.py", "prepare tokenizer": "train_tokenizer.py",
+        "prepare hellaswag": "load_hellaswag_dataset.py", "prepare sample": "make_sample.py",
+        "export --to merged": "merge_lora.py", "export --to gguf": "convert_to_gguf.py"}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    """An environment without packages, whose pip is ours."""
+    folder = tmp_path_factory.mktemp("template") / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site, = folder.glob("lib/python*/site-packages")
+    (site / "pip").mkdir()
+    (site / "pip" / "__init__.py").touch()
+    (site / "pip" / "__main__.py").write_text(PIP)
+    (folder / "bin" / "activate").write_text(ACTIVATE)
+    return folder
+
+
+@pytest.fixture
+def clone(template, tmp_path) -> SimpleNamespace:
+    """A fresh clone in a folder with a space in its name, with scripts that note how they are called, and a way to call ./paddock."""
+    root, log = tmp_path / "my clone", tmp_path / "log"
+    shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("*.py", "sample", "__pycache__"))
+    shutil.copytree(ROOT / "common", root / "common", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("paddock", "requirements.txt", "requirements-extras.txt"):
+        shutil.copy(ROOT / name, root)
+    for command in RUNS.values():
+        name = command.split()[0]
+        (root / "scripts" / name).write_text(SCRIPT.format(name=name))
+    for name in ("prepare.py", "export.py"):  # which only start other scripts here
+        shutil.copy(ROOT / "scripts" / name, root / "scripts")
+    (tmp_path / "bin").mkdir()
+    env = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "LOG": str(log)}
+
+    def add(name: str, text: str) -> None:
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def give_torch(environment: Path, version: str = "2.99.0+mine") -> None:
+        info = next(environment.glob("lib/python*/site-packages")) / "torch.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Name: torch\nVersion: {version}\n")
+
+    def with_environment() -> Path:
+        shutil.copytree(template, root / ".venv", symlinks=True)
+        give_torch(root / ".venv")
+        return root / ".venv"
+
+    def paddock(*arguments, cwd=None, code=0, **environ) -> str:
+        """Call it; returns what it printed."""
+        log.unlink(missing_ok=True)
+        done = subprocess.run([root / "paddock", *arguments], cwd=cwd or root, env=env | environ, text=True, capture_output=True)
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout + done.stderr
+
+    def calls(*names: str) -> list[list]:
+        lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [line for line in lines if not names or line[0] in names]
+
+    add("python3", PYTHON3.format(template=template, python=template / "bin" / "python"))
+    return SimpleNamespace(root=root, paddock=paddock, calls=calls, add=add, with_environment=with_environment, give_torch=give_torch,
+                           elsewhere=tmp_path)
+
+
+ODD = ["--prompt", "a b", 'say "x"', "no*such", "$HOME", "", "it's"]
+
+
+def test_each_command_runs_its_script_with_the_arguments_passed_on(clone):
+    environment = clone.with_environment()
+    for words, script in RUNS.items():
+        clone.paddock(*words.split(), *ODD, cwd=clone.elsewhere)
+        name, *fixed = script.split()
+        assert clone.calls(*{call.split()[0] for call in RUNS.values()}) == [
+            [name, [*fixed, *ODD], str(clone.root), str(environment)]], words
+
+
+def test_the_list_is_what_there_is(clone):
+    for shown in (clone.paddock(), clone.paddock("--help"), clone.paddock("help")):
+        named = re.findall(r"^  ([a-z]+) ", shown, re.MULTILINE)
+        assert {*named} == {words.split()[0] for words in RUNS} | {"test"} and len(named) == len({*named})
+        assert max(map(len, shown.splitlines())) <= 79
+    assert clone.paddock("--version") == f"Paddock {__version__}\n" and not clone.calls()
+
+
+def test_what_messages_recommend_are_these_commands():
+    for script, words in COMMANDS.items():
+        expected = "run.py" if script in ("scripts/launch.py", "scripts/run.sh") else Path(script).name
+        assert RUNS[words].split()[0] == expected and (ROOT / script).is_file()
+
+
+def test_prepare_takes_a_source_and_export_its_format_anywhere(clone):
+    clone.with_environment()
+    (clone.root / "corpus").mkdir()
+    for words, expected in (
+            (["prepare", "text", "corpus", "--documents", "line"], ["--source", "corpus", "--documents", "line"]),
+            (["prepare", "chats", "--mix", "m.json"], ["--mix", "m.json"]),
+            (["prepare", "tokenizer", "a", "b"], ["a", "b"]),
+            (["export", "first", "--to", "merged", "--output", "x"], ["first", "--output", "x"]),
+            (["export", "--to=gguf", "first"], ["first"])):
+        clone.paddock(*words)
+        assert clone.calls()[-1][1] == expected
+    assert "invalid choice: 'txet'" in clone.paddock("prepare", "txet", "corpus", code=2)
+
+
+def test_a_file_that_is_named_from_another_folder_is_found_there(clone):
+    clone.with_environment()
+    here = clone.elsewhere / "here"
+    here.mkdir()
+    for name in ("text", "corpus", "debug", "my chats"):
+        (here / name).mkdir()
+        (here / name / "a.jsonl").touch()
+    (here / "mix.json").touch()
+    for words, expected in (
+            (["prepare", "text", "corpus"], ["--source", f"{here}/corpus"]),
+            (["prepare", "text", "my chats/*.jsonl"], ["--source", f"{here}/my chats/*.jsonl"]),
+            (["prepare", "text", "--mix=mix.json"], [f"--mix={here}/mix.json"]),
+            (["prepare", "text", "s3://b/x.parquet"], ["--source", "s3://b/x.parquet"]),
+            (["train", "--preset", "debug", "--source", "./corpus"], ["--preset", "debug", "--source", f"{here}/./corpus"]),
+            (["generate", "first", "--prompt", "Is it 1/2?", "--output", "new.txt"],
+             ["first", "--prompt", "Is it 1/2?", "--output", f"{here}/new.txt"])):
+        clone.paddock(*words, cwd=here)
+        assert clone.calls()[-1][1] == expected
+        clone.paddock(*words)
+        assert clone.calls()[-1][1] == [word.replace(f"{here}/", "") for word in expected], "from its own folder nothing changes"
+
+
+def test_an_unknown_command_names_the_nearest(clone):
+    assert "there is no command tarin (did you mean train?)" in clone.paddock("tarin", code=2)
+    assert "did you mean" not in clone.paddock("xyzzy", code=2)
+    assert "export" in clone.paddock("exprot", "--help", code=2) and not clone.calls()
+    clone.paddock("run.py", code=2)
+
+
+def test_without_an_environment_one_is_made_once(clone):
+    if os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("a GPU is here")
+    said = clone.paddock("train", "--max-steps", "3")
+    assert "Creating the environment .venv" in said and "no NVIDIA driver" in said and "Installing requirements.txt" in said
+    [_, first, *_], [_, rest, *_] = clone.calls("pip")
+    [made] = clone.calls("venv")
+    assert made[1] == "-m venv .venv" and first[-1] == "torch==2.13.0+cpu"
+    assert {"torch==2.13.0+cpu", "tiktoken~=0.14", "wandb~=0.31"} <= {*rest} and "starlette>=1.7,<2" not in rest
+    assert clone.calls()[-1] == ["run.py", ["--max-steps", "3"], str(clone.root), str(clone.root / ".venv")]
+    assert clone.paddock("train") == "" and [call[0] for call in clone.calls()] == ["run.py"]
+    # What serving and plots need is installed when they are first used, and what changed when it has changed.
+    clone.paddock("report", "first")
+    assert not clone.calls("pip")
+    clone.paddock("serve", "first")
+    [[_, extras, *_]] = clone.calls("pip")
+    assert "starlette>=1.7,<2" in extras and "tiktoken~=0.14" not in extras
+    clone.paddock("chat", "first", "--serve")
+    assert not clone.calls("pip")
+    (clone.root / "requirements.txt").write_text("torch==9.0.0\nnew~=1.0\n")
+    clone.paddock("train")
+    [[_, again, *_]] = clone.calls("pip")
+    assert again[-2:] == ["new~=1.0", "torch==2.13.0+cpu"], "torch is kept"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_cpu_build_is_preferred_only_where_no_gpu_can_be_used(fails, clone):
+    if os.path.exists("/proc/driver/nvidia"):
+        pytest.skip("a GPU is here")
+    clone.add("uv", UV.format(fails=int(fails)))
+    said = clone.paddock("runs", NO_CPU_BUILD="1")
+    [[_, uv, *_]] = clone.calls("uv")
+    assert "--torch-backend=cpu torch==2.13.0" in uv
+    wanted = [call[1][-1] for call in clone.calls("pip")]
+    assert wanted[:-1] == (["torch==2.13.0+cpu", "torch==2.13.0"] if fails else [])
+    assert ("3.4 GB to download" in said) is fails
+    shutil.rmtree(clone.root / ".venv")
+    clone.add("nvidia-smi", "#!/bin/sh\n")
+    said = clone.paddock("runs")
+    assert not clone.calls("uv") and clone.calls("pip")[0][1][-1] == "torch==2.13.0" and "driver" not in said
+
+
+def test_a_torch_that_is_there_is_used_and_kept(clone, template):
+    # In an active environment: into it. Beside the machine's: an environment that sees it.
+    active = clone.elsewhere / "active"
+    shutil.copytree(template, active, symlinks=True)
+    clone.give_torch(active)
+    environ = {"VIRTUAL_ENV": str(active), "PATH": f"{active / 'bin'}:/usr/bin:/bin"}
+    clone.paddock("runs", **environ)
+    [[_, rest, _, prefix]] = clone.calls("pip")
+    assert prefix == str(active) and "torch==2.99.0+mine" in rest and clone.calls()[-1][3] == str(active)
+    machine = clone.elsewhere / "machine"
+    shutil.copytree(template, machine, symlinks=True)
+    clone.give_torch(machine)
+    clone.add("python3", PYTHON3.format(template=machine, python=machine / "bin" / "python"))
+    clone.paddock("runs")
+    assert clone.calls("venv")[0][1] == "-m venv --system-site-packages .venv"
+    assert [call[1][-1] for call in clone.calls("pip")] == ["torch==2.99.0+mine"]
+    # .venv before an active environment without torch.
+    plain = clone.elsewhere / "plain"
+    shutil.copytree(template, plain, symlinks=True)
+    clone.paddock("runs", VIRTUAL_ENV=str(plain), PATH=f"{plain / 'bin'}:/usr/bin:/bin")
+    assert clone.calls()[-1][3] == str(clone.root / ".venv")
+
+
+def test_help_needs_no_environment_and_makes_none(clone):
+    before = {path for path in clone.root.rglob("*") if "__pycache__" not in str(path)}
+    (clone.root / "scripts" / "chat.py").write_text('"""Talk to a model."""\nimport sys\nsys.exit(2)  # it lacks a package\n')
+    assert clone.paddock("serve", "--help") == (
+        "Talk to a model.\n\nIts flags are listed here once the packages are installed: bash scripts/setup.sh\n")
+    clone.paddock("eval", "first", "-h")
+    assert clone.calls()[0][:2] == ["evaluate.py", ["first", "-h"]]
+    shown = clone.paddock("prepare", "--help")
+    assert "usage: ./paddock prepare KIND [SOURCE] [flags]" in shown
+    clone.paddock("doctor")
+    assert [call[0] for call in clone.calls()] == ["doctor.py"]
+    assert {path for path in clone.root.rglob("*") if "__pycache__" not in str(path)} == before
+
+
+def test_without_any_python_it_says_so(clone):
+    tools = ("bash", "env", "sed", "awk", "dirname", "readlink", "uname", "grep", "cksum", "tr")
+    for name in tools:
+        (clone.elsewhere / "tools" / name).parent.mkdir(exist_ok=True)
+        (clone.elsewhere / "tools" / name).symlink_to(shutil.which(name))
+    for words in (["train"], ["doctor"], ["train", "--help"]):
+        said = clone.paddock(*words, code=1, PATH=str(clone.elsewhere / "tools"))
+        assert "error: Paddock needs Python 3.10 or newer, and none is on the PATH" in said and not (clone.root / ".venv").exists()
+
+
+def test_the_older_scripts_start_the_same(clone):
+    clone.with_environment()
+    for script, expected in (("run.sh", "run.py"), ("run_pipeline.sh", "pipeline.py")):
+        clone.paddock("runs")
+        subprocess.run(["bash", clone.root / "scripts" / script, "--max-steps", "3 4"], cwd=clone.elsewhere, check=True,
+                       env={"PATH": "/usr/bin:/bin", "LOG": str(clone.elsewhere / "log")})
+        assert clone.calls()[-1][:3] == [expected, ["--max-steps", "3 4"], str(clone.root)]

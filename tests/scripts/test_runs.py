@@ -1,0 +1,140 @@
+"""scripts/runs.py lists what there is, and deletes nothing that was not agreed to or that somebody needs."""
+
+import importlib.util
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+from factories import TinyRun
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("runs_script", ROOT / "scripts" / "runs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def finished(prepared, tmp_path_factory) -> Path:
+    """A run with several checkpoints."""
+    run = TinyRun(prepared, tmp_path_factory.mktemp("finished"), RUN_NAME="first", MAX_STEPS=4, SAVE_EVERY=1, KEEP_LAST=0)
+    assert run.train() == 0
+    return run.folder
+
+
+@pytest.fixture
+def runs(finished, tmp_path) -> Path:
+    """OUTPUT_DIR with the run, one that failed before its first checkpoint, and folders that are no runs."""
+    shutil.copytree(finished, tmp_path / "runs" / "first")
+    failed = tmp_path / "runs" / "failed"
+    shutil.copytree(finished, failed, ignore=shutil.ignore_patterns("step-0*4", "step-0*3", "step-0*2", "step-0*1", "metrics.jsonl"))
+    shutil.copytree(finished / "configs", failed / "configs", dirs_exist_ok=True)
+    with open(failed / "events.jsonl") as file:
+        start = file.readline()
+    (failed / "events.jsonl").write_text(start)
+    (tmp_path / "runs" / "launch").mkdir()
+    (tmp_path / "runs" / "notes").mkdir()
+    return tmp_path / "runs"
+
+
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.name != "run.lock"}
+
+
+def listed(script, runs, capsys, monkeypatch, *flags) -> list[str]:
+    monkeypatch.setattr(sys, "argv", ["runs.py", "--output-dir", str(runs), *flags])
+    script.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_line_has_stage_step_state_loss_and_age(script, runs, capsys, monkeypatch):
+    header, *lines = listed(script, runs, capsys, monkeypatch)
+    assert header.split() == ["run", "stage", "step", "state", "loss", "age", "size"]
+    by_name = {line.split()[0]: line.split() for line in lines}
+    assert by_name.keys() == {"first", "failed"}
+    last = [json.loads(line) for line in (runs / "first" / "metrics.jsonl").read_text().splitlines()][-1]
+    assert by_name["first"][1:5] == ["pretrain", "4/4", "finished", f"{last['val_loss']:.4f}"]
+    assert by_name["failed"][1:4] == ["pretrain", "0/4", "failed"]
+    shutil.rmtree(runs)
+    assert "There are no runs" in listed(script, runs, capsys, monkeypatch)[0]
+
+
+def test_age_and_size(script):
+    assert [script.age_text(seconds) for seconds in (5, 60, 3599, 3600, 86399, 86400 * 3)] == ["now", "1 min", "59 min", "1 h", "23 h", "3 d"]
+    assert script.size_text(3 * 2**30) == "3.0 GiB" and script.size_text(2**20) == "1.0 MiB"
+
+
+def proposed(script, runs) -> set[str]:
+    return {str(item.path.relative_to(runs)) for item in script.candidates(script.read_runs(runs))}
+
+
+def test_what_is_proposed(script, runs):
+    kept = {json.loads((path / "MANIFEST.json").read_text())["val_loss"]: path.name
+            for path in (runs / "first" / "checkpoints").iterdir()}
+    best = kept[min(loss for loss in kept if loss is not None)]
+    worse = {f"first/checkpoints/step-{step:08d}" for step in (1, 2, 3, 4)} - {"first/checkpoints/step-00000004", f"first/checkpoints/{best}"}
+    (runs / "first" / "before-20260101-000000").mkdir()
+    (runs / "first" / "checkpoints" / "tmp-5-1").mkdir()
+    assert proposed(script, runs) == worse | {"failed", "first/before-20260101-000000", "first/checkpoints/tmp-5-1"} and worse
+    (runs / "first" / "checkpoints" / "step-00000002" / "MANIFEST.json").write_text("damaged")
+    assert proposed(script, runs) == {"failed", "first/before-20260101-000000", "first/checkpoints/tmp-5-1"}, "which is best is not known"
+
+
+def test_a_run_that_runs_and_one_that_another_starts_from_are_kept_whole(script, runs):
+    settings = json.loads((runs / "failed" / "config.json").read_text())
+    (runs / "failed" / "config.json").write_text(json.dumps({**settings, "PRETRAIN_CHECKPOINT": "runs/first"}))
+    assert proposed(script, runs) == {"failed"}
+    with script.FileLock(runs / "failed" / "run.lock") as lock:
+        assert lock.take() == ""
+        assert proposed(script, runs) == set()
+
+
+def clean(runs: Path, answer: str) -> str:
+    """Run --clean on a terminal and type an answer."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen([sys.executable, ROOT / "scripts" / "runs.py", "--clean", "--output-dir", runs], stdin=slave,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    os.write(master, f"{answer}\n".encode())
+    said, _ = process.communicate()
+    os.close(master)
+    os.close(slave)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.parametrize("answer", ["", "y", "no", "YES", "\x04"])
+def test_nothing_is_deleted_unless_yes_is_typed(answer, runs):
+    before = files(runs)
+    said = clean(runs, answer)
+    assert "Nothing was deleted" in said and str(runs / "failed") in said and files(runs) == before
+
+
+def test_nothing_is_deleted_without_a_terminal(runs):
+    before = files(runs)
+    for given in ("yes\n", ""):
+        done = subprocess.run([sys.executable, ROOT / "scripts" / "runs.py", "--clean", "--output-dir", runs], input=given, text=True,
+                              capture_output=True)
+        assert done.returncode == 0 and "Nothing was deleted" in done.stdout and files(runs) == before
+
+
+def test_after_yes_what_was_listed_is_deleted_and_nothing_else(script, runs):
+    gone = {runs / name for name in proposed(script, runs)}
+    expected = {path for path in files(runs) if not any(path == place or path.is_relative_to(place) for place in gone)}
+    said = clean(runs, "yes")
+    assert f"Deleted {len(gone)} of {len(gone)}." in said and files(runs) == expected
+    assert "There is nothing to delete." in clean(runs, "")
+
+
+def test_a_run_that_starts_meanwhile_is_kept(script, runs):
+    item, = (item for item in script.candidates(script.read_runs(runs)) if item.path.name == "failed")
+    with script.FileLock(runs / "failed" / "run.lock") as lock:
+        lock.take()
+        assert "is kept" in script.delete(item) and item.path.is_dir()
