@@ -1,4 +1,4 @@
-# Completes flags, values, presets, runs and checkpoints in bash and zsh: `source scripts/completion.bash` in ~/.bashrc or ~/.zshrc.
+# Completes the commands of ./paddock, flags, values, presets, runs and checkpoints in bash and zsh: `source scripts/completion.bash` in ~/.bashrc or ~/.zshrc.
 # Settings and their values are read from .env.example at each use, and a script's own flags from the script.
 
 if [ -n "${ZSH_VERSION:-}" ]; then
@@ -16,7 +16,17 @@ _paddock() {
         esac
     done
     COMPREPLY=()
-    [ -f "$script" ] && [ -f "$root/.env.example" ] || return 0
+    case "/${COMP_WORDS[0]}" in */paddock)
+        root=$(dirname "${COMP_WORDS[0]}") word=${COMP_WORDS[1]}
+        case "$COMP_CWORD:$word" in
+            1:*) words=$(sed -n 's/^\([a-z]*\) .* : .*/\1/p' "$root/paddock") word=paddock ;;
+            2:prepare) words="text chats pairs tokenizer hellaswag sample" ;;
+            *:prepare) script=$(sed -n "s/.*\"${COMP_WORDS[2]}\": \"\([a-z_]*\.py\)\".*/\1/p" "$root/scripts/prepare.py") ;;
+        esac
+        script=$root/scripts/${script:-$(sed -n "s/^$word .* : \([a-z_]*\.[a-z]*\) .*/\1/p" "$root/paddock")} ;;
+    esac
+    [ -n "$words" ] || [ -f "$script" ] && [ -f "$root/.env.example" ] || return 0
+    script=${script#./}
 
     # --flag=value is three words to bash, and one to zsh.
     case "$current" in
@@ -24,19 +34,21 @@ _paddock() {
         --*=*) flag=${current%%=*} before=$flag= current=${current#*=} ;;
         *) [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]} ;;
     esac
-    case "$current:$flag" in
-        -*) words=$(_paddock_flags) ;;
-        *:--preset)
+    case "$words:$current:$flag" in
+        [a-z]*) ;;
+        :*:--to) words="hf merged gguf hub" ;;
+        :-*) words=$(_paddock_flags) ;;
+        :*:--preset)
             case "$current" in *,*) before=$before${current%,*}, current=${current##*,} ;; esac
             words=$(cd "$root/settings/presets" && ls) words=${words//.env/} ;;
         *:--check) words="memory scaling" ;;
-        *:--run-name) words=$(ls runs 2> /dev/null) ;;
-        *:--resume) words="auto never $(_paddock_checkpoints)" ;;
-        *:--*-checkpoint | *:--teacher-model) words=$(_paddock_checkpoints) ;;
-        *:--*) words=$(_paddock_values) ;;
+        :*:--run-name) words=$(ls runs 2> /dev/null) ;;
+        :*:--resume) words="auto never $(_paddock_checkpoints)" ;;
+        :*:--*-checkpoint | :*:--teacher-model) words=$(_paddock_checkpoints) ;;
+        :*:--*) words=$(_paddock_values) ;;
     esac
     case "$words$script" in
-        scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py \
+        scripts/generate.py | scripts/chat.py | scripts/merge_lora.py | scripts/replay_step.py | scripts/export.py \
             | scripts/report.py | scripts/evaluate.py | scripts/verify_checkpoint.py | scripts/convert_to_gguf.py)
             words=$(_paddock_checkpoints) ;;
     esac
@@ -47,11 +59,11 @@ _paddock() {
 
 _paddock_flags() {
     local file
-    for file in "$script" "$root/data_preparation_utils.py" "$root/common/command_line.py"; do
-        case "$file:$script" in "$script":* | *utils.py:*load_* | *line.py:*/generate.py | *line.py:*/chat.py)
+    for file in "$script" "$root/data_preparation_utils.py" "$root/common/command_line.py" "$root/scripts/launch.py"; do
+        case "$file:$script" in "$script":* | *utils.py:*load_* | *utils.py:*run.py | *launch.py:*run.py | *line.py:*/generate.py | *line.py:*/chat.py)
             grep -ohE '"--[a-z][a-z-]*"' "$file" | tr -d '"' ;; esac
     done
-    case "$script" in *train.py | *run.sh) echo --check ;; esac
+    case "$script" in *train.py | *run.sh | *run.py) echo --check ;; esac
     case "$script ${COMP_WORDS[*]}" in *train.py*" --check "*scaling*) file=$root/observe/forecast.py ;; *) file=/dev/null ;; esac
     grep -oE '"--[a-z][a-z-]*"' "$file" | tr -d '"'
     case "$script" in
@@ -79,4 +91,4 @@ _paddock_checkpoints() {
 }
 
 # Where nothing of ours fits, the shell completes file names.
-complete -o bashdefault -o default -F _paddock python python3 bash torchrun
+complete -o bashdefault -o default -F _paddock python python3 bash torchrun paddock

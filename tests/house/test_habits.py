@@ -61,6 +61,16 @@ def test_runs_checkpoints_and_a_scripts_own_flags_are_completed(tmp_path):
     assert completed(tmp_path, "python train.py --run-name ", "python train.py --resume ", "python train.py --teacher-model=r",
                      "python scripts/generate.py ", "python scripts/load_dpo_dataset.py --so", "python other.py --") == [
         {"first"}, both | {"auto", "never"}, {f"--teacher-model={path}" for path in both}, both, {"--source"}, set()]
+    (tmp_path / "paddock").symlink_to(ROOT / "paddock")
+    commands, *others = completed(
+        tmp_path, "./paddock ", "./paddock ex", "./paddock chat ", "./paddock eval r", "./paddock prepare ", "./paddock prepare pairs --so",
+        "./paddock export runs/first --to ", "./paddock train --preset sa", "./paddock train --nn", "./paddock check --resume ",
+        "./paddock runs --cl", "./paddock nothing --")
+    listed = subprocess.run([ROOT / "paddock"], capture_output=True, text=True, check=True).stdout
+    assert commands == {*re.findall(r"^  ([a-z]+) ", listed, re.MULTILINE)}
+    presets = {path.stem for path in (ROOT / "settings" / "presets").glob("sa*.env")}
+    assert others == [{"export"}, both, both, {"text", "chats", "pairs", "tokenizer", "hellaswag", "sample"}, {"--source"},
+                      {"hf", "merged", "gguf", "hub"}, presets, {"--nnodes"}, both | {"auto", "never"}, {"--clean"}, set()]
 
 
 def test_what_the_debugger_starts_exists_and_its_settings_are_settings():

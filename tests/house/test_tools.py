@@ -1,0 +1,88 @@
+"""What linters and readers of the documents find: shell scripts are clean, links lead somewhere, workflows run what exists."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from commands import ROOT
+
+LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)|!\[[^\]\n]*\]\(([^)\s]+)\)")
+# A block of code, and code in a line, in which brackets are no links.
+CODE = re.compile(r"^(```.*?^```|~~~.*?^~~~)|`[^`\n]+`", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def is_shell(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return path.suffix in (".sh", ".bash") or re.match(rb"#!.*\b(ba)?sh\b", file.readline()) is not None
+
+
+def test_shellcheck_finds_nothing():
+    program = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed (requirements-dev.txt)")
+    scripts = [path for path in tracked() if is_shell(path)]
+    assert {"paddock", "setup.sh", "completion.bash", "run", "slurm.sh"} <= {path.name for path in scripts}
+    done = subprocess.run([program, *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ +(.+?) *$", CODE.sub(lambda found: "" if found[1] else found[0], page.read_text(encoding="utf-8")),
+                          re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()).replace(" ", "-") for heading in headings}
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """The links of a page that lead nowhere in this repository; other sites are not asked."""
+    found = []
+    for target in ("".join(link) for link in LINK.findall(CODE.sub("", text))):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or anchor and place.suffix == ".md" and anchor not in anchors(place):
+            found.append(target)
+    return found
+
+
+def test_links_between_documents_lead_somewhere():
+    pages = [path for path in tracked() if path.suffix == ".md"]
+    assert len(pages) > 10
+    assert {str(page.relative_to(ROOT)): links for page in pages if (links := broken(page, page.read_text(encoding="utf-8")))} == {}
+
+
+def test_a_broken_link_is_found():
+    page = ROOT / "README.md"
+    text = "[a](docs/nothing.md) ![b](no.png) [c](docs/gpu.md#nowhere) [d](docs/gpu.md) `[e](f)` [g](https://github.com/x)\n```\n[h](i)\n```\n"
+    assert broken(page, text) == ["docs/nothing.md", "no.png", "docs/gpu.md#nowhere"]
+
+
+def test_the_nightly_workflow_runs_what_exists():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))["jobs"]["nightly"]
+    matrix = job["strategy"]["matrix"]
+    commands = [*matrix["what"], *(each["what"] for each in matrix["include"])]
+    assert {"3.10", "3.13"} <= {*matrix["python"]}
+    for command in commands:
+        program, script, *_ = shlex.split(command)
+        assert program in ("bash", "python") and (ROOT / script).is_file()
+    last = job["steps"][-1]["run"]
+    assert all((ROOT / name).is_file() for name in re.findall(r"\S+\.(?:txt|sh)", last)) and "${{ matrix.what }}" in last
+    versions = {found for name in ("ci.yml", "nightly.yml") for found in
+                re.findall(r"playwright~=[\d.]+", (ROOT / ".github" / "workflows" / name).read_text(encoding="utf-8"))}
+    assert versions == {*re.findall(r"^playwright~=[\d.]+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)}
