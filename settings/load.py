@@ -436,6 +436,14 @@ def find_run(name: str) -> Path:
     return path.parent if path.name == "checkpoints" else path
 
 
+def split_forecast(argv: Sequence[str]) -> tuple[Optional[str], list[str]]:
+    """Return which of FORECASTS --check names, or None, and the other flags."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--check", nargs="?")
+    named, others = parser.parse_known_args(argv)
+    return (named.check if named.check in FORECASTS else None), others
+
+
 def load_or_exit(argv: Sequence[str], usage: str,
                  forecasts: Mapping[str, Callable[[Sequence[str]], None]] = {}) -> Loaded:
     """Return the configuration with `.env`'s exports exported; exits after --help, --version or mistakes.
@@ -443,12 +451,10 @@ def load_or_exit(argv: Sequence[str], usage: str,
     Args:
         forecasts: what prints each of FORECASTS, given the other flags; afterwards the process exits.
     """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--check", nargs="?")
-    named, others = parser.parse_known_args(argv)
-    if named.check in forecasts:
+    name, others = split_forecast(argv)
+    if name in forecasts:
         if os.environ.get("RANK", "0") == "0":  # one process reports for all
-            run_script(partial(forecasts[named.check], others))
+            run_script(partial(forecasts[name], others))
         raise SystemExit(0)
     if {"--help", "-h", "--version"} & set(argv):
         with first_on_machine() as first, exit_if_unread():

@@ -76,11 +76,12 @@ def test_a_ring_and_a_tree_take_the_time_of_the_formula():
     assert hardware.seconds(one) == pytest.approx(64 * (block * 2 * 15 / 16 / 320e9 + 14 * 3.4e-6 + 14e-6 + 8.4e-6))
 
 
-def test_the_option_and_its_alias_print_the_same_table():
+def test_the_option_its_alias_and_run_print_the_same_table():
     flags = ["--preset=llama3.2-1b", "--network", "25", "--micro-batches", "1", "4"]
     tables = [subprocess.run([sys.executable, ROOT / script, *check, *flags], capture_output=True, text=True, check=True).stdout
-              for script, check in (("train.py", ["--check", "scaling"]), ("scripts/plan_scaling.py", []))]
-    assert tables[0] == tables[1] and tables[0].count("1,236 million weights") == 2
+              for script, check in (("train.py", ["--check", "scaling"]), ("scripts/plan_scaling.py", []),
+                                    ("scripts/run.py", ["--check", "scaling"]))]
+    assert tables[0] == tables[1] == tables[2] and tables[0].count("1,236 million weights") == 2
     cells, = re.findall(r"^\| 1,024 \| (.*) \|$", tables[0].partition("hybrid is")[0], re.MULTILINE)
     assert [float(cell) for cell in cells.split(" | ")[::3]] == pytest.approx([9.9, 9.4, 9.4])  # docs/scaling.md
 
