@@ -124,6 +124,20 @@ def prepared(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tokenizer_path(prepared) -> str:
+    """The smallest tokenizer in tiktoken's format: the 256 bytes."""
+    return str(prepared.tokenizer)
+
+
+@pytest.fixture(scope="session")
+def stages(prepared, tmp_path_factory):
+    """Data for the later stages, a base and a teacher; tests that change them work on a copy."""
+    from factories import prepare_stages
+
+    return prepare_stages(prepared, tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="session")
 def whole(prepared, tmp_path_factory):
     """A finished run that nothing interrupted; tests that change its files work on a copy."""
     from factories import TinyRun

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,7 +20,9 @@ from typing import Any, NamedTuple, Optional
 import torch
 
 import train
-from config import Config
+from checkpoint import huggingface, store
+from checkpoint.tensors import read_all
+from config import Config, ModelConfig
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
@@ -61,6 +63,12 @@ def sentence(dice: Random) -> str:
     return f"The {noun} {verb} the {other}."
 
 
+def write_jsonl(path: Path, records: Iterable) -> str:
+    """Write one record a line; returns the path as text."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
 def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int = 256) -> Prepared:
     """Write documents of a few sentences, a tokenizer of single bytes, and ten HellaSwag items.
 
@@ -69,11 +77,11 @@ def prepare(folder: Path, seed: int = 0, documents: int = 120, vocab_size: int =
     folder.mkdir(parents=True, exist_ok=True)
     dice = Random(seed)
     texts = [" ".join(sentence(dice) for _ in range(1 + int(dice.random() * 4))) for _ in range(documents)]
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_jsonl(folder / "text.jsonl", ({"text": text} for text in texts))
     write_tiktoken(train_bpe(texts, vocab_size), folder / "tokenizer.model")
     items = [{"ind": number, "activity_label": "Farm", "ctx": sentence(dice), "endings": [sentence(dice)[4:] for _ in range(4)],
               "label": int(dice.random() * 4)} for number in range(10)]
-    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    write_jsonl(folder / "items.jsonl", items)
     options = PreparationOptions(str(folder / "tokenizer.model"), "auto", 100_000, 0.1, workers=1)
     shards = prepare_set("documents", str(folder / "text.jsonl"), folder / "shards", options)
     return Prepared(shards, folder / "tokenizer.model", folder / "items.jsonl")
@@ -140,10 +148,9 @@ def prepare_stages(prepared: Prepared, folder: Path) -> Stages:
 
     paths = []
     for kind, record, count in (("chats", chat, 120), ("pairs", pair, 120)):
-        file = folder / f"{kind}.jsonl"
-        file.write_text("".join(json.dumps(record()) + "\n" for _ in range(count)))
+        file = write_jsonl(folder / f"{kind}.jsonl", (record() for _ in range(count)))
         options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0.1, workers=1)
-        paths.append(prepare_set(kind, str(file), folder / kind, options))
+        paths.append(prepare_set(kind, file, folder / kind, options))
     starts = []
     for name, seed in (("base", 1), ("teacher", 2)):
         run = TinyRun(prepared, folder, RUN_NAME=name, MAX_STEPS=2, SEED=seed, **UNMEASURED)
@@ -243,6 +250,17 @@ def flip_bit(path: Path, position: int = -1) -> None:
     path.write_bytes(content)
 
 
+def reseal(checkpoint: Path, state: Optional[dict] = None, manifest: Optional[dict] = None) -> None:
+    """Write another trainer state or manifest into a checkpoint, with matching hashes."""
+    manifest = store.read_manifest(checkpoint) if manifest is None else manifest
+    if state is not None:
+        content = json.dumps(state).encode()
+        (checkpoint / store.STATE).write_bytes(content)
+        if isinstance(files := manifest.get("files"), dict) and isinstance(files.get(store.STATE), dict):
+            files[store.STATE] |= {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / store.MANIFEST).write_bytes(store.sealed({name: manifest[name] for name in manifest if name != "sha256"}))
+
+
 def ways_out(error: str) -> list[str]:
     """The remedies that the last line of an error offers, one by one."""
     return error.strip().splitlines()[-1].rpartition(". ")[2].split("; or ")
@@ -273,6 +291,28 @@ def cached_on_the_hub(model: Path, name: str, cache: Path, monkeypatch) -> Path:
     return repository / "snapshots" / commit
 
 
+# --------------------------------------------------------------------------------------- models
+
+
+def new_model(config: ModelConfig, vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+    model = Transformer(config, vocab_size, dtype)
+    model.init_weights(torch.Generator().manual_seed(seed))
+    return model
+
+
+def in_transformers(model: Transformer, **settings):
+    """The same model as transformers' Llama."""
+    import pytest
+
+    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
+    described = huggingface.huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32)
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**described, **settings)).eval()
+    tensors = read_all(huggingface.to_huggingface(model.state_dict(), model.config, model.vocab_size))
+    theirs.load_state_dict(tensors, strict=not model.config.tie_embeddings)
+    theirs.tie_weights()
+    return theirs
+
+
 # --------------------------------------------------------------------------------------- one step
 
 
@@ -297,8 +337,7 @@ def a_step(batches: list[Batch], scaler=None, plant=lambda model: None, ranks: R
         recent_losses: losses of earlier steps.
     """
     config = Config(**{name.lower(): value for name, value in (TINY | settings).items()})
-    model = Transformer(config, 512)
-    model.init_weights(torch.Generator().manual_seed(1))
+    model = new_model(config, 512, seed=1)
     plant(model)
     run = SimpleNamespace(config=config, ranks=ranks, model=model, optimizer=Optimizer(model, config, ranks), scaler=scaler,
                           objective=choose(config), progress=Progress(recent_losses=[*recent_losses]),

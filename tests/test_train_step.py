@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from factories import TINY, a_step, furthest, run_ranks, uneven_batches
+from factories import TINY, a_step, furthest, new_model, run_ranks, uneven_batches
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +14,6 @@ from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from learn.objectives import DPO, NextToken
 from learn.optim import Optimizer, newton_schulz
-from model import Transformer
 from model_utils import clip_scale, gradient_norm
 from parallel.ranks import start_ranks, stop_ranks
 
@@ -105,17 +104,15 @@ def muon_in_plain_words(parameters, gradients, buffers, rate: float, decay: floa
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_the_update_is_that_of_clipped_gradients(kind, max_norm):
     """Compared with clipping the gradients first, and then an update without grad_scale."""
-    config = Config(**{name.lower(): value for name, value in TINY.items()}, optimizer=kind)
-    models = [Transformer(config, 512) for _ in range(2)]
-    for model in models:
-        model.init_weights(torch.Generator().manual_seed(1))
-    mine, theirs = models
+    config = Config(**{name.lower(): value for name, value in TINY.items()}, optimizer=kind, adam_beta1=0.8,
+                    adam_beta2=0.9, adam_eps=1e-6)
+    mine, theirs = (new_model(config, 512, seed=1) for _ in range(2))
     optimizer = Optimizer(mine, config)
     others = {name: p for name, p in theirs.named_parameters() if kind == "muon" and name.startswith("layers.") and p.ndim == 2}
     buffers = [torch.zeros_like(p) for p in others.values()]
     rest = [p for name, p in theirs.named_parameters() if name not in others]
     adamw = torch.optim.AdamW([{"params": [p for p in rest if p.ndim == decays + 1], "weight_decay": config.weight_decay * decays}
-                               for decays in (1, 0)], betas=(config.adam_beta1, config.adam_beta2), lr=0.01, fused=True)
+                               for decays in (1, 0)], betas=(0.8, 0.9), eps=1e-6, lr=0.01, fused=True)
     dice = torch.Generator().manual_seed(2)
     for _ in range(3):
         for p, q in zip(mine.parameters(), theirs.parameters()):
@@ -145,8 +142,7 @@ def bits(tensors) -> list[torch.Tensor]:
 def test_an_update_that_is_left_out_changes_no_bit(kind, bad):
     """Not even of -0.0, NaN, or the optimizer's step counters."""
     config = OptimConfig(optimizer=kind)
-    model = Transformer(Config(**{name.lower(): value for name, value in TINY.items()}), 512)
-    model.init_weights(torch.Generator().manual_seed(1))
+    model = new_model(Config(**{name.lower(): value for name, value in TINY.items()}), 512, seed=1)
     optimizer = Optimizer(model, config)
 
     def step(value: float, found_inf: float) -> None:
@@ -175,8 +171,7 @@ def test_the_device_and_the_host_agree_on_a_spike_to_the_last_digit(policy, abov
     recent = [(loss + above) / 1.5] * 16  # flat: a deviation of 1 % of the median
     result, _, model = a_step(uneven_batches(2), recent_losses=recent, LOSS_SPIKE_POLICY=policy, LOSS_SPIKE_THRESHOLD=50,
                               LOSS_SPIKE_WINDOW=16)
-    fresh = Transformer(model.config, 512)
-    fresh.init_weights(torch.Generator().manual_seed(1))
+    fresh = new_model(model.config, 512, seed=1)
     assert result.updated == updated != all(map(torch.equal, model.parameters(), fresh.parameters()))
     assert (result.spike > 0) == (above < 0) and result.finite
 
@@ -231,11 +226,9 @@ def test_two_ranks_exchange_gradients_in_bf16(tmp_path):
     run_ranks(check_bf16, world_size=2, folder=tmp_path)
 
 
-def test_two_ranks_train_in_bf16_as_in_fp32_but_for_rounding(tiny_run):
-    runs = [tiny_run(RUN_NAME=dtype, GRADIENT_DTYPE=dtype, HELLASWAG_EVERY=0) for dtype in ("fp32", "bf16")]
-    for run in runs:
-        job = run.start(2)
-        assert job.wait() == [0, 0], job.text()
-    losses, rounded = (run.column("train_loss") for run in runs)
+def test_two_ranks_train_in_bf16_as_in_fp32_but_for_rounding(whole_on_two_ranks, tiny_run):
+    job = (run := tiny_run(GRADIENT_DTYPE="bf16", HELLASWAG_EVERY=0)).start(2)
+    assert job.wait() == [0, 0], job.text()
+    losses, rounded = (each.column("train_loss") for each in (whole_on_two_ranks, run))
     assert losses[1] == rounded[1] and losses != rounded
     assert rounded == pytest.approx(losses, rel=2e-3)

@@ -4,13 +4,14 @@ import warnings
 
 import pytest
 import torch
+from factories import new_model
 from torch.nn import functional as F
 
 from config import Config
 from dataloaders import Batch
 from fused.head import IGNORE_INDEX
 from learn import objectives
-from learn.objectives import Distillation, NextToken, divergence, mixed_loss, sparse_divergence
+from learn.objectives import Distillation, divergence, sparse_divergence
 from model import Transformer
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
@@ -18,8 +19,8 @@ SHAPE = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of":
 VOCAB = 50  # not a multiple of 128, so that the model pads it
 
 
-def random_logits(rows: int = 6, vocab: int = VOCAB, scale: float = 3.0, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed), dtype=dtype) * scale
+def random_logits(rows: int = 6, scale: float = 3.0, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def plain_divergence(student: torch.Tensor, teacher: torch.Tensor, kind: str, temperature: float, beta: float) -> torch.Tensor:
@@ -67,22 +68,6 @@ def test_the_divergence_is_its_definition_and_its_gradient_the_automatic_one(kin
     assert torch.equal(student, before[0]) and torch.equal(teacher, before[1]), "the arguments are left alone"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_student_that_is_the_teacher_has_nothing_to_learn(kind):
-    logits = random_logits(seed=5, scale=8.0)
-    value, gradient = divergence(logits, logits.clone(), kind, 2.0)
-    assert value.abs().max() < 1e-6 and gradient.abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("kind, limit_factor", [("forward_kl", 1.0), ("reverse_kl", 1.0), ("jsd", 0.25)])
-def test_temperature_squared_keeps_the_gradient_as_large_at_high_temperature(kind, limit_factor):
-    # For T far above the logits the gradient tends to the difference of the logits over V (Hinton et al. 2015, eq. 4).
-    student, teacher = (random_logits(seed=seed, dtype=torch.float64).float() for seed in (6, 7))
-    _, gradient = divergence(student, teacher, kind, 300.0)
-    student, teacher = (logits - logits.mean(-1, keepdim=True) for logits in (student, teacher))
-    torch.testing.assert_close(gradient, limit_factor * (student - teacher) / VOCAB, rtol=0.05, atol=2e-3)
-
-
 def test_extreme_logits_stay_finite():
     for kind in KINDS:
         value, gradient = divergence(random_logits(scale=500.0, seed=1), random_logits(scale=500.0, seed=2), kind, 1.0)
@@ -102,16 +87,6 @@ def keep_most_likely(teacher: torch.Tensor, k: int, temperature: float) -> tuple
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_with_every_token_kept_nothing_is_lost(kind, temperature):
-    student, teacher = random_logits(seed=1), random_logits(seed=2)
-    ids, logprobs = keep_most_likely(teacher, VOCAB, temperature)
-    sparse = sparse_divergence(student, ids, logprobs, kind, temperature, 0.3)
-    for ours, theirs in zip(sparse, divergence(student, teacher, kind, temperature, 0.3)):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_all_other_tokens_are_one_class(kind, temperature):
     student, teacher = random_logits(seed=1), random_logits(seed=2)
     ids, logprobs = keep_most_likely(teacher, 5, temperature)
@@ -126,37 +101,11 @@ def test_all_other_tokens_are_one_class(kind, temperature):
     torch.testing.assert_close(sparse_gradient, exact.grad.float(), rtol=1e-5, atol=2e-6)
 
 
-def test_where_the_others_proportions_are_the_students_the_gradient_is_the_whole_teachers():
-    student, teacher = random_logits(seed=1), random_logits(seed=2)
-    ids, _ = keep_most_likely(teacher, 8, 1.0)
-    # The student with the teacher's logits on the kept tokens: both agree on all other tokens.
-    teacher = student.scatter(1, ids, teacher.gather(1, ids))
-    others = F.softmax(teacher, -1).scatter(1, ids, 0.0).sum(-1, keepdim=True).log()
-    logprobs = torch.cat([F.log_softmax(teacher, -1).gather(1, ids), others], 1)
-    _, sparse_gradient = sparse_divergence(student, ids, logprobs, "forward_kl")
-    _, gradient = divergence(student, teacher, "forward_kl")
-    torch.testing.assert_close(sparse_gradient, gradient, rtol=1e-5, atol=1e-6)
-
-
-def test_the_others_share_is_learned_and_not_taken_to_be_nothing():
-    # After gradient descent, the student gives the other tokens the probability that the teacher gives them.
-    teacher = random_logits(rows=1, scale=0.5, seed=2)
-    ids, logprobs = keep_most_likely(teacher, 4, 1.0)
-    student = torch.zeros(1, VOCAB)
-    for _ in range(300):
-        student -= 2.0 * sparse_divergence(student, ids, logprobs, "forward_kl")[1]
-    learned = F.softmax(student, -1)
-    torch.testing.assert_close(learned.gather(1, ids), logprobs[:, :-1].exp(), rtol=1e-3, atol=1e-4)
-    assert learned.gather(1, ids).sum() < 0.4
-
-
 # --------------------------------------------------------------------------------------------------------------- the objective
 
 
 def llama(seed: int, **shape) -> Transformer:
-    model = Transformer(Config(**(SHAPE | shape)), VOCAB)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return model
+    return new_model(Config(**(SHAPE | shape)), VOCAB, seed)
 
 
 class Teacher:
@@ -219,27 +168,6 @@ def test_loss_and_gradients_are_those_of_all_logits(kind, with_positions, chunk,
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_weight_0_is_plain_cross_entropy():
-    student, batch = llama(1), a_batch(True)
-    mixed = Distillation(settings(weight=0.0), Teacher(llama(2))).loss_sum(student, batch).total
-    ours = gradients(student, mixed)
-    plain = NextToken().loss_sum(student, batch).total
-    torch.testing.assert_close(mixed.detach(), plain.detach(), rtol=1e-6, atol=0)
-    for name, gradient in gradients(student, plain).items():
-        assert (ours[name] - gradient).abs().max() <= 1e-6 * gradient.abs().max(), name
-
-
-def test_ignored_positions_give_no_loss_and_no_gradient():
-    logits, teacher = random_logits(seed=1), random_logits(seed=2)
-    targets = torch.tensor([3, IGNORE_INDEX, 5, IGNORE_INDEX, IGNORE_INDEX, 7])
-    kept = targets != IGNORE_INDEX
-    every = mixed_loss(logits, targets, (teacher,), 0.5, ("jsd", 2.0, 0.5))
-    some = mixed_loss(logits[kept], targets[kept], (teacher[kept],), 0.5, ("jsd", 2.0, 0.5))
-    assert every.gradient_MV[~kept].abs().max() == 0
-    torch.testing.assert_close(every.gradient_MV[kept], some.gradient_MV)
-    torch.testing.assert_close((every.divergence, every.cross_entropy), (some.divergence, some.cross_entropy))
-
-
 def test_a_batch_without_any_target_gives_zero_and_gradients():
     student, batch = llama(1), a_batch(True)
     for positions in (torch.zeros(0, dtype=torch.long), None):
@@ -279,19 +207,3 @@ def test_a_stored_teacher_of_all_tokens_is_the_live_one(kind, with_positions):
     torch.testing.assert_close(stored.total.detach(), live.total.detach(), rtol=1e-5, atol=1e-5)
     for name, gradient in gradients(student, stored.total).items():
         torch.testing.assert_close(gradient, live_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_micro_batches_add_up():
-    student, batch = llama(1), a_batch(False, rows=4)
-    objective = Distillation(settings(), Teacher(llama(2)))
-    whole = objective.loss_sum(student, batch)
-    at_once = gradients(student, whole.total)
-    student.zero_grad()
-    parts = [Batch(batch.tokens_BT[part], batch.targets_BT[part], batch.document_ids_BT[part])
-             for part in (slice(0, 1), slice(1, 4))]
-    totals = [objective.loss_sum(student, part).total for part in parts]
-    for total in totals:
-        total.backward()
-    torch.testing.assert_close(sum(totals).detach(), whole.total.detach(), rtol=1e-5, atol=1e-5)
-    for name, parameter in student.named_parameters():
-        torch.testing.assert_close(parameter.grad, at_once[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -1,20 +1,19 @@
 """The formula of FLOPs against what torch counts in eager steps, of every kind."""
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from factories import Config
+from factories import Config, new_model, write_jsonl
 from torch.utils.flop_counter import FlopCounterMode
 
 import lora
 from data_preparation_utils import PreparationOptions, prepare_set
 from dataloaders import Batch, ExampleRows, join, open_example_set
 from fused.head import IGNORE_INDEX
-from learn.cost import StepFlops, Work, forward_flops, parameter_count, teacher_flops
+from learn.cost import StepFlops, Work, forward_flops, teacher_flops
 from learn.objectives import DPO, ORPO, Distillation, NextToken, frozen_logprobs, stored_reference
 from learn.teacher import HFTeacher, LlamaTeacher, teacher_on_meta
 from model import Transformer
@@ -31,8 +30,7 @@ LORA = dict(lora_enabled=True, lora_rank=4)
 
 def make(seed=0, token_ids=None, **settings) -> tuple[Config, Transformer]:
     config = Config(**SHAPE | settings)
-    model = Transformer(config, VOCAB)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    model = new_model(config, VOCAB, seed)
     if config.lora_enabled:
         lora.add_adapters(model, config, torch.Generator().manual_seed(0), token_ids)
     return config, model
@@ -159,21 +157,13 @@ def test_a_teacher_is_counted_without_its_weights(tmp_path):
 def test_padding_and_targets_are_those_of_the_rows(tmp_path, prepared):
     """Also when rows come from several sources, or with stored outputs."""
     chats = [{"messages": [{"role": "user", "content": "a" * size}, {"role": "assistant", "content": "bc"}]} for size in range(3, 40)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    source = write_jsonl(tmp_path / "chats.jsonl", chats)
     options = PreparationOptions(str(prepared.tokenizer), "auto", 100_000, 0, workers=1)
     tokenizer = load_tokenizer(str(prepared.tokenizer), "auto")
-    rows = ExampleRows(open_example_set(prepare_set("chats", str(tmp_path / "chats.jsonl"), tmp_path / "chats", options),
+    rows = ExampleRows(open_example_set(prepare_set("chats", source, tmp_path / "chats", options),
                                         "train", "chats", tokenizer), 96)
     every = rows(np.arange(len(rows)))
     assert every.tokens_BT.numel() - every.padding == rows.tokens and every.padding > 0
     assert every.targets == int((every.targets_BT != IGNORE_INDEX).sum())
     both = join([rows(np.array([0, 1])), rows(np.array([2]))], np.array([2, 0, 1])).to(torch.device("cpu"))
     assert (both.padding, both.targets) == (rows(np.arange(3)).padding, rows(np.arange(3)).targets)
-
-
-def test_flops_of_a_small_model_counted_by_hand():
-    config = Config(dim=8, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=20)
-    block = 8 * 8 + 4 * 8 + 4 * 8 + 8 * 8 + 3 * 8 * 20  # wq wk wv wo, w1 w2 w3
-    scores_and_values = 3 * 2 * (2 * 8 * 16)  # 3 layers, QK' and AV, 2 FLOPs x width 8 x 16 tokens
-    assert sum(forward_flops(config, 100, seq_len=16)) == 2 * (3 * block + 800) + scores_and_values
-    assert parameter_count(config, 256) == sum(parameter.numel() for parameter in Transformer(config, 256).parameters())

@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from factories import in_transformers, new_model
 from torch.nn import functional as F
 
+from checkpoint.huggingface import to_huggingface
+from checkpoint.tensors import read_all
 from config import ModelConfig, PreferenceConfig
 from dataloaders import Batch
 from fused import head
@@ -28,9 +31,7 @@ CONFIG = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, in
 
 
 def model_of(seed: int) -> Transformer:
-    model = Transformer(CONFIG, VOCAB)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return model
+    return new_model(CONFIG, VOCAB, seed)
 
 
 def model_that_knows(batch: Batch) -> Transformer:
@@ -254,19 +255,6 @@ def padded_pairs(batch: Batch):
             "completion_mask": torch.stack([F.pad(mask, (0, longest - len(mask))) for _, mask in both])}
 
 
-def huggingface(model: Transformer):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from checkpoint.huggingface import huggingface_config, to_huggingface
-    from checkpoint.tensors import read_all
-
-    settings = huggingface_config(CONFIG, VOCAB, 64, 0, 1, torch.float32)
-    twin = LlamaForCausalLM(LlamaConfig(**settings, attn_implementation="eager"))
-    twin.load_state_dict(read_all(to_huggingface(model.state_dict(), CONFIG, VOCAB)), strict=False)
-    twin.tie_weights()
-    return twin
-
-
 TRL_LOSSES = {"sigmoid": {}, "hinge": {"dpo_loss": "hinge"}, "ipo": {"dpo_loss": "ipo"},
               "sigmoid_norm": {"dpo_length_normalised": True}}
 
@@ -279,7 +267,7 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     from trl import DPOTrainer
 
     batch, model, reference = pair_rows(9), model_of(0), model_of(99)
-    theirs, their_reference = huggingface(model), huggingface(reference)
+    theirs, their_reference = (in_transformers(each, attn_implementation="eager") for each in (model, reference))
     inputs = padded_pairs(batch)
 
     class Fused(torch.nn.Module):
@@ -317,9 +305,6 @@ def test_loss_and_gradient_equal_those_of_trl(loss_type, tmp_path):
     for name in ("chosen", "rejected"):
         (theirs_logged,) = trainer._metrics["train"][f"rewards/{name}"]
         assert float(summed.metrics[f"reward_{name}"] / pairs) == pytest.approx(float(theirs_logged), rel=1e-4)
-    from checkpoint.huggingface import to_huggingface
-    from checkpoint.tensors import read_all
-
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     ours = read_all(to_huggingface(gradients, CONFIG, VOCAB))
     for name, parameter in theirs.named_parameters():
@@ -358,22 +343,6 @@ def test_simpo_equals_trl_on_each_pair(beta, gamma):
     assert float(found.total.detach()) == pytest.approx(expected, rel=1e-4)
     assert float(found.metrics["reward_margin"]) == pytest.approx(margins, rel=1e-4)
     assert float(found.metrics["reward_accuracy"]) == wins
-
-
-def test_the_gradient_of_simpo_is_that_of_its_formula_on_plain_logits():
-    batch, model, twin = pair_rows(12), model_of(0), model_of(0)
-    SimPO(PreferenceConfig(simpo_beta=3.0, simpo_gamma=0.7)).loss_sum(model, batch).total.backward()
-    for row in range(len(batch.tokens_BT)):
-        means = []
-        for document in range(1, int(batch.document_ids_BT[row].max()) + 1):
-            here = batch.document_ids_BT[row] == document
-            logits, targets = twin.logits(batch.tokens_BT[row, here][None])[0], batch.targets_BT[row, here]
-            if (targets != IGNORE_INDEX).any():
-                means.append(-F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX))
-        loss = sum(-F.logsigmoid(3.0 * (good - bad) - 0.7) for good, bad in zip(means[::2], means[1::2]))
-        loss.backward()
-    for ours, plain in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
 
 
 class MostLikely(PairwiseObjective):

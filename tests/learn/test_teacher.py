@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from factories import run_ranks
+from factories import flip_bit, new_model, run_ranks
 from safetensors.torch import load_file, save_file
 
 from checkpoint import huggingface, store
@@ -72,9 +72,7 @@ def copied(llama_folder, tmp_path) -> Path:
 
 
 def llama(tokenizer, seed: int = 0) -> Transformer:
-    model = Transformer(Config(**SHAPE), tokenizer.vocab_size)
-    model.init_weights(torch.Generator().manual_seed(seed))
-    return model
+    return new_model(Config(**SHAPE), tokenizer.vocab_size, seed)
 
 
 def settings(teacher_model="teacher", **changes) -> Config:
@@ -209,7 +207,7 @@ def test_a_teacher_is_found_by_path_by_run_and_by_its_name_in_output_dir(llama_f
 
 def test_a_damaged_checkpoint_is_no_teacher(llama_folder, tokenizer, tmp_path):
     shutil.copytree(llama_folder, tmp_path / "step-00000010")
-    flip(tmp_path / "step-00000010" / "model.safetensors", -1)
+    flip_bit(tmp_path / "step-00000010" / "model.safetensors")
     with pytest.raises(CheckpointError, match="model.safetensors is damaged"):
         find_teacher(settings(tmp_path / "step-00000010"), tokenizer)
 
@@ -220,24 +218,6 @@ def test_a_teacher_that_is_not_there_is_refused(tmp_path, tokenizer, monkeypatch
         find_teacher(settings(tmp_path / "nothing" / "here"), tokenizer)
     with pytest.raises(CheckpointError, match="TEACHER_MODEL=nobody/nothing: nobody/nothing is not a local folder"):
         find_teacher(settings("nobody/nothing", output_dir=str(tmp_path)), tokenizer)
-
-
-def test_a_hub_name_is_taken_from_the_cache_where_all_of_it_is_there(copied, tokenizer, tmp_path, monkeypatch):
-    hub = pytest.importorskip("huggingface_hub")
-    asked = []
-
-    def snapshot_download(name: str, local_files_only: bool = False, **wanted) -> str:
-        asked.append((name, "cache" if local_files_only else "network"))
-        return str(copied)
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(hub, "get_hf_file_metadata", lambda url, timeout: None)
-    config = settings("someone/parent", output_dir=str(tmp_path / "runs"))
-    assert find_teacher(config, tokenizer) == copied and asked == [("someone/parent", "cache")]
-    (copied / "model.safetensors").rename(copied / "model-00001-of-00001.safetensors")
-    (copied / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "gone.safetensors"}}))
-    find_teacher(config, tokenizer)
-    assert asked[1:] == [("someone/parent", "cache"), ("someone/parent", "network")]
 
 
 def test_adapters_alone_are_no_teacher(copied, tokenizer):
@@ -342,11 +322,7 @@ def token_rows(folder: Path, tokenizer, rows: int = 9, seed: int = 0) -> TokenRo
     ids = np.random.default_rng(seed).integers(0, 270, rows * ROW_TOKENS + 1).astype("<u2")
     ids[::5] = tokenizer.document_start_id
     (folder / "train-00000.bin").write_bytes(header_bytes(len(ids), "uint16") + ids.tobytes())
-    return token_rows_of(folder / "train-00000.bin", tokenizer)
-
-
-def token_rows_of(path: Path, tokenizer) -> TokenRows:
-    shard = Shard(path, "uint16", HEADER_BYTES, (path.stat().st_size - HEADER_BYTES) // 2)
+    shard = Shard(folder / "train-00000.bin", "uint16", HEADER_BYTES, len(ids))
     return TokenRows(TokenSet((shard,), "d"), ROW_TOKENS, tokenizer.document_start_id)
 
 
@@ -398,14 +374,12 @@ def test_what_is_stored_are_the_likeliest_and_the_sum_of_the_others(tokenizer, t
     assert logprobs[~counted].abs().max() == 0
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-def test_stored_with_every_token_kept_is_the_live_teacher(tmp_path, tokenizer, kind):
+def test_stored_with_every_token_kept_is_the_live_teacher(tmp_path, tokenizer):
     rows, student, teacher = token_rows(tmp_path, tokenizer), llama(tokenizer, 1), CountingTeacher(tokenizer)
     k = tokenizer.vocab_size
     batch = stored(rows, tmp_path, tokenizer, teacher, distillation_top_k=k)(np.arange(4))
-    config = settings(distillation_loss=kind)
     losses, gradients = [], []
-    for objective in (Distillation(config, teacher), Distillation(config)):
+    for objective in (Distillation(settings(), teacher), Distillation(settings())):
         student.zero_grad()
         total = objective.loss_sum(student, batch).total
         total.backward()
@@ -518,21 +492,14 @@ def test_rows_of_other_data_are_not_taken_for_those_that_were_stored(tmp_path, t
     with pytest.raises(DataError, match="row 0 is damaged, or of other data; start again"):
         stored(others, tmp_path, tokenizer, teacher)
     assert not teacher.asked and stored(others, tmp_path, tokenizer, teacher)(np.arange(9)) and teacher.asked == 9
-    stored(rows, tmp_path / "own", tokenizer, CountingTeacher(tokenizer))
-    shard = rows.token_set.shards[0].path
-    flip(shard, HEADER_BYTES + 2 * (4 * ROW_TOKENS + 5))  # a token in the middle of row 4
-    changed = stored(token_rows_of(shard, tokenizer), tmp_path / "own", tokenizer, None)
-    assert changed(np.array([3, 5])).stored
-    with pytest.raises(DataError, match="row 4 is damaged, or of other data"):
-        changed(np.array([3, 4]))
 
 
 @pytest.mark.parametrize("spoil, damaged, again", [
     (lambda store: os.truncate(store / "rows.bin", 100), 9, 9),
     (lambda store: os.truncate(store / "checksums.bin", 8), 0, 7),
     (lambda store: (store / "checksums.bin").unlink(), 0, 9),
-    (lambda store: flip(store / "rows.bin", 700), 1, 1),
-    (lambda store: flip(store / "checksums.bin", 0), 1, 1)])
+    (lambda store: flip_bit(store / "rows.bin", 700), 1, 1),
+    (lambda store: flip_bit(store / "checksums.bin", 0), 1, 1)])
 def test_what_is_damaged_in_a_store_is_computed_again_and_only_that(tmp_path, tokenizer, spoil, damaged, again):
     rows, teacher, said = token_rows(tmp_path, tokenizer), CountingTeacher(tokenizer), []
     stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
@@ -589,12 +556,6 @@ def test_a_job_that_waits_leaves_at_a_signal_and_one_that_died_holds_nothing(tmp
     os.kill(child, 9)
     os.waitpid(child, 0)
     assert stored(rows, tmp_path, tokenizer, CountingTeacher(tokenizer))
-
-
-def flip(path: Path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_full_disk_is_told_and_what_was_stored_is_kept(tmp_path, tokenizer, monkeypatch):
