@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from factories import new_model, write_jsonl
 
 from checkpoint.huggingface import save_model_folder
 from common.errors import DataError
@@ -42,8 +43,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def model(tokenizer) -> Transformer:
     config = ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=16)
-    model = Transformer(config, tokenizer.vocab_size)
-    model.init_weights(torch.Generator().manual_seed(0))
+    model = new_model(config, tokenizer.vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
@@ -62,11 +62,6 @@ def made_records(count: int, seed: int = 0) -> list[dict]:
             for i in range(count)]
 
 
-def write(path, records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def records() -> list[dict]:
     return made_records(50)
@@ -74,7 +69,7 @@ def records() -> list[dict]:
 
 @pytest.fixture(scope="module")
 def items(records, tmp_path_factory):
-    return read_items(write(tmp_path_factory.mktemp("items") / "made.jsonl", records))
+    return read_items(write_jsonl(tmp_path_factory.mktemp("items") / "made.jsonl", records))
 
 
 def prepared(items, tokenizer, max_seq_len: int = MAX_SEQ_LEN) -> list[Task]:
@@ -93,7 +88,7 @@ def test_files_are_read_plain_and_compressed(tmp_path):
     record = {"ind": 4, "activity_label": "Canoeing", "ctx": "A man paddles. he", "label": 3,
               "endings": ["falls.", "sings [laughs] loudly.", " swims. ", "rests."]}
     plain = tmp_path / "a.jsonl"
-    write(plain, [record, record])
+    write_jsonl(plain, [record, record])
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     plain.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes().replace(b"\n", b"\r\n\n"))
@@ -104,20 +99,20 @@ def test_files_are_read_plain_and_compressed(tmp_path):
         assert (first.label, first.where) == (3, f"{path}:1") and second.where.startswith(f"{path}:")
     # In two parts, and with a label that is text, as the hub has them.
     record |= {"activity_label": "Sailing", "ctx_a": "Step one. [title] Go.", "ctx_b": "the Man", "ctx": "unused", "label": "0"}
-    (item,) = read_items(write(plain, [record]))
+    (item,) = read_items(write_jsonl(plain, [record]))
     assert item.context == "Sailing: Step one.. Go. The man" and item.label == 0
 
 
 def test_items_of_other_sets_have_two_to_sixteen_endings_and_no_activity(tmp_path):
     records = [{"ctx": "Which is warm?", "endings": [f"thing {number}" for number in range(count)], "label": count - 1}
                for count in (2, 16)]
-    found = read_items(write(tmp_path / "a.jsonl", records), "EVAL_TASKS=a:")
+    found = read_items(write_jsonl(tmp_path / "a.jsonl", records), "EVAL_TASKS=a:")
     assert [(item.context, len(item.endings), item.label) for item in found] == [("Which is warm?", 2, 1), ("Which is warm?", 16, 15)]
     for change, word in (({"endings": ["a"]}, "'endings' must be 2 to 16 texts"), ({"endings": ["a"] * 17}, "'endings' must be 2 to 16 texts"),
                          ({"endings": ["a", "b"], "label": 2}, "'label' must be 0 to 1, got 2"),
                          ({"activity_label": None}, "'activity_label' is null, expected text")):
         with pytest.raises(DataError, match=f"bad.jsonl:1: {word}"):
-            read_items(write(tmp_path / "bad.jsonl", [GOOD | change]), "EVAL_TASKS=a:")
+            read_items(write_jsonl(tmp_path / "bad.jsonl", [GOOD | change]), "EVAL_TASKS=a:")
 
 
 GOOD = {"ind": 0, "activity_label": "x", "ctx": "y", "endings": ["a", "b", "c", "d"], "label": 1}
@@ -272,7 +267,7 @@ def harness(model, tokenizer, tmp_path_factory):
     theirs = Path(lm_eval.__file__).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
 
     def judge(records: list[dict]) -> list[tuple[float, float, list[float]]]:
-        file = write(folder / "records.jsonl", records)
+        file = write_jsonl(folder / "records.jsonl", records)
         own_data = {"include": str(theirs), "task": "on_our_records", "dataset_path": "json", "training_split": None,
                     "dataset_kwargs": {"data_files": {"validation": file}, "cache_dir": str(folder / "cache")}}
         (folder / "task.yaml").write_text(json.dumps(own_data))

@@ -2,7 +2,7 @@
 
 import importlib.util
 import json
-import runpy
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factories import furthest, run_ranks
+from factories import furthest, in_transformers, new_model, run_ranks
 from safetensors.torch import save_file
 from torch import nn
 
@@ -27,6 +27,7 @@ from model_utils import model_from_tensors, wrap_model
 from observe.check import describe_adapters
 from parallel.ranks import Ranks, start_ranks, stop_ranks
 from run import start as run_start
+from run.adapters import merge
 from tokenizer import Tokenizer
 
 VOCAB = 300 + 256  # of the tokenizer below; padded to 640
@@ -39,9 +40,7 @@ def shape(**changes) -> ModelConfig:
 
 
 def base_model(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    model = Transformer(config, VOCAB, dtype)
-    model.init_weights(torch.Generator().manual_seed(0))
-    return model
+    return new_model(config, VOCAB, dtype=dtype)
 
 
 ROWS = dict(token_rows=[7, 301, 555])  # of a test's adapters besides their settings: tokens whose rows learn
@@ -139,22 +138,6 @@ def test_adapters_off_is_the_base_and_on_again_is_what_it_was(besides, tied):
     learned = "rows" if besides is ROWS else "weight"
     assert {name for name in learn(model) if "lora" not in name} == (
         {f"tok_embeddings.{learned}"} if tied else {f"tok_embeddings.{learned}", f"output.{learned}"})
-
-
-@pytest.mark.parametrize("changes", [
-    {}, dict(lora_rslora=True, lora_target_modules="wq, w2"), dict(lora_train_head=True, lora_train_embeddings=True)])
-@pytest.mark.parametrize("tied", [True, False])
-def test_merged_is_unmerged(changes, tied):
-    config = shape(tie_embeddings=tied)
-    model = adapted(config, changes)
-    state = lora.merged_state_dict(model)
-    merged = Transformer(config, VOCAB)
-    merged.load_state_dict(state)  # strict: the very names of a plain model
-    with torch.no_grad():
-        expected = model.logits(tokens())
-        assert (merged.logits(tokens()) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert huggingface.to_huggingface(state, config, VOCAB).keys() == huggingface.to_huggingface(
-        base_model(config).state_dict(), config, VOCAB).keys()
 
 
 @pytest.mark.parametrize("tied, changes, whole", [
@@ -329,25 +312,21 @@ def test_tokens_can_be_named():
 # ---------------------------------------------------------------------------------------------------------------------- PEFT
 
 
-def in_transformers(config: ModelConfig):
-    transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
-    content = huggingface.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**content))
-    tensors = read_all(huggingface.to_huggingface(base_model(config).state_dict(), config, VOCAB))
-    theirs.load_state_dict(tensors, strict=not config.tie_embeddings)
-    theirs.tie_weights()
-    return theirs
-
-
 @pytest.fixture(scope="module")
 def peft():
     return pytest.importorskip("peft", reason="the oracle of these tests: pip install -r requirements-dev.txt")
 
 
+def in_peft(peft, config: ModelConfig, changes: dict):
+    """PEFT's adapters with the same settings, on the base in transformers."""
+    described = peft_format.peft_config(settings(**changes), config.tie_embeddings, "", ids_of(config, changes))
+    described |= {"inference_mode": False, "base_model_name_or_path": None}
+    return peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(**described))
+
+
 def test_new_adapters_are_drawn_as_pefts_are(peft):
-    config, wanted = shape(), settings(lora_rank=16)
-    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(
-        **peft_format.peft_config(wanted, True, "", {}) | {"inference_mode": False, "base_model_name_or_path": None}))
+    config = shape()
+    theirs = in_peft(peft, config, dict(lora_rank=16))
     ours = adapted(config, dict(lora_rank=16), grown=False)
 
     def spread(named) -> dict[int, tuple[float, float]]:
@@ -369,10 +348,7 @@ def test_new_adapters_are_drawn_as_pefts_are(peft):
     (False, ROWS), (True, ROWS)])
 def test_forward_and_gradients_are_pefts(peft, tied, changes):
     config = shape(tie_embeddings=tied, rope_scaling_factor=8.0, rope_original_max_len=64)
-    ours, wanted = adapted(config, changes), settings(**changes)
-    content = peft_format.peft_config(wanted, tied, "", ids_of(config, changes)) | {"inference_mode": False,
-                                                                                      "base_model_name_or_path": None}
-    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
+    ours, theirs = adapted(config, changes), in_peft(peft, config, changes)
     tensors = read_all(peft_format.to_peft(lora.adapter_state_dict(ours), config, VOCAB))
     peft.set_peft_model_state_dict(theirs, tensors)
     with torch.no_grad():
@@ -391,10 +367,7 @@ def test_forward_and_gradients_are_pefts(peft, tied, changes):
 @pytest.mark.parametrize("changes", [{}, dict(lora_rank=3, lora_target_modules="wk,w2"), dict(lora_train_head=True), ROWS])
 def test_trainable_parameters_are_counted_as_peft_counts_them(peft, changes, tokenizer):
     config = shape(tie_embeddings=False)
-    content = peft_format.peft_config(settings(**changes), False, "", ids_of(config, changes)) | {
-        "inference_mode": False, "base_model_name_or_path": None}
-    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**content))
-    trained, whole = theirs.get_nb_trainable_parameters()
+    trained, whole = in_peft(peft, config, changes).get_nb_trainable_parameters()
     model = base_model(config)
     lora.add_adapters(model, settings(**changes), torch.Generator(), ids_of(config, changes))
     said = describe_adapters(model, tokenizer)
@@ -456,7 +429,7 @@ def test_peft_loads_our_folder_and_we_load_it_back_to_the_bit(peft, changes, tie
 ])
 def test_adapters_made_by_peft_load_here(peft, tied, extra, tmp_path, recwarn):
     config = shape(tie_embeddings=tied)
-    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(
+    theirs = peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(
         **{**dict(r=5, lora_alpha=7, target_modules=["q_proj", "k_proj", "down_proj"], init_lora_weights=False,
                   task_type="CAUSAL_LM"), **extra}))
     with torch.no_grad():
@@ -514,7 +487,7 @@ def test_adapters_of_another_kind_are_refused(damage, match, tokenizer, tmp_path
 
 def made_by_peft(peft, folder: Path, config: ModelConfig, **changes):
     """PEFT's adapters in a folder, on q_proj and k_proj unless these changes say otherwise."""
-    theirs = peft.get_peft_model(in_transformers(config), peft.LoraConfig(**{
+    theirs = peft.get_peft_model(in_transformers(base_model(config)), peft.LoraConfig(**{
         **dict(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM"), **changes}))
     theirs.save_pretrained(folder)
     return theirs
@@ -591,17 +564,12 @@ def test_head_and_embeddings_apart_do_not_fit_a_tied_base():
 # ----------------------------------------------------------------------------------------------------------------- the script
 
 
-merge = runpy.run_path(str(SCRIPT))["merge"]
-
-
 @pytest.mark.parametrize("tied, changes", [(True, WHOLE[1]), (False, {**ROWS, "lora_rslora": True}), (False, WHOLE[3])])
 def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, changes, tokenizer, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the oracle of these tests: pip install -r requirements-dev.txt")
     model = adapted(shape(tie_embeddings=tied), changes)
     adapter, _ = saved(tmp_path, model, changes, tokenizer)
-    done = subprocess.run([sys.executable, SCRIPT, adapter, "--output", tmp_path / "merged"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "is ready" in done.stdout
+    merge(adapter, tmp_path / "merged")
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
     assert not any(report.values()), report
     with torch.no_grad():
@@ -609,10 +577,12 @@ def test_the_merged_folder_gives_the_unmerged_logits_in_transformers(tied, chang
         assert (theirs(tokens()).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_a_merge_can_round_to_bf16(tokenizer, tmp_path):
-    model = adapted(shape(), {})
-    adapter, _ = saved(tmp_path, model, {}, tokenizer)
-    assert 0 < merge(adapter, tmp_path / "merged", dtype=torch.bfloat16) < 0.2
+def test_the_script_merges_and_can_round_to_bf16(tokenizer, tmp_path):
+    adapter, _ = saved(tmp_path, adapted(shape(), {}), {}, tokenizer)
+    done = subprocess.run([sys.executable, SCRIPT, adapter, "--output", tmp_path / "merged", "--dtype", "bf16"],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 0 < float(re.search(r"differ by at most (\S+) from", done.stdout)[1]) < 0.2
     assert {tensor.dtype for tensor in huggingface.load_model_weights(tmp_path / "merged").values()} == {torch.bfloat16}
 
 

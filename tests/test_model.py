@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from factories import in_transformers, new_model
 from torch import Tensor
 from torch.nn import functional as F
 
 import model as model_module
-from checkpoint.huggingface import huggingface_config, to_huggingface
+from checkpoint.huggingface import to_huggingface
 from checkpoint.tensors import read_all
 from config import ModelConfig
 from fused.attention import compute_cu_seqlens
@@ -41,9 +42,8 @@ VOCAB = 173  # padded to 256 inside
 
 def make(vocab_size: int = VOCAB, dtype: torch.dtype = torch.float32, **settings) -> Transformer:
     """A model with weights so large that all parts matter to the logits, norms included."""
-    model = Transformer(ModelConfig(**{**SMALL, **settings}), vocab_size, dtype)
-    generator = torch.Generator().manual_seed(1)
-    model.init_weights(generator)
+    model = new_model(ModelConfig(**{**SMALL, **settings}), vocab_size, seed=1, dtype=dtype)
+    generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -74,19 +74,6 @@ def assert_all_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolera
 
 
 # ---------------------------------------------------------------------------------------------------------- transformers
-
-
-def in_transformers(model: Transformer):
-    """The same model as transformers' Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**huggingface_config(model.config, model.vocab_size, 256, 1, 2, torch.float32))
-    theirs = LlamaForCausalLM(config).eval()
-    tensors = read_all(to_huggingface(model.state_dict(), model.config, model.vocab_size))
-    lacking = theirs.load_state_dict(tensors, strict=False)
-    assert set(lacking.missing_keys) <= {"lm_head.weight"} and not lacking.unexpected_keys
-    theirs.tie_weights()
-    return theirs
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -320,8 +307,8 @@ def test_bf16_is_close_to_fp32_and_its_gradients_are_fp32(reduction):
 
 
 def test_weights_begin_as_the_settings_say():
-    model = Transformer(ModelConfig(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, init_std=0.03, tie_embeddings=False), 1000)
-    model.init_weights(torch.Generator().manual_seed(0))
+    config = ModelConfig(dim=256, n_layers=8, n_heads=4, n_kv_heads=2, init_std=0.03, tie_embeddings=False)
+    model, again = (new_model(config, 1000) for _ in range(2))
     for name, parameter in model.state_dict().items():
         if parameter.ndim == 1:
             assert (parameter == 1).all(), name
@@ -331,29 +318,4 @@ def test_weights_begin_as_the_settings_say():
         assert float(drawn.std()) == pytest.approx(expected, rel=0.02), name
         assert abs(drawn.mean()) < 5 * expected / math.sqrt(drawn.numel()), name
     assert (model.output.weight[1000:] == 0).all() and (model.tok_embeddings.weight[1000:] == 0).all()
-    again = Transformer(model.config, 1000)
-    again.init_weights(torch.Generator().manual_seed(0))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
-
-
-def test_a_new_model_knows_nothing():
-    model = Transformer(ModelConfig(dim=128, n_layers=4, n_heads=4, n_kv_heads=2), VOCAB)
-    model.init_weights(torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        loss = -model(random_ids(4, 64), random_ids(4, 64, seed=1)).mean()
-    assert float(loss) == pytest.approx(math.log(VOCAB), rel=0.02)
-
-
-def test_no_token_sees_a_later_one():
-    model = make()
-    tokens = random_ids(1, 20)
-    changed = tokens.clone()
-    changed[0, 12:] = random_ids(8, seed=5)
-    logits, other = model.logits(tokens), model.logits(changed)
-    assert torch.equal(logits[:, :12], other[:, :12]) and not torch.allclose(logits[:, 12:], other[:, 12:])
-
-
-def test_the_feed_forward_has_metas_width():
-    meta_8b = ModelConfig(dim=4096, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024)
-    meta_1b = ModelConfig(dim=2048, n_heads=32, n_kv_heads=8, ffn_dim_multiplier=1.5, multiple_of=256)
-    assert (meta_8b.hidden_dim, meta_1b.hidden_dim) == (14336, 8192)

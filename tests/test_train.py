@@ -18,6 +18,7 @@ from factories import (
     at_step,
     flip_bit,
     furthest,
+    new_model,
     prepare,
     settings_of,
     stop_at,
@@ -30,7 +31,6 @@ import train
 from checkpoint import store
 from config import Config
 from evaluation import during_run
-from model import Transformer
 from run import life
 
 CURVE = Path(__file__).parent / "curves" / "pretrain.json"
@@ -50,8 +50,7 @@ def test_micro_batches_of_any_size_give_the_gradient_of_one_large_batch(rows):
 def test_the_gradient_is_that_of_the_mean_over_all_targets():
     """Compared with a naive sum over single targets, computed from all logits."""
     result, gradients, model = a_step(uneven_batches(2), MAX_GRAD_NORM=0)
-    fresh = Transformer(model.config, 512)
-    fresh.init_weights(torch.Generator().manual_seed(1))
+    fresh = new_model(model.config, 512, seed=1)
     (batch,) = uneven_batches(8)
     logprob_BTV = fresh.logits(batch.tokens_BT).log_softmax(-1)
     picked = [logprob_BTV[row, column, batch.targets_BT[row, column]] for row in range(8) for column in range(4 * row)]
@@ -78,8 +77,7 @@ def test_a_loss_scaler_changes_nothing_but_skips_what_overflows():
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
     overflowing = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     result, _, untouched = a_step(uneven_batches(2), overflowing)
-    fresh = Transformer(untouched.config, 512)
-    fresh.init_weights(torch.Generator().manual_seed(1))
+    fresh = new_model(untouched.config, 512, seed=1)
     assert result.finite and not result.updated and overflowing.get_scale() == 2.0**126
     assert all(torch.equal(mine, other) for mine, other in zip(untouched.parameters(), fresh.parameters()))
 
@@ -163,9 +161,7 @@ def test_a_run_that_was_stopped_and_resumed_is_identical(step, whole, tiny_run, 
     assert tell(run) == [("start", 0, None), ("end", step, "stopped by a signal"), ("start", step, step), ("end", 6, "finished")]
     printed, (first, *_, last) = capsys.readouterr().out, run.metrics()
     assert f"Finished 6 steps (1,536 tokens); this start took {6 - step} of them in 0:" in printed
-    assert (f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, perplexity {last['val_perplexity']:.4f}, "
-            f"bits per byte {last['val_bits_per_byte']:.4f}; best loss") in printed
-    assert f"Accuracy on HellaSwag: from {100 * first['hellaswag_acc']:.1f} % to {100 * last['hellaswag_acc']:.1f} % (" in printed
+    assert f"Validation loss from {first['val_loss']:.4f} to {last['val_loss']:.4f}, " in printed
 
 
 def test_resumed_twice_and_across_the_end_of_an_epoch_is_identical(tmp_path):
@@ -184,31 +180,17 @@ def die():
     raise KeyError("as if killed")
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(whole, tiny_run):
-    """Each step after the checkpoint is logged once, although it was logged before the kill."""
+@pytest.mark.parametrize(("step", "saved"), [(6, [2, 4]), (2, [])])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(step, saved, whole, tiny_run):
+    """Or from the beginning. Each step after the checkpoint is logged once, although it was logged before the kill."""
     run = tiny_run()
-
-    with at_step(6, die), pytest.raises(KeyError):
+    with at_step(step, die), pytest.raises(KeyError):
         run.train()
-    assert run.steps_saved() == [2, 4] and [line["step"] for line in run.metrics()] == [0, 1, 2, 3, 4, 5]
+    assert run.steps_saved() == saved and [line["step"] for line in run.metrics()] == list(range(step))
     assert run.train() == 0
     assert_same_run(run, whole, 6)
-    assert tell(run) == [("start", 0, None), ("end", 5, "KeyError: 'as if killed'"), ("start", 4, 5), ("end", 6, "finished")]
-
-
-def test_a_killed_run_without_a_checkpoint_begins_anew(whole, tiny_run):
-    run = tiny_run()
-
-    with at_step(2, die), pytest.raises(KeyError):
-        run.train()
-    assert run.train() == 0
-    assert_same_run(run, whole, 6)
-
-
-def test_signals_mean_again_what_they_meant_before(tiny_run):
-    before = signal.getsignal(signal.SIGINT)
-    assert tiny_run(MAX_STEPS=1).train() == 0
-    assert signal.getsignal(signal.SIGINT) is before
+    assert tell(run) == [("start", 0, None), ("end", step - 1, "KeyError: 'as if killed'"),
+                         ("start", max([0, *saved]), step - 1), ("end", 6, "finished")]
 
 
 def test_a_finished_run_takes_no_step(whole, tmp_path, capsys, monkeypatch):
@@ -311,16 +293,6 @@ def test_reset_optimizer_takes_only_the_weights(finished, whole, prepared, tmp_p
     assert list(run.column("train_loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_stage_keeps_the_weights_and_drops_the_rest(whole, prepared, tmp_path, monkeypatch):
-    public, chats = Config.public, TinyRun(prepared, tmp_path / "runs", RUN_NAME="chats", MAX_STEPS=2)
-    monkeypatch.setattr(Config, "public", lambda config: public(config) | {"TRAINING_STAGE": "sft"})
-    assert chats.train() == 0
-    monkeypatch.undo()
-    run = TinyRun(prepared, tmp_path / "runs", MAX_STEPS=1)
-    assert run.train(INSTRUCT_CHECKPOINT=chats.folder) == 0
-    assert list(run.column("train_loss")) == [1] and run.column("val_loss")[0] == chats.column("val_loss")[2]
-
-
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(finished, whole, capsys):
     flip_bit(finished.checkpoint(6) / "optimizer.safetensors")
     assert finished.train(MAX_STEPS=6) == 0
@@ -384,13 +356,6 @@ def test_nan_is_never_the_best(tiny_run, monkeypatch, capsys):
     assert run.steps_saved() == [4, 6]
     progress = store.read_state(run.checkpoint(6))["progress"]
     assert (progress["best_val_loss"], progress["best_step"]) == (4.0, 4)
-
-
-def test_the_best_and_the_last_checkpoints_are_kept(tiny_run, monkeypatch):
-    with_validation_losses(monkeypatch, dict(enumerate([9.0, 5.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9, 4.95])))
-    run = tiny_run(MAX_STEPS=8, VALIDATE_EVERY=1, SAVE_EVERY=1, KEEP_LAST=2, KEEP_BEST=1)
-    assert run.train() == 0
-    assert run.steps_saved() == [2, 7, 8]
 
 
 def test_the_checkpoint_that_a_run_was_resumed_from_is_kept(finished):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from factories import in_transformers, new_model
 
 from checkpoint import huggingface, store
 from checkpoint.tensors import LazyTensor, lazy, read_all
@@ -38,8 +39,7 @@ def config_of(shape: str) -> ModelConfig:
 
 
 def model_of(config: ModelConfig) -> Transformer:
-    model = Transformer(config, VOCAB)
-    model.init_weights(torch.Generator().manual_seed(0))
+    model = new_model(config, VOCAB)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms that do something
@@ -80,12 +80,9 @@ def test_in_bf16_we_are_nearer_to_the_exact_logits_than_transformers(config):
     """Both round matmuls and the residual stream; we round less within a norm, whose sums and products are float32."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    state, ours = model_of(config).state_dict(), Transformer(config, VOCAB, torch.bfloat16)
-    ours.load_state_dict(state)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        **huggingface.huggingface_config(config, VOCAB, 256, 1, 2, torch.float32)))
-    theirs.load_state_dict(read_all(huggingface.to_huggingface(state, config, VOCAB)), strict=not config.tie_embeddings)
-    theirs.tie_weights()
+    model, ours = model_of(config), Transformer(config, VOCAB, torch.bfloat16)
+    ours.load_state_dict(model.state_dict())
+    theirs = in_transformers(model)
     tokens_BT = torch.randint(VOCAB, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         exact_BTV = theirs.double()(tokens_BT).logits
@@ -133,21 +130,6 @@ def test_rows_are_those_of_the_whole_and_few_others_are_read(config, tokenizer, 
                 if name in huggingface.VOCABULARY:
                     allowed = min(stop, VOCAB) - min(start, VOCAB)
                 assert sum(asked) <= (allowed if start < stop else 0)
-
-
-def test_folder_gives_our_token_ids(config, tokenizer, tmp_path):
-    huggingface.save_model_folder(tmp_path, model_of(config).state_dict(), config, tokenizer, max_seq_len=256)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("the heat is in the tent", "  Zürich\n\n\n 12345 <|eot_id|>x", "日本語 🙂 don't"):
-        ids = tokenizer.encode(text)
-        assert theirs.decode(ids) == text
-        if "<|" not in text:
-            assert theirs.encode(text, add_special_tokens=False) == ids
-    assert len(theirs) == tokenizer.vocab_size
-    saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["vocab_size"], saved["bos_token_id"], saved["eos_token_id"]) == (VOCAB, tokenizer.bos_id, tokenizer.eos_id)
-    generation = transformers.GenerationConfig.from_pretrained(tmp_path)
-    assert generation.eos_token_id == [tokenizer.eos_id, tokenizer.eot_id] and generation.pad_token_id == tokenizer.pad_id
 
 
 def test_settings_come_back_from_the_config(config):
